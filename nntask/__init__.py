@@ -1,0 +1,1 @@
+"""Neural networks on tile tensors."""

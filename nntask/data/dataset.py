@@ -1,0 +1,214 @@
+"""Datasets by name: `stdlib`, `text` and `train.bin` become one or two token files, and a tokenizer where there is one.
+
+Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary; the files there are
+written under another name and renamed, so a process that dies leaves nothing half written behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ..environment import cache_directory
+from ..errors import DataError
+from .corpus import Corpus, Text, stdlib_corpus, text_corpus
+from .tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
+from .tokens import DTYPES, TokenFile, write_sidecar
+
+DATASETS: Final = ("stdlib", "text", "train.bin")
+_TRAINING_NBYTES: Final = 8_000_000
+_FORMAT: Final = "1"  # raise when the meaning of cached files changes
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """What the user asked for.
+
+    Args:
+        dataset: "stdlib", "text" or "train.bin".
+        path: file or directory of "text"; file, or directory that holds train.bin, of "train.bin".
+        val_path: validation text or tokens; empty for what the dataset brings along.
+        select: only the first `select` texts (sequences of a token file); -1 for all.
+        tokenizer: "auto", "bpe", "bytes", or the name of one to be found in `tokenizer_path`.
+        tokenizer_path: directory with tokenizer.json; empty to train one on the text.
+        vocab_size: the model's vocabulary.
+    """
+
+    dataset: str = "stdlib"
+    path: str = ""
+    val_path: str = ""
+    select: int = -1
+    tokenizer: str = "auto"
+    tokenizer_path: str = ""
+    vocab_size: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Training tokens, validation tokens if any, and the tokenizer if known.
+
+    Args:
+        fingerprint: a hash that differs when the training tokens do (for token files: their path and size).
+        select_sequences: how many sequences of `train` count; -1 for all.
+    """
+
+    name: str
+    train: TokenFile
+    validation: TokenFile | None
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    select_sequences: int = -1
+
+
+def check_spec(spec: DataSpec) -> None:
+    """Find out cheaply what `open_dataset` would refuse about names and paths.
+
+    Raises:
+        DataError: something named does not exist or is not offered.
+    """
+    if spec.dataset not in DATASETS:
+        raise DataError(
+            f"--dataset {spec.dataset} is not available: this version reads {', '.join(DATASETS)}; "
+            "save the texts as files and use --dataset text --dataset-path DIR"
+        )
+    if spec.dataset != "stdlib" and not spec.path:
+        raise DataError(f"--dataset {spec.dataset} needs --dataset-path, a file or a directory")
+    for flag, path in (("--dataset-path", spec.path), ("--val-path", spec.val_path), ("--tokenizer-path", spec.tokenizer_path)):
+        if path and not Path(path).exists():
+            raise DataError(f"{flag} {path} does not exist; give an existing file or directory")
+    if spec.tokenizer not in ("auto", "bpe", "bytes") and not spec.tokenizer_path:
+        raise DataError(
+            f"--tokenizer {spec.tokenizer} is not available: this version offers auto, bpe and bytes, "
+            f"or a directory with {FILE_NAME} through --tokenizer-path"
+        )
+    if spec.tokenizer == "bpe" and not have_tokenizers():
+        raise DataError("--tokenizer bpe needs the tokenizers package; pip install tokenizers, or use --tokenizer bytes")
+    if spec.dataset == "train.bin":
+        TokenFile(_train_bin(spec.path), vocab_size=spec.vocab_size).close()
+
+
+def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence: None) -> Dataset:
+    """Open what `spec` names, tokenising text that is not in the cache yet.
+
+    Args:
+        report: called with a sentence before anything that takes seconds.
+
+    Raises:
+        DataError: the data is missing, broken, or does not fit the vocabulary.
+    """
+    check_spec(spec)
+    if spec.dataset == "train.bin":
+        return _open_tokens(spec)
+    corpus = stdlib_corpus(spec.select) if spec.dataset == "stdlib" else text_corpus(spec.path, spec.select)
+    if spec.val_path:
+        extra = text_corpus(spec.val_path)
+        corpus = Corpus(corpus.name, corpus.train + corpus.validation, extra.train + extra.validation)
+    with _cache_errors():
+        key = hashlib.sha256(f"{_FORMAT} {corpus.fingerprint()} {spec.tokenizer} {spec.vocab_size}".encode())
+        if spec.tokenizer_path:
+            load_tokenizer(spec.tokenizer_path)
+            file = Path(spec.tokenizer_path)
+            key.update((file / FILE_NAME if file.is_dir() else file).read_bytes())
+        elif spec.tokenizer == "auto":
+            key.update(b"bpe" if have_tokenizers() else b"bytes")
+        directory = cache_directory() / "data" / f"{spec.dataset}-{key.hexdigest()[:24]}"
+        tokenizer = _tokenizer(spec, corpus, directory, report)
+        if tokenizer.vocab_size > spec.vocab_size:
+            raise DataError(
+                f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {spec.vocab_size}; "
+                f"set vocab_size to at least {tokenizer.vocab_size} in the config, or use another tokenizer"
+            )
+        train = _encoded(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
+        validation = _encoded(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
+    return Dataset(spec.dataset, train, validation, tokenizer, key.hexdigest())
+
+
+def _open_tokens(spec: DataSpec) -> Dataset:
+    path = _train_bin(spec.path)
+    train = TokenFile(path, vocab_size=spec.vocab_size)
+    beside = path.with_name("val.bin")
+    val_path = Path(spec.val_path) if spec.val_path else beside
+    val_path = val_path / "val.bin" if val_path.is_dir() else val_path
+    has_validation = bool(spec.val_path) or (beside.exists() and beside != path)
+    validation = TokenFile(val_path, vocab_size=spec.vocab_size) if has_validation else None
+    tokenizer: Tokenizer | None = None
+    if spec.tokenizer_path:
+        tokenizer = load_tokenizer(spec.tokenizer_path)
+    elif spec.tokenizer == "bytes":
+        tokenizer = ByteTokenizer(spec.vocab_size)
+    key = hashlib.sha256(f"{path.resolve()} {train.num_tokens} {train.dtype.name}".encode()).hexdigest()
+    return Dataset("train.bin", train, validation, tokenizer, key, spec.select)
+
+
+def _train_bin(path: str) -> Path:
+    return Path(path) / "train.bin" if Path(path).is_dir() else Path(path)
+
+
+def _tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer of `spec`: loaded, plain bytes, from the cache, or trained now."""
+    if spec.tokenizer_path:
+        return load_tokenizer(spec.tokenizer_path)
+    if spec.tokenizer == "bytes" or not have_tokenizers():
+        return ByteTokenizer(spec.vocab_size)
+    cached = directory / FILE_NAME
+    if cached.is_file():
+        return load_tokenizer(cached)
+    report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
+    tokenizer = train_bpe(_head(corpus.train, _TRAINING_NBYTES), spec.vocab_size)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        tokenizer.save(Path(scratch))
+        os.replace(Path(scratch, FILE_NAME), cached)
+    return tokenizer
+
+
+def _head(texts: tuple[Text, ...], nbytes: int) -> Iterator[str]:
+    """Pieces of the texts until about `nbytes` characters have passed."""
+    seen = 0
+    for text in texts:
+        for piece in text.pieces():
+            if seen >= nbytes:
+                return
+            seen += len(piece)
+            yield piece
+
+
+def _encoded(
+    texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]
+) -> TokenFile:
+    """The token file of `texts`, from the cache or written now."""
+    dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    if not path.is_file():
+        report(f"tokenising {len(texts)} texts to {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            temporary = Path(scratch, path.name)
+            end = np.array([tokenizer.end_of_text], dtype).tobytes()
+            with temporary.open("wb") as file:
+                for text in texts:
+                    for piece in text.pieces():
+                        file.write(tokenizer.encode([piece])[0].astype(dtype).tobytes())
+                    file.write(end)
+            write_sidecar(path, dtype)
+            os.replace(temporary, path)
+    return TokenFile(path, vocab_size=vocab_size)
+
+
+class _cache_errors:
+    """Turns an I/O error of the cache into one that says which variable moves it."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise DataError(
+                f"cannot use the cache {cache_directory()}: {error.strerror or error}; set NNTASK_CACHE to a directory with room"
+            ) from None

@@ -1,0 +1,131 @@
+"""The order in which sequences are seen: a seeded permutation per epoch, and the exact place in it.
+
+Sequence i of a stream of tokens is [iT, (i+1)T), with targets one further. An epoch visits every sequence at most once; sequences that do not
+fill a last batch are left out of that epoch. The permutation is computed position by position, so it takes no memory however long the stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from .tokens import TokenFile
+
+_ROUNDS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """The exact place in the data: `position` sequences of epoch `epoch` have been handed out."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One optimizer step's data: tokens (B, T) int32 and targets (B, T) int32, one token further."""
+
+    tokens: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int32]
+
+
+def permuted(positions: npt.NDArray[np.int64], count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Images of `positions` under the permutation of range(count) that belongs to (seed, epoch).
+
+    A Feistel network over the next even power of two, walked until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002): a bijection whatever the round function is.
+    """
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+    values = positions.astype(np.uint64)
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], np.uint64(half), mask, keys)
+        outside = values >= np.uint64(count)
+    return values.astype(np.int64)
+
+
+def _feistel(
+    values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    left, right = values >> half, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    return (left << half) | right
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class BatchStream:
+    """Endless batches of a token file; equal seeds and cursors give equal batches.
+
+    Args:
+        file: the tokens.
+        length: T, tokens per sequence.
+        batch: B, sequences per batch.
+        seed: of the shuffling.
+        cursor: where to begin.
+        select: use only the first `select` sequences; -1 for all.
+
+    Raises:
+        DataError: the file holds fewer than `batch` sequences.
+    """
+
+    def __init__(
+        self, file: TokenFile, length: int, batch: int, *, seed: int, cursor: Cursor | None = None, select: int = -1
+    ) -> None:
+        self.file, self.length, self.batch, self.seed = file, length, batch, seed
+        self.num_sequences = file.num_sequences(length)
+        if select > 0:
+            self.num_sequences = min(self.num_sequences, select)
+        if self.num_sequences < batch:
+            need = batch * length + 1
+            raise DataError(
+                f"{file.path} is too short: {file.num_tokens} tokens give {self.num_sequences} sequences of {length}, and --batch is {batch}; "
+                f"use at least {need} tokens" + (f", or --batch {self.num_sequences}" if self.num_sequences else "")
+            )
+        self.cursor = cursor or Cursor()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches in an epoch."""
+        return self.num_sequences // self.batch
+
+    def next(self) -> Batch:
+        """The next batch; the cursor moves behind it."""
+        epoch, position = self.cursor.epoch, self.cursor.position
+        if position + self.batch > self.num_sequences:
+            epoch, position = epoch + 1, 0
+        places = np.arange(position, position + self.batch, dtype=np.int64)
+        order = permuted(places, self.num_sequences, self.seed, epoch)
+        rows = np.stack([self.file.window(int(i) * self.length, self.length + 1) for i in order])  # (B, T + 1)
+        self.cursor = Cursor(epoch, position + self.batch)
+        return Batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
+
+
+def in_order(file: TokenFile, length: int, batch: int, num_batches: int) -> list[Batch]:
+    """The first `num_batches` batches of a file in their own order, for evaluation; fewer when the file is shorter.
+
+    A last batch that is not full is filled up with targets -1, which the loss ignores.
+    """
+    total = file.num_sequences(length)
+    batches = []
+    for first in range(0, min(total, num_batches * batch), batch):
+        tokens = np.zeros((batch, length), np.int32)
+        targets = np.full((batch, length), -1, np.int32)
+        for row, sequence in enumerate(range(first, min(first + batch, total))):
+            ids = file.window(sequence * length, length + 1)
+            tokens[row], targets[row] = ids[:-1], ids[1:]
+        batches.append(Batch(tokens, targets))
+    return batches

@@ -1,0 +1,128 @@
+"""A stream of token ids in a file, read window by window.
+
+The file is headerless and little-endian: uint16, or uint32 when a sidecar ``<file>.json`` holds ``{"dtype": "uint32"}``. It is read with
+``pread``, never whole and never through a memory map, so a file larger than memory costs one window.
+
+Every id that leaves this module lies inside the vocabulary: windows are checked as they are read, and the head of the file when it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+
+DTYPES: Final = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SCAN_NBYTES: Final = 64 << 20
+_CHUNK_NBYTES: Final = 4 << 20
+
+
+class TokenFile:
+    """Token ids on disk.
+
+    Args:
+        path: the file.
+        vocab_size: ids must be below it.
+        scan_nbytes: how much of the file is checked at once, on opening.
+
+    Raises:
+        DataError: the file is missing, empty, not a whole number of tokens, or holds an id beyond the vocabulary.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, scan_nbytes: int = SCAN_NBYTES) -> None:
+        self._fd = -1
+        self.path = Path(path)
+        self.vocab_size = vocab_size
+        self.dtype = _dtype_of(self.path)
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            nbytes = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with --dataset-path") from None
+        if nbytes == 0:
+            raise DataError(f"{self.path} is empty; a token file holds at least one sequence of {self.dtype.name} ids")
+        if nbytes % self.dtype.itemsize:
+            raise DataError(
+                f"{self.path} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids); the file is cut short, "
+                f'or its ids are of another type: say so in {self.path.name}.json as {{"dtype": "uint32"}}'
+            )
+        self.num_tokens = nbytes // self.dtype.itemsize
+        self._scan(min(nbytes, scan_nbytes))
+
+    def window(self, first: int, count: int) -> npt.NDArray[np.int32]:
+        """Tokens [first, first + count) as int32.
+
+        Raises:
+            DataError: the window leaves the file, or an id lies beyond the vocabulary.
+        """
+        if first < 0 or count < 1 or first + count > self.num_tokens:
+            raise DataError(f"{self.path} holds tokens 0 to {self.num_tokens - 1}; asked for {count} from {first}")
+        ids = self._read(first, count)
+        self._check(ids, first)
+        return ids.astype(np.int32)
+
+    def num_sequences(self, length: int) -> int:
+        """Number of whole sequences of `length` tokens whose targets, one further, exist too."""
+        return max(self.num_tokens - 1, 0) // length
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read(self, first: int, count: int) -> npt.NDArray[Any]:
+        size = self.dtype.itemsize
+        data = b""
+        while len(data) < count * size:
+            part = os.pread(self._fd, count * size - len(data), first * size + len(data))
+            if not part:
+                raise DataError(f"{self.path} became shorter while it was read; {first + count} tokens were expected")
+            data += part
+        return np.frombuffer(data, self.dtype)
+
+    def _scan(self, nbytes: int) -> None:
+        """Check the first `nbytes`; what lies behind is checked when it is read."""
+        count, step = nbytes // self.dtype.itemsize, _CHUNK_NBYTES // self.dtype.itemsize
+        for first in range(0, count, step):
+            self._check(self._read(first, min(step, count - first)), first)
+
+    def _check(self, ids: npt.NDArray[Any], first: int) -> None:
+        if int(ids.max()) < self.vocab_size:
+            return
+        where = int(np.argmax(ids >= self.vocab_size))
+        raise DataError(
+            f"{self.path}: token id {int(ids[where])} at position {first + where} is beyond the vocabulary (ids 0 to {self.vocab_size - 1}); "
+            "use the config of the tokenizer that wrote the file"
+        )
+
+
+def _dtype_of(path: Path) -> np.dtype[Any]:
+    """Element type of `path`, from its sidecar when it has one."""
+    sidecar = path.with_name(path.name + ".json")
+    try:
+        text = sidecar.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return DTYPES["uint16"]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {sidecar}: {error}") from None
+    try:
+        name = json.loads(text)["dtype"]
+        return DTYPES[name]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f'{sidecar} must be {{"dtype": "uint16"}} or {{"dtype": "uint32"}}, got {text[:80]!r}') from None
+
+
+def write_sidecar(path: Path, dtype: np.dtype[Any]) -> None:
+    """Leave word beside `path` when its ids are not uint16."""
+    if dtype != DTYPES["uint16"]:
+        path.with_name(path.name + ".json").write_text(json.dumps({"dtype": dtype.name}), encoding="utf-8")

@@ -1,0 +1,53 @@
+"""Errors a user can meet, and the exit code each one ends the command with.
+
+::
+
+    NntaskError                  1   a bug, unless it is one of these
+    ├── UsageError (ValueError)  2   a flag, a config or a shape breaks a rule
+    ├── DoesNotFit               3   the model and its tiles need more than the budgets
+    ├── DataError                4   data or a checkpoint is missing, broken or of another shape
+    ├── Diverged                 5   the loss became NaN or infinite
+    └── StorageError             6   a disk or a device failed; the last checkpoint is safe
+
+Each message is one plain sentence: the rule, the values received, what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class NntaskError(Exception):
+    """Base of all errors that nntask raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(NntaskError, ValueError):
+    """A flag, a config or a shape breaks a rule."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class DoesNotFit(NntaskError):
+    """The model and its tiles need more memory than the budgets allow."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class DataError(NntaskError):
+    """Data or a checkpoint is missing, broken, or of another shape."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class Diverged(NntaskError):
+    """The loss became NaN or infinite."""
+
+    exit_code: ClassVar[int] = 5
+
+
+class StorageError(NntaskError):
+    """A disk or a device failed; the last checkpoint is safe."""
+
+    exit_code: ClassVar[int] = 6

@@ -1,0 +1,230 @@
+"""Everything a training run can be told, as plain data: one field per flag of ``nntask train``, in groups.
+
+A field's name with dashes is its flag; the text under it is its help. An unset value is None, and `rules.resolve` fills it in. `LOCKED` lists the
+groups that a resumed run must share with the run it continues; the others may differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Final, Literal
+
+Period = int  # in steps; 0 means never
+StorageDtype = Literal["fp32", "fp16", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """What is trained."""
+
+    model: str | None = None
+    """preset: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl (default tiny)"""
+    config_path: str | None = None
+    """GPT-2 config, a JSON file with Hugging Face keys; instead of --model"""
+    seq_len: int | None = None
+    """tokens per sequence, at most n_positions (default n_positions)"""
+    dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
+    """arithmetic; auto is fp32, tf32 on a CPU computes in fp32, bf16 stores bf16 and keeps fp32 masters"""
+    fp32_fast_tf32: bool = False
+    """older name of --dtype tf32"""
+    dropout: float | None = None
+    """probability for all three dropouts of the config (default: the config's)"""
+    flashattention: bool = True
+    """attention without the full score matrix; --no-flashattention stores the scores"""
+    recompute: Literal["none", "block"] = "none"
+    """block: keep only the input of each block and compute the rest again in the backward pass"""
+
+
+@dataclass(frozen=True, slots=True)
+class TilingSettings:
+    """How the batch and the tensors are cut. In tile flags -1 means the whole dimension."""
+
+    batch: int | None = None
+    """sequences per optimizer step (default 8 for tiny, else 1)"""
+    minibatch: int = -1
+    """sequences in flight at once, divides --batch; gradients accumulate (-1: the batch)"""
+    minibatch_tile: int | None = None
+    """sequences per tile, divides the minibatch"""
+    seq_tile: int | None = None
+    """tokens per tile"""
+    embd_tile: int | None = None
+    """features per tile"""
+    inner_tile: int | None = None
+    """features of the feed-forward layer per tile"""
+    head_tile: int | None = None
+    """heads per tile"""
+    vocab_tile: int | None = None
+    """rows of the embedding and of the head per tile"""
+    redux: bool = False
+    """sum gradients in 4 parallel lanes instead of one chain; same as --lanes 4"""
+    lanes: int | None = None
+    """parallel lanes of gradient sums; changes rounding, like a tile size (default 1)"""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """What it learns from."""
+
+    dataset: str = "stdlib"
+    """stdlib (this machine's Python library), text (--dataset-path: file or directory), train.bin (--dataset-path)"""
+    dataset_path: str = ""
+    """file or directory of the dataset"""
+    val_path: str = ""
+    """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
+    dataset_select: int = -1
+    """use the first N texts (sequences of train.bin); -1 for all"""
+    tokenizer: str = "auto"
+    """bpe (trained on the text, as many ids as the model's vocabulary), bytes, or a name for --tokenizer-path; auto: bpe where installed"""
+    tokenizer_path: str = ""
+    """directory with tokenizer.json"""
+    seed: int = 0
+    """of weights, shuffling, dropout and sampling"""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """How it learns."""
+
+    optimizer: Literal["fusedadamw", "adamw", "adam", "sgd"] = "fusedadamw"
+    """fusedadamw is another name of adamw"""
+    lr: float | None = None
+    """peak learning rate (default 1e-3 for tiny, else 3e-4)"""
+    weight_decay: float = 0.0
+    """decay of matrices; vectors are never decayed"""
+    optimizer_eps: float = 1e-8
+    """epsilon of Adam"""
+    beta1: float = 0.9
+    """decay of Adam's first moment"""
+    beta2: float = 0.95
+    """decay of Adam's second moment"""
+    momentum: float = 0.0
+    """of sgd"""
+    grad_clip: float = 0.0
+    """largest norm of the whole gradient; 0 is off"""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """learning rate after the warm-up; wsd: constant, then down over the last fifth"""
+    warmup_steps: int | None = None
+    """steps of linear warm-up (default 10, or 0 with --full-lr-iter)"""
+    min_lr: float = 0.0
+    """learning rate at the end of linear, cosine and wsd"""
+    start_lr: float = 0.0
+    """learning rate of step 1 under --full-lr-iter"""
+    full_lr_iter: int = 1
+    """step from which --lr holds, rising linearly from --start-lr"""
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    """of the printed loss, over the tokens of a step; gradients are always those of the mean"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How long, and what besides."""
+
+    steps: int | None = None
+    """optimizer steps; overrides epochs (default 120 when neither epochs nor timing loops are asked for)"""
+    nepochs: int = 0
+    """passes over the data"""
+    nepochs_warmup: int = 0
+    """passes before those, which train too but are not timed"""
+    eval_every: Period = 0
+    """validate every N steps and at the end; 0 means never"""
+    eval_batches: int = 8
+    """batches per validation"""
+    sample_tokens: int = 64
+    """tokens of text sampled at the end; 0 for none"""
+    prompt: str = ""
+    """beginning of that text"""
+    nforward: int = 0
+    """timed forward passes over a minibatch of random tokens, before training"""
+    nforward_warmup: int = 0
+    """forward passes before those, not timed"""
+    nbackward: int = 0
+    """timed forward and backward passes; the backward part is reported"""
+    nbackward_warmup: int = 0
+    """backward passes before those, not timed"""
+    check_finite: bool = False
+    """look for NaN after every task and name the first task and tile that made one"""
+    dry_run: bool = False
+    """check everything, print the resolved configuration, train nothing and write nothing"""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """What is kept."""
+
+    run_dir: str = ""
+    """directory of the run (default runs/<time>-<model>)"""
+    resume: str = ""
+    """continue a run exactly: its directory, one of its checkpoints, or auto (the run in --run-dir, else the newest in runs/)"""
+    save_every: Period | None = None
+    """checkpoint every N steps and at the end; 0 means never (default: only at the end)"""
+    keep_checkpoints: int = 3
+    """how many checkpoints to keep"""
+    load_checkpoint: str = ""
+    """start from these weights (safetensors)"""
+    save_checkpoint: str = ""
+    """write the weights here at the end (safetensors)"""
+    save_checkpoint_dtype: StorageDtype = "fp32"
+    """element type of --save-checkpoint"""
+    load_optimizer: str = ""
+    """start from this optimizer state (safetensors)"""
+    save_optimizer: str = ""
+    """write the optimizer state here at the end (safetensors)"""
+    save_optimizer_dtype: StorageDtype = "fp32"
+    """element type of --save-optimizer"""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceSettings:
+    """Where it runs. Nothing here changes a loss."""
+
+    ncpu: int | None = None
+    """CPU workers (default: the cores this process may use)"""
+    sim_gpu: int = 0
+    """simulated devices: more workers, each with a memory of its own"""
+    ram: str = ""
+    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free)"""
+    sched: Literal["auto", "eager", "prio", "lws"] = "auto"
+    """scheduling policy"""
+    restrict: Literal["none", "cpu", "cuda"] = "none"
+    """where kernels may run"""
+    strict: bool = False
+    """a kernel that is missing on a kind of worker is an error instead of a fallback"""
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveSettings:
+    """What is recorded."""
+
+    trace: str = ""
+    """write a Chrome trace here (gzip when the name ends in .gz)"""
+    trace_steps: str = ""
+    """A:B, trace only steps A to B, both included (default all)"""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """Train a GPT-2. Without flags: a small model on this machine's Python library."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    tiling: TilingSettings = field(default_factory=TilingSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
+    resources: ResourceSettings = field(default_factory=ResourceSettings)
+    observe: ObserveSettings = field(default_factory=ObserveSettings)
+
+
+LOCKED: Final = ("model", "tiling", "data", "optimizer")
+
+
+def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
+    """Flags of the locked groups whose values differ, as "--flag (was, is)"; both settings resolved."""
+    found = []
+    for group in LOCKED:
+        before, after = getattr(stored, group), getattr(now, group)
+        for f in fields(before):
+            was, value = getattr(before, f.name), getattr(after, f.name)
+            if was != value:
+                found.append(f"--{f.name.replace('_', '-')} (was {was}, is {value})")
+    return found

@@ -1,0 +1,39 @@
+"""The task runtime: tasks, data handles, workers and memory nodes. It knows bytes, not arrays, and no network."""
+
+from .codelet import Codelet, Cost
+from .core.errors import DoesNotFit, HandleLost, SchedulerError, Stalled, TaskError
+from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .frontend import Access, Handle, TaskRuntime, View
+from .inline import InlineRuntime
+from .recording import RecordingError, Step, Ticket
+from .runtime import Runtime, usable_cores
+from .trace import Trace
+
+__all__ = [
+    "REDUX",
+    "RW",
+    "SCRATCH",
+    "Access",
+    "Codelet",
+    "Cost",
+    "DataClass",
+    "DoesNotFit",
+    "Handle",
+    "HandleLost",
+    "InlineRuntime",
+    "Kind",
+    "Mode",
+    "R",
+    "RecordingError",
+    "Runtime",
+    "SchedulerError",
+    "Stalled",
+    "Step",
+    "TaskError",
+    "TaskRuntime",
+    "Ticket",
+    "Trace",
+    "View",
+    "W",
+    "usable_cores",
+]

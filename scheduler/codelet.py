@@ -1,0 +1,43 @@
+"""A codelet: one kind of computation, with an implementation per kind of worker.
+
+The scheduler calls ``codelet.cpu(*views, **constants)``: one view per access of the task in the order of submission, then the task's
+constants by keyword. It never looks inside a view. A codelet without an implementation for a worker kind never runs on such a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Kernel = Callable[..., None]
+
+
+class Cost(NamedTuple):
+    """What a task costs: floating-point operations, and bytes read plus written."""
+
+    flops: float
+    nbytes: float
+
+
+CostFunction = Callable[[Sequence[Any], Mapping[str, Any]], Cost]
+
+
+@dataclass(slots=True, eq=False)
+class Codelet:
+    """A named computation.
+
+    Args:
+        name: unique, as it appears in traces and errors.
+        cpu: runs on a CPU worker and, because simulated devices compute on the CPU, on simulated ones.
+        cuda: runs on a CUDA worker.
+        cost: from the ``view`` objects of the task's handles (they know shapes) and its constants to the task's `Cost`.
+    """
+
+    name: str
+    cpu: Kernel | None = None
+    cuda: Kernel | None = None
+    cost: CostFunction | None = None
+
+    def __repr__(self) -> str:
+        return f"Codelet({self.name!r})"

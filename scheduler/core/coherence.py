@@ -1,0 +1,69 @@
+"""Replicas of one handle on several nodes: the MSI protocol as a table.
+
+Rule: the valid replicas of a handle are equal; at most one is "modified", and then it is the only valid one. "invalid" is the absence of a
+replica; "reserved" is an extent without data yet. Knows nothing of tasks, extents or who carries out copies.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from .errors import InvalidEvent
+from .records import RAM, HandleRecord, Replica, ReplicaState
+
+ReplicaEvent = Literal["written", "copied from", "copy arrived"]
+
+TRANSITIONS: Final[dict[tuple[ReplicaState, ReplicaEvent], ReplicaState]] = {
+    ("reserved", "written"): "modified",
+    ("shared", "written"): "modified",
+    ("modified", "written"): "modified",
+    ("shared", "copied from"): "shared",
+    ("modified", "copied from"): "shared",
+    ("reserved", "copy arrived"): "shared",
+}
+"""(state, event) -> next state; a pair that is missing is impossible."""
+
+
+def step(replica: Replica, event: ReplicaEvent) -> None:
+    """Move a replica to its next state.
+
+    Raises:
+        InvalidEvent: the event is impossible in this state.
+    """
+    try:
+        replica.state = TRANSITIONS[replica.state, event]
+    except KeyError:
+        raise InvalidEvent(f"{replica.handle!r} on node {replica.node}: {event!r} is impossible while {replica.state}") from None
+
+
+def stale_after_write(replica: Replica) -> list[Replica]:
+    """The other replicas of the handle, which a write to `replica` makes worthless."""
+    return [other for other in replica.handle.replicas.values() if other is not replica]
+
+
+def best_source(handle: HandleRecord, target: Replica) -> Replica | None:
+    """Where to copy a handle from: host memory if valid there, else the valid replica on the lowest node."""
+    valid = [r for r in handle.replicas.values() if r.state != "reserved" and r is not target]
+    if not valid:
+        return None
+    return min(valid, key=lambda replica: (replica.node != RAM, replica.node))
+
+
+def is_sole_copy(replica: Replica) -> bool:
+    """Whether dropping this replica would lose data."""
+    return replica.state != "reserved" and all(other is replica or other.state == "reserved" for other in replica.handle.replicas.values())
+
+
+def validate(handle: HandleRecord) -> None:
+    """Check the protocol's rule.
+
+    Raises:
+        InvalidEvent: it is broken.
+    """
+    valid = [replica for replica in handle.replicas.values() if replica.state != "reserved"]
+    modified = [replica for replica in valid if replica.state == "modified"]
+    if modified and len(valid) > 1:
+        states = {replica.node: replica.state for replica in valid}
+        raise InvalidEvent(f"{handle!r} is modified on one node while others hold it too: {states}")
+    if any(replica.pins < 0 for replica in handle.replicas.values()):
+        raise InvalidEvent(f"{handle!r} was unpinned more often than pinned")

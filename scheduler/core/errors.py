@@ -1,0 +1,37 @@
+"""The scheduler's exceptions.
+
+    SchedulerError
+    ├── TaskError        a kernel raised, or a task could not run; dependants were cancelled
+    ├── HandleLost       data whose producer failed was asked for
+    ├── DoesNotFit       a task's working set exceeds every node that could run it
+    ├── Stalled          tasks wait and nothing is under way: a bug of the scheduler
+    └── InvalidEvent     an event that cannot happen in the present state: a bug of a driver
+
+Messages say the rule, the values and what to do; the last two carry the story of the task or handle.
+"""
+
+from __future__ import annotations
+
+
+class SchedulerError(Exception):
+    """Base of everything the scheduler raises on purpose."""
+
+
+class TaskError(SchedulerError, RuntimeError):
+    """A task failed; ``__cause__`` is the kernel's exception."""
+
+
+class HandleLost(SchedulerError, RuntimeError):
+    """The data does not exist any more because the task that should have written it failed."""
+
+
+class DoesNotFit(SchedulerError, MemoryError):
+    """A working set or a reservation exceeds a memory budget."""
+
+
+class Stalled(SchedulerError, RuntimeError):
+    """Tasks wait although nothing runs and nothing moves."""
+
+
+class InvalidEvent(SchedulerError, RuntimeError):
+    """The state machine was told something impossible."""

@@ -1,0 +1,99 @@
+"""What the world tells the machine (past tense) and what the machine asks of the world (imperative).
+
+Plain mutable slots classes: creating a frozen dataclass costs three times as much, and these are made once per task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .records import HandleRecord, Replay, Replica, Task, Worker, WorkerId
+
+
+@dataclass(slots=True, eq=False)
+class TaskSubmitted:
+    """A program submitted `task`; its accesses come after all earlier ones."""
+
+    task: Task
+
+
+@dataclass(slots=True, eq=False)
+class StepStarted:
+    """A recorded step begins another replay."""
+
+    replay: Replay
+
+
+@dataclass(slots=True, eq=False)
+class TaskFinished:
+    """The kernel of `task` returned."""
+
+    task: Task
+
+
+@dataclass(slots=True, eq=False)
+class TaskFailed:
+    """The kernel of `task` raised `error`."""
+
+    task: Task
+    error: BaseException
+
+
+@dataclass(slots=True, eq=False)
+class CopyFinished:
+    """The bytes of `source` are in `target`."""
+
+    source: Replica
+    target: Replica
+
+
+@dataclass(slots=True, eq=False)
+class WorkerJoined:
+    """A worker is ready for tasks."""
+
+    worker: Worker
+
+
+@dataclass(slots=True, eq=False)
+class HandleReleased:
+    """No program references the handle any more."""
+
+    handle: HandleRecord
+
+
+Event = TaskSubmitted | StepStarted | TaskFinished | TaskFailed | CopyFinished | WorkerJoined | HandleReleased
+
+
+@dataclass(slots=True, eq=False)
+class RunTask:
+    """Run `task` on `worker`: its replicas are in place."""
+
+    worker: WorkerId
+    task: Task
+
+
+@dataclass(slots=True, eq=False)
+class CopyTile:
+    """Copy the bytes of `source` over `target`, another replica of the same handle."""
+
+    source: Replica
+    target: Replica
+
+
+@dataclass(slots=True, eq=False)
+class ReportFailure:
+    """`task` failed with `error`, or was cancelled because of it."""
+
+    task: Task
+    error: BaseException
+
+
+@dataclass(slots=True, eq=False)
+class ReportStepDone:
+    """Every task of the replay is done or cancelled."""
+
+    replay: Replay
+    number: int
+
+
+Action = RunTask | CopyTile | ReportFailure | ReportStepDone

@@ -1,0 +1,200 @@
+"""Extents and the ledger: who has which bytes of a node, under a hard budget.
+
+Allocation is best fit with coalescing; any free extent serves any size. On top lie bins of just-freed extents by exact size, because a training
+step frees and takes the same sizes over and over: a bin hit costs a list pop. Bins are flushed (coalesced) before the high-water mark is
+allowed to rise, so they never cost memory. Knows nothing of handles, tasks or coherence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Final
+
+from .errors import InvalidEvent
+from .records import DATA_CLASSES, DataClass
+
+PAGE: Final = 4096
+"""Extents are multiples of this many bytes, so that disk I/O and big pages stay possible."""
+
+
+def rounded(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages; at least one."""
+    return max(-(-nbytes // PAGE) * PAGE, PAGE)
+
+
+class ExtentAllocator:
+    """Hands out extents of [0, capacity).
+
+    Invariant: handed-out, binned and free extents partition [0, high_water); everything above is untouched.
+
+    Args:
+        capacity: bytes; rounded down to whole pages.
+    """
+
+    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high_water", "used")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity // PAGE * PAGE
+        self.high_water = 0
+        self.used = 0
+        self.binned = 0
+        self._bins: dict[int, list[int]] = {}
+        self._starts: dict[int, int] = {}  # offset -> size of each free extent
+        self._ends: dict[int, int] = {}  # end -> offset of each free extent
+        self._by_size: list[tuple[int, int]] = []  # (size, offset), sorted
+
+    def allocate(self, size: int) -> int | None:
+        """Offset of a new extent of `size` bytes (a multiple of PAGE), or None when no hole is large enough."""
+        bin_ = self._bins.get(size)
+        if bin_:
+            self.binned -= size
+            self.used += size
+            return bin_.pop()
+        offset = self._best_fit(size)
+        if offset is None and self.binned:
+            self._flush()
+            offset = self._best_fit(size)
+        if offset is None:
+            offset = self._extend(size)
+            if offset is None:
+                return None
+        self.used += size
+        return offset
+
+    def free(self, offset: int, size: int) -> None:
+        """Give an extent back, with the size it was taken with."""
+        self.used -= size
+        self.binned += size
+        bin_ = self._bins.get(size)
+        if bin_ is None:
+            self._bins[size] = [offset]
+        else:
+            bin_.append(offset)
+
+    def largest_hole(self) -> int:
+        """Size of the largest extent that could be allocated now."""
+        self._flush()
+        top = self._ends.get(self.high_water)
+        beyond = self.capacity - (self.high_water if top is None else top)
+        return max(beyond, self._by_size[-1][0] if self._by_size else 0)
+
+    def free_extents(self) -> list[tuple[int, int]]:
+        """(offset, size) of every free or binned extent below the high-water mark, sorted."""
+        binned = [(offset, size) for size, offsets in self._bins.items() for offset in offsets]
+        return sorted([*self._starts.items(), *binned])
+
+    def _best_fit(self, size: int) -> int | None:
+        at = bisect_left(self._by_size, (size, -1))
+        if at == len(self._by_size):
+            return None
+        hole, offset = self._by_size.pop(at)
+        del self._starts[offset], self._ends[offset + hole]
+        if hole > size:
+            self._insert(offset + size, hole - size)
+        return offset
+
+    def _extend(self, size: int) -> int | None:
+        """Take from above the high-water mark, beginning with a hole that touches it."""
+        offset = self._ends.get(self.high_water)
+        start = self.high_water if offset is None else offset
+        if start + size > self.capacity:
+            return None
+        if offset is not None:
+            self._remove(offset)
+        self.high_water = start + size
+        return start
+
+    def _flush(self) -> None:
+        bins, self._bins, self.binned = self._bins, {}, 0
+        for size, offsets in bins.items():
+            for offset in offsets:
+                self._coalesce(offset, size)
+
+    def _coalesce(self, offset: int, size: int) -> None:
+        before = self._ends.get(offset)
+        if before is not None:
+            size += offset - before
+            self._remove(before)
+            offset = before
+        if offset + size in self._starts:
+            size += self._remove(offset + size)
+        self._insert(offset, size)
+
+    def _insert(self, offset: int, size: int) -> None:
+        self._starts[offset] = size
+        self._ends[offset + size] = offset
+        insort(self._by_size, (size, offset))
+
+    def _remove(self, offset: int) -> int:
+        size = self._starts.pop(offset)
+        del self._ends[offset + size]
+        del self._by_size[bisect_left(self._by_size, (size, offset))]
+        return size
+
+
+class MemoryNode:
+    """A memory node's budget, extents and ledger.
+
+    Args:
+        name: "ram", "sim:0", ... as users see it.
+        budget: hard limit in bytes on everything allocated here.
+
+    Attributes:
+        peak: most bytes in use at any time; `recent_peak` since `forget_recent_peak`.
+    """
+
+    __slots__ = ("budget", "by_class", "extents", "name", "peak", "peak_by_class", "recent_peak")
+
+    def __init__(self, name: str, budget: int) -> None:
+        self.name = name
+        self.budget = budget
+        self.extents = ExtentAllocator(budget)
+        self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
+        self.peak = 0
+        self.recent_peak = 0
+        self.peak_by_class: dict[DataClass, int] = dict(self.by_class)
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out now."""
+        return self.extents.used
+
+    def forget_recent_peak(self) -> None:
+        """Begin a new period of `recent_peak`."""
+        self.recent_peak = self.extents.used
+
+    def take(self, size: int, data_class: DataClass) -> int | None:
+        """Offset of a new extent, entered in the ledger; None when no hole is large enough."""
+        offset = self.extents.allocate(size)
+        if offset is not None:
+            self.by_class[data_class] += size
+            used = self.extents.used
+            if used > self.recent_peak:
+                self.recent_peak = used
+                if used > self.peak:
+                    self.peak = used
+                    self.peak_by_class.update(self.by_class)
+        return offset
+
+    def give(self, offset: int, size: int, data_class: DataClass) -> None:
+        """Give an extent back."""
+        self.extents.free(offset, size)
+        self.by_class[data_class] -= size
+
+    def validate(self, taken: list[tuple[int, int]]) -> None:
+        """Check that the extents in use, as (offset, size), and the free ones partition the memory and agree with the ledger.
+
+        Raises:
+            InvalidEvent: they do not.
+        """
+        position = 0
+        for offset, size in sorted([*taken, *self.extents.free_extents()]):
+            if offset != position:
+                fault = "overlap" if offset < position else "leave a gap"
+                raise InvalidEvent(f"extents of node {self.name} {fault} at byte {offset} (expected {position})")
+            position = offset + size
+        total = sum(size for _, size in taken)
+        if position != self.extents.high_water or total != self.used or total != sum(self.by_class.values()):
+            raise InvalidEvent(f"ledger of node {self.name}: replicas hold {total} B, extents {self.used} B, classes {sum(self.by_class.values())} B")
+        if self.used > self.budget:
+            raise InvalidEvent(f"node {self.name} uses {self.used} B of a budget of {self.budget} B")

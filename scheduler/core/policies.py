@@ -1,0 +1,147 @@
+"""Which ready task a worker runs next: small pure classes behind `push` and `pop`.
+
+A policy sees tasks that are ready (no unfinished predecessor) and workers with room. It never locks, measures or moves anything. Tasks that only
+some kinds of worker can run are kept apart, so that asking is cheap. All ties are broken by submission order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from .records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
+
+
+class Policy(Protocol):
+    """The interface of a scheduling policy."""
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Take a task that became ready; `worker` is the one whose finished task made it so, if any."""
+
+    def pop(self, worker: Worker) -> Task | None:
+        """Give up the task `worker` should run next, or None if there is none it can run."""
+
+    def __len__(self) -> int:
+        """Number of ready tasks held."""
+
+
+class Eager:
+    """One queue, first ready first served."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[WorkerKind, ...], deque[Task]] = {}
+        self._num = 0
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Append the task."""
+        self._queues.setdefault(task.kinds, deque()).append(task)
+        self._num += 1
+
+    def pop(self, worker: Worker) -> Task | None:
+        """The oldest ready task the worker can run."""
+        for kinds, queue in self._queues.items():
+            if queue and worker.kind in kinds:
+                self._num -= 1
+                return queue.popleft()
+        return None
+
+    def __len__(self) -> int:
+        return self._num
+
+
+class Prio:
+    """Highest priority first, then submission order: keeps close to the order in which the program was written, hence to its memory peak."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[tuple[WorkerKind, ...], list[tuple[int, int, int, Task]]] = {}
+        self._num = 0
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Enter the task."""
+        heap = self._heaps.get(task.kinds)
+        if heap is None:
+            heap = self._heaps[task.kinds] = []
+        heapq.heappush(heap, (-task.priority, task.order, task.id, task))
+        self._num += 1
+
+    def pop(self, worker: Worker) -> Task | None:
+        """The most urgent task the worker can run."""
+        best: list[tuple[int, int, int, Task]] | None = None
+        for kinds, heap in self._heaps.items():
+            if heap and worker.kind in kinds and (best is None or heap[0] < best[0]):
+                best = heap
+        if best is None:
+            return None
+        self._num -= 1
+        return heapq.heappop(best)[3]
+
+    def __len__(self) -> int:
+        return self._num
+
+
+class LocalityStealing:
+    """A queue per worker; a task joins the worker that holds most of its bytes, an idle worker steals the oldest task of the longest queue."""
+
+    def __init__(self) -> None:
+        self._queues: dict[WorkerId, deque[Task]] = {}
+        self._nodes: dict[NodeId, list[WorkerId]] = {}
+        self._stray: deque[Task] = deque()
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Queue the task with the worker that freed it, if the task's data is there, else with a worker where it is."""
+        node = self._home(task)
+        if worker is not None and worker.node == node and worker.id in self._queues:
+            self._queues[worker.id].append(task)
+            return
+        owners = self._nodes.get(node)
+        if owners:
+            self._queues[min(owners, key=lambda owner: len(self._queues[owner]))].append(task)
+        else:
+            self._stray.append(task)
+
+    def pop(self, worker: Worker) -> Task | None:
+        """The worker's newest own task, else the oldest of the longest other queue."""
+        own = self._queues.get(worker.id)
+        if own is None:
+            own = self._queues[worker.id] = deque()
+            self._nodes.setdefault(worker.node, []).append(worker.id)
+        task = self._take(own, worker, newest=True) or self._take(self._stray, worker, newest=False)
+        if task is not None:
+            return task
+        for queue in sorted(self._queues.values(), key=len, reverse=True):
+            task = self._take(queue, worker, newest=False)
+            if task is not None:
+                return task
+        return None
+
+    def __len__(self) -> int:
+        return len(self._stray) + sum(map(len, self._queues.values()))
+
+    @staticmethod
+    def _home(task: Task) -> NodeId:
+        """The node that holds most bytes of the task's valid data."""
+        held: dict[NodeId, int] = {}
+        for handle, _ in task.accesses:
+            for replica in handle.replicas.values():
+                if replica.state != "reserved":
+                    held[replica.node] = held.get(replica.node, 0) + handle.nbytes
+        return max(held, key=lambda node: (held[node], -node), default=RAM)
+
+    @staticmethod
+    def _take(queue: deque[Task], worker: Worker, *, newest: bool) -> Task | None:
+        order = range(len(queue) - 1, -1, -1) if newest else range(len(queue))
+        for at in order:
+            task = queue[at]
+            if worker.kind in task.kinds:
+                del queue[at]
+                return task
+        return None
+
+
+POLICIES: Final[dict[str, Callable[[], Policy]]] = {"eager": Eager, "prio": Prio, "lws": LocalityStealing}
+"""Every policy by the name users type."""
+
+DEFAULT_POLICY: Final = "prio"
+"""What "auto" means at present."""

@@ -1,0 +1,183 @@
+"""Plain records the whole core shares: access modes, handles, replicas, tasks, workers, nodes, and the ids that name them.
+
+Rules: records hold state and no behaviour beyond printing themselves; nothing here knows threads, clocks, arrays or devices. What a record
+calls ``view`` or ``codelet`` is opaque to the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, NewType
+
+NodeId = NewType("NodeId", int)
+WorkerId = NewType("WorkerId", int)
+HandleId = NewType("HandleId", int)
+TaskId = NewType("TaskId", int)
+
+Mode = Literal["R", "W", "RW", "SCRATCH", "REDUX"]
+R: Final = "R"
+W: Final = "W"
+RW: Final = "RW"
+SCRATCH: Final = "SCRATCH"
+REDUX: Final = "REDUX"
+
+Kind = Literal["persistent", "temporary", "input"]
+DataClass = Literal["parameters", "gradients", "optimizer", "activations", "scratch", "data"]
+DATA_CLASSES: Final[tuple[DataClass, ...]] = ("parameters", "gradients", "optimizer", "activations", "scratch", "data")
+WorkerKind = Literal["cpu", "cuda", "sim", "host"]
+ReplicaState = Literal["reserved", "shared", "modified"]
+TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "running", "done", "failed", "cancelled"]
+
+RAM: Final = NodeId(0)
+"""The node of host memory: the home of every CPU worker and of data lent to the program."""
+
+HOST: Final = WorkerId(-1)
+"""The program itself, as the worker of its acquisitions; it runs any number of them at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One handle's bytes on one node.
+
+    Attributes:
+        offset: where the extent begins in the node's memory, bytes.
+        state: "reserved" holds no valid data yet; "shared" equals every other valid replica; "modified" is the only valid one.
+        pins: tasks and copies that use the extent now; a pinned replica is never evicted.
+        arriving: whether a copy into it is under way.
+        last_use: the machine's event count at the last use (for LRU).
+    """
+
+    handle: HandleRecord
+    node: NodeId
+    offset: int
+    state: ReplicaState = "reserved"
+    pins: int = 0
+    arriving: bool = False
+    last_use: int = 0
+    view: object | None = None
+
+
+@dataclass(slots=True, eq=False)
+class HandleRecord:
+    """One piece of data.
+
+    Attributes:
+        nbytes: exact size; `size` is what the ledger counts (rounded up).
+        replicas: the nodes that hold bytes for it.
+        last_writer, readers: unfinished tasks that the next access must wait for.
+        num_uses: accesses of unfinished tasks, plus copies under way.
+        released: no program references it: it dies with its last use.
+        lost: why its data does not exist any more, if so.
+    """
+
+    id: HandleId
+    nbytes: int
+    size: int
+    view: object
+    name: str
+    kind: Kind
+    data_class: DataClass
+    replicas: dict[NodeId, Replica] = field(default_factory=dict)
+    last_writer: Task | None = None
+    readers: dict[Task, None] = field(default_factory=dict)
+    num_uses: int = 0
+    released: bool = False
+    lost: str | None = None
+
+    def __repr__(self) -> str:
+        return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One execution of a codelet.
+
+    Attributes:
+        codelet: opaque; only `name` and `kinds` matter to the core.
+        order: place in the order of submission; decides ties everywhere.
+        num_waiting: unfinished predecessors (an edge counts once each time it was added).
+        successors: tasks waiting for this one; of a recorded task, those of the same replay.
+        late_successors: of a recorded task, tasks outside its replay.
+        replicas: one per access while admitted.
+        num_arriving: inputs still on their way to `node`.
+        step: the replay it belongs to.
+        num_predecessors: what `num_waiting` starts from in every replay.
+    """
+
+    id: TaskId
+    codelet: object
+    name: str
+    kinds: tuple[WorkerKind, ...]
+    accesses: tuple[tuple[HandleRecord, Mode], ...]
+    constants: Mapping[str, object]
+    priority: int = 0
+    order: int = 0
+    state: TaskState = "waiting"
+    num_waiting: int = 0
+    successors: list[Task] = field(default_factory=list)
+    late_successors: list[Task] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
+    num_arriving: int = 0
+    worker: WorkerId = HOST
+    node: NodeId = RAM
+    step: Replay | None = None
+    num_predecessors: int = 0
+    token: object | None = None
+
+    def __repr__(self) -> str:
+        data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in self.accesses)
+        return f"task {self.id} {self.name}({data})"
+
+
+@dataclass(slots=True, eq=False)
+class Replay:
+    """One of the two instances of a recorded step, and the replay it carries at present.
+
+    Attributes:
+        number: of the replay, from 0.
+        num_unfinished: tasks of this replay that are neither done nor cancelled.
+        failure: the first error of a task of this replay.
+        owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
+        stride: by how much a task's `order` grows from one replay of this instance to its next.
+    """
+
+    tasks: list[Task]
+    roots: list[Task]
+    owned: list[tuple[HandleRecord, int]]
+    shared: list[SharedUse]
+    stride: int = 0
+    number: int = 0
+    num_unfinished: int = 0
+    failure: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SharedUse:
+    """How a recorded step uses a handle that outlives a replay.
+
+    Attributes:
+        first_readers: tasks that read it before the step writes it.
+        first_writer, last_writer: the first and last task that write it.
+        last_readers: tasks that read it after the last write.
+        num_uses: accesses of all tasks of the step.
+    """
+
+    handle: HandleRecord
+    first_readers: list[Task]
+    first_writer: Task | None
+    last_writer: Task | None
+    last_readers: list[Task]
+    num_uses: int
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """Who runs tasks: one at a time, `depth` of them admitted ahead."""
+
+    id: WorkerId
+    kind: WorkerKind
+    node: NodeId
+    depth: int
+    assigned: list[Task] = field(default_factory=list)
+    running: Task | None = None

@@ -1,0 +1,151 @@
+"""Recorded steps: tasks captured once, planned once, replayed many times.
+
+A recording is a list of tasks over handle records. Handles made while recording belong to the step: each of its two instances gets its own
+copies of them, so that two replays can be in flight without touching each other's temporaries. All other handles are shared with the rest of
+the program, and a replay waits for the last access of each of them, not for the whole of the previous replay. Pure: building a plan and an
+instance runs nothing and takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .records import RW, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerKind
+
+
+@dataclass(slots=True, eq=False)
+class RecordedTask:
+    """One captured task; fields as in `Task`."""
+
+    codelet: object
+    name: str
+    kinds: tuple[WorkerKind, ...]
+    accesses: tuple[tuple[HandleRecord, Mode], ...]
+    constants: Mapping[str, object]
+    priority: int
+
+
+@dataclass(slots=True)
+class _Use:
+    """How the step uses one handle, by positions in the recorded order."""
+
+    first_readers: list[int] = field(default_factory=list)
+    first_writer: int | None = None
+    last_writer: int | None = None
+    readers: list[int] = field(default_factory=list)  # since the last writer
+    num_uses: int = 0
+
+
+class StepPlan:
+    """The dependency graph and lifetimes of a recording.
+
+    Args:
+        tasks: in recorded order.
+        owned: handles made while recording; True for outputs, which outlive the replay, False for those that die at their last use.
+    """
+
+    def __init__(self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool]) -> None:
+        self.tasks = list(tasks)
+        self.owned = dict(owned)
+        self.predecessors: list[set[int]] = []
+        self.successors: list[list[int]] = [[] for _ in self.tasks]
+        self.uses: dict[HandleRecord, _Use] = {}
+        for position, task in enumerate(self.tasks):
+            waits: set[int] = set()
+            for handle, mode in task.accesses:
+                use = self.uses.get(handle)
+                if use is None:
+                    use = self.uses[handle] = _Use()
+                self._enter(use, position, mode, waits)
+            self.predecessors.append(waits)
+            for before in sorted(waits):
+                self.successors[before].append(position)
+
+    @staticmethod
+    def _enter(use: _Use, position: int, mode: Mode, waits: set[int]) -> None:
+        """Enter one access and collect what it waits for; the same rule as `graph.link`."""
+        use.num_uses += 1
+        if mode == R:
+            if use.last_writer is not None:
+                waits.add(use.last_writer)
+            elif use.first_writer is None:
+                use.first_readers.append(position)
+            use.readers.append(position)
+        elif mode == W or mode == RW:
+            waits.update(use.readers)
+            if use.last_writer is not None and not use.readers:
+                waits.add(use.last_writer)
+            use.readers = []
+            use.last_writer = position
+            if use.first_writer is None:
+                use.first_writer = position
+
+    def unwritten(self) -> list[tuple[RecordedTask, HandleRecord]]:
+        """Owned handles whose first access reads them, with the task that does."""
+        found = []
+        seen: set[HandleRecord] = set()
+        for task in self.tasks:
+            for handle, mode in task.accesses:
+                if handle not in seen and handle in self.owned and (mode == R or mode == RW):
+                    found.append((task, handle))
+                seen.add(handle)
+        return found
+
+    def instantiate(
+        self, clone: Callable[[HandleRecord], HandleRecord], first_id: int, stride: int
+    ) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
+        """Tasks and own handles of one instance.
+
+        Args:
+            clone: makes a new record like the one given.
+            first_id: id and order of the first task.
+            stride: growth of the tasks' order between two replays of this instance.
+
+        Returns:
+            The replay, and the instance's record of each owned one.
+        """
+        twins: dict[HandleRecord, HandleRecord] = {}
+        for handle, is_output in self.owned.items():
+            if handle in self.uses:
+                twin = twins[handle] = clone(handle)
+                twin.released = not is_output
+        dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
+        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], stride=stride)
+        for position, recorded in enumerate(self.tasks):
+            number = len(self.predecessors[position])
+            task = Task(
+                TaskId(first_id + position),
+                recorded.codelet,
+                recorded.name,
+                recorded.kinds,
+                tuple((twins.get(handle, handle), mode) for handle, mode in recorded.accesses),
+                recorded.constants,
+                recorded.priority,
+                order=first_id + position,
+                num_waiting=number,
+                num_predecessors=number,
+                step=replay,
+            )
+            replay.tasks.append(task)
+            if not number:
+                replay.roots.append(task)
+        for task, successors in zip(replay.tasks, self.successors, strict=True):
+            task.successors = [replay.tasks[after] for after in successors]
+        for handle, use in self.uses.items():
+            twin_or_shared = twins.get(handle, handle)
+            if handle not in twins or not twin_or_shared.released:
+                replay.shared.append(self._share(twin_or_shared, use, replay))
+        return replay, twins
+
+    @staticmethod
+    def _share(handle: HandleRecord, use: _Use, replay: Replay) -> SharedUse:
+        tasks = replay.tasks
+        return SharedUse(
+            handle,
+            [tasks[at] for at in use.first_readers],
+            None if use.first_writer is None else tasks[use.first_writer],
+            None if use.last_writer is None else tasks[use.last_writer],
+            [tasks[at] for at in use.readers],
+            use.num_uses,
+        )

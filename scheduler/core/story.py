@@ -1,0 +1,36 @@
+"""Stories: the last events, or those that touched one task or handle, as text for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .events import CopyFinished, Event, HandleReleased, StepStarted, TaskFailed, TaskFinished, TaskSubmitted, WorkerJoined
+from .records import HandleRecord, Task
+
+LENGTH = 20
+"""Lines of a story."""
+
+
+def tell(history: Iterable[Event], subject: Task | HandleRecord | None = None) -> str:
+    """The latest events that concern `subject` (all, if None), oldest first."""
+    lines = [line for event in history if (line := _line(event, subject)) is not None]
+    about = "lately" if subject is None else f"story of {subject!r}"
+    return "\n  ".join([f"{about}:", *(lines[-LENGTH:] or ["nothing is remembered"])])
+
+
+def _line(event: Event, subject: Task | HandleRecord | None) -> str | None:
+    if isinstance(event, TaskSubmitted | TaskFinished | TaskFailed):
+        task = event.task
+        if subject is None or subject is task or any(handle is subject for handle, _ in task.accesses):
+            return f"{type(event).__name__}: {task!r} on worker {task.worker}"
+    elif isinstance(event, CopyFinished):
+        if subject is None or subject is event.source.handle:
+            return f"CopyFinished: {event.source.handle!r} from node {event.source.node} to node {event.target.node}"
+    elif isinstance(event, HandleReleased):
+        if subject is None or subject is event.handle:
+            return f"HandleReleased: {event.handle!r}"
+    elif isinstance(event, StepStarted):
+        return f"StepStarted: replay {event.replay.number} of {len(event.replay.tasks)} tasks"
+    elif isinstance(event, WorkerJoined) and subject is None:
+        return f"WorkerJoined: worker {event.worker.id} ({event.worker.kind}) on node {event.worker.node}"
+    return None

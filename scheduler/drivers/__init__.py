@@ -1,0 +1,1 @@
+"""Drivers carry out the machine's actions: CPU threads, copy engines of simulated devices, virtual time."""

@@ -1,0 +1,83 @@
+"""Workers as threads: each runs its tasks' CPU kernels and advances the machine itself when one ends.
+
+A worker sleeps in its mailbox (a C queue, no polling) only when it has nothing to run; a task that its own finished task led to never passes
+through a queue or another thread. Simulated devices use the same threads over their own memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+from ..core.events import TaskFailed, TaskFinished
+from ..core.records import Task, Worker
+
+Inspect = Callable[[str, list[Any], list[str], list[str]], None]
+"""Called after a kernel with the task's name, its views, their access modes and names; raising fails the task."""
+
+
+class Engine(Protocol):
+    """What a worker thread needs of the runtime."""
+
+    closing: bool
+    inspect: Inspect | None
+
+    def advance(self, event: TaskFinished | TaskFailed, worker: Worker) -> Task | None:
+        """Advance the machine; return the worker's next task, if it has one now."""
+
+    def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
+        """Take note of a task's duration, if anybody wants to know."""
+
+
+class WorkerThread(threading.Thread):
+    """One worker.
+
+    Attributes:
+        mailbox: tasks to run; None ends the thread.
+        busy_ns: nanoseconds spent in kernels so far.
+    """
+
+    def __init__(self, engine: Engine, worker: Worker, memory: object, name: str) -> None:
+        super().__init__(name=f"nntask {name}", daemon=True)
+        self.engine = engine
+        self.worker = worker
+        self.memory = memory
+        self.mailbox: SimpleQueue[Task | None] = SimpleQueue()
+        self.busy_ns = 0
+        self.num_tasks = 0
+
+    def run(self) -> None:
+        """Run tasks until told to stop."""
+        engine, worker = self.engine, self.worker
+        while (task := self.mailbox.get()) is not None:
+            while task is not None and not engine.closing:
+                task = engine.advance(self._execute(task), worker)
+            del task
+
+    def _execute(self, task: Task) -> TaskFinished | TaskFailed:
+        engine = self.engine
+        views: list[Any] = []
+        memory = self.memory
+        start = perf_counter_ns()
+        try:
+            for replica in task.replicas:
+                view = replica.view
+                if view is None:
+                    view = replica.view = replica.handle.view(memory, replica.offset)  # type: ignore[operator]
+                views.append(view)
+            constants: Mapping[str, Any] = task.constants
+            task.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
+            if engine.inspect is not None:
+                names = [handle.name for handle, _ in task.accesses]
+                engine.inspect(task.name, views, [mode for _, mode in task.accesses], names)
+        except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
+            return TaskFailed(task, error)
+        finally:
+            end = perf_counter_ns()
+            self.busy_ns += end - start
+            self.num_tasks += 1
+            engine.observe(self.worker, task, start, end)
+        return TaskFinished(task)

@@ -1,0 +1,47 @@
+"""Copy engines of simulated devices: real copies between real buffers, one thread per device and direction, optionally at a set bandwidth."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from time import perf_counter_ns
+
+from ..core.events import CopyTile
+from ..storage import HostArena
+
+
+class CopyEngine(threading.Thread):
+    """Carries out copies in the order they were asked for.
+
+    Args:
+        arenas: memory of every node.
+        done: called after each copy with the action, its start and end.
+        bandwidth: bytes per second the link is slowed down to; None for as fast as memory goes.
+    """
+
+    def __init__(self, arenas: Sequence[HostArena], done: Callable[[CopyTile, int, int], None], bandwidth: float | None, name: str) -> None:
+        super().__init__(name=f"nntask {name}", daemon=True)
+        self.arenas = arenas
+        self.done = done
+        self.bandwidth = bandwidth
+        self.mailbox: SimpleQueue[CopyTile | None] = SimpleQueue()
+        self._pace = threading.Event()
+
+    def run(self) -> None:
+        """Copy until told to stop."""
+        while (action := self.mailbox.get()) is not None:
+            source, target = action.source, action.target
+            nbytes = source.handle.nbytes
+            start = perf_counter_ns()
+            self.arenas[target.node].copy_from(self.arenas[source.node], source.offset, target.offset, nbytes)
+            if self.bandwidth is not None:
+                remaining = nbytes / self.bandwidth - (perf_counter_ns() - start) / 1e9
+                if remaining > 0:
+                    self._pace.wait(remaining)  # the simulated link is busy for that long
+            self.done(action, start, perf_counter_ns())
+            del action, source, target
+
+    def stop(self) -> None:
+        """End the thread after the copies already asked for."""
+        self.mailbox.put(None)

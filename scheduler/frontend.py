@@ -1,0 +1,207 @@
+"""What a program sees of any runtime: handles, `submit`, `acquire`, `wait`; and how REDUX becomes plain accesses.
+
+REDUX is rewritten here, before any scheduler sees it. Contribution *i* to a handle goes to lane *i mod L*; lane 0 is the handle itself.
+The kernel is told with ``accumulate=False`` when it is the first to write its lane (so nobody clears memory first). The next access of
+another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... Everything follows from submission
+order and L alone, never from workers or time, hence results are the same bits on any machine.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from .codelet import Codelet
+from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+
+View = Callable[[Any, int], Any]
+"""Makes the kernel's argument from (memory of a node, byte offset in it)."""
+
+
+class ReleaseInbox(Protocol):
+    """Where a finalizer may leave word that a record's handle is gone: ``append`` must neither lock nor call back."""
+
+    def append(self, record: Any, /) -> None:
+        """Take the record of a handle that no program references any more."""
+
+
+class Handle:
+    """A piece of data the scheduler moves and tracks.
+
+    Args:
+        record: the runtime's own record of the data; opaque to programs.
+        nbytes: exact size in bytes.
+        view: makes the kernel's argument from a node's memory and an offset.
+        combine: codelet called as ``combine(total RW, part R)``; needed only where REDUX meets more than one lane.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "combine",
+        "data_class",
+        "inbox",
+        "kind",
+        "lanes",
+        "name",
+        "nbytes",
+        "num_contributions",
+        "record",
+        "view",
+        "written",
+    )
+
+    def __init__(
+        self,
+        record: Any,
+        nbytes: int,
+        view: View,
+        *,
+        name: str,
+        kind: Kind,
+        data_class: DataClass,
+        combine: Codelet | None,
+        inbox: ReleaseInbox | None,
+    ) -> None:
+        self.record = record
+        self.nbytes = nbytes
+        self.view = view
+        self.name = name
+        self.kind: Kind = kind
+        self.data_class: DataClass = data_class
+        self.combine = combine
+        self.inbox = inbox
+        self.written = False
+        self.num_contributions = 0
+        self.lanes: list[Handle] | None = None
+
+    def __del__(self) -> None:
+        inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed
+        if inbox is not None:
+            inbox.append(self.record)
+
+    def __repr__(self) -> str:
+        return f"Handle({self.name!r}, {self.nbytes} B)"
+
+
+Access = tuple[Handle, Mode]
+
+
+class TaskRuntime(abc.ABC):
+    """Interface between tile operations and whatever executes tasks.
+
+    Guarantee: tasks appear to run one after another in submission order, whatever really happens.
+
+    Args:
+        lanes: L of REDUX; a property of the numerics like a tile size.
+    """
+
+    def __init__(self, lanes: int = 1) -> None:
+        if lanes < 1:
+            raise ValueError(f"lanes must be at least 1, got {lanes}; use --lanes 1 for plain sums")
+        self.lanes = lanes
+
+    @abc.abstractmethod
+    def handle(
+        self,
+        nbytes: int,
+        view: View,
+        *,
+        name: str = "",
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        combine: Codelet | None = None,
+    ) -> Handle:
+        """Register data of `nbytes` bytes; no memory is taken before the first task writes it."""
+
+    @abc.abstractmethod
+    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+        """Wait for the handle's data in host memory and lend it: ``with runtime.acquire(h, "R") as view``."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Wait until every submitted task is done.
+
+        Raises:
+            TaskFailed: a task failed since the last wait.
+        """
+
+    @property
+    @abc.abstractmethod
+    def recording(self) -> bool:
+        """Whether tasks are being captured instead of run."""
+
+    @abc.abstractmethod
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
+        """Take one task whose modes are R, W, RW and SCRATCH."""
+
+    def submit(
+        self,
+        codelet: Codelet,
+        accesses: Sequence[Access],
+        constants: Mapping[str, Any] | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Submit a task: `codelet` over `accesses`.
+
+        Args:
+            accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
+            constants: keyword arguments of the kernel.
+            priority: larger runs earlier among ready tasks under policies that look at it.
+        """
+        plain: list[Access] = []
+        for handle, mode in accesses:
+            if mode == REDUX:
+                handle, mode, accumulate = self._contribute(handle)
+                constants = {**(constants or {}), "accumulate": accumulate}
+            elif mode != SCRATCH:
+                if handle.lanes is not None:
+                    self._combine(handle, keep=mode != W)
+                if mode != R:
+                    handle.written = True
+            plain.append((handle, mode))
+        self._submit(codelet, plain, constants or {}, priority)
+
+    def _contribute(self, handle: Handle) -> tuple[Handle, Mode, bool]:
+        """The lane, the mode and whether to accumulate, for the next REDUX contribution to `handle`."""
+        lane = handle
+        if self.lanes > 1:
+            if handle.lanes is None:
+                handle.lanes = [handle]
+                handle.num_contributions = 0
+            number = handle.num_contributions % self.lanes
+            handle.num_contributions += 1
+            if number == len(handle.lanes):
+                handle.lanes.append(
+                    self.handle(
+                        handle.nbytes,
+                        handle.view,
+                        name=f"{handle.name} lane {number}",
+                        data_class=handle.data_class,
+                        combine=handle.combine,
+                    )
+                )
+            lane = handle.lanes[number]
+        accumulate = lane.written
+        lane.written = True
+        return lane, RW if accumulate else W, accumulate
+
+    def _combine(self, handle: Handle, *, keep: bool) -> None:
+        """Sum the lanes into the handle in a fixed tree; drop them unsummed when the handle is about to be overwritten."""
+        lanes = handle.lanes or [handle]
+        handle.lanes = None
+        stride = 1
+        while keep and stride < len(lanes):
+            for first in range(0, len(lanes) - stride, 2 * stride):
+                if handle.combine is None:
+                    raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
+                self._submit(handle.combine, [(lanes[first], RW), (lanes[first + stride], R)], {}, 0)
+            stride *= 2
+
+
+@contextmanager
+def lent(view: Any) -> Iterator[Any]:
+    """A context manager that lends `view` and has nothing to give back."""
+    yield view

@@ -1,0 +1,53 @@
+"""The simplest runtime there is: every task runs inside `submit`, on the caller's thread.
+
+It is the oracle the real runtime is tested against: by construction it is sequentially consistent. It has no budgets and no workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from .codelet import Codelet
+from .core.records import SCRATCH, DataClass, Kind, Mode
+from .frontend import Access, Handle, TaskRuntime, View, lent
+
+
+class InlineRuntime(TaskRuntime):
+    """Runs tasks at once, in submission order."""
+
+    def handle(
+        self,
+        nbytes: int,
+        view: View,
+        *,
+        name: str = "",
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        combine: Codelet | None = None,
+    ) -> Handle:
+        """Register data; the memory is taken here and given back with the last reference."""
+        memory = bytearray(max(nbytes, 1))
+        return Handle(memory, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
+
+    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+        """Lend the data; there is nothing to wait for."""
+        if mode != SCRATCH and handle.lanes is not None:
+            self._combine(handle, keep=mode != "W")
+        if mode not in ("R", SCRATCH):
+            handle.written = True
+        return lent(handle.view(handle.record, 0))
+
+    def wait(self) -> None:
+        """Return: nothing is ever pending."""
+
+    @property
+    def recording(self) -> bool:
+        """Always False: this runtime does not record."""
+        return False
+
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
+        if codelet.cpu is None:
+            raise ValueError(f"{codelet!r} has no CPU implementation; register one or use a runtime with its device")
+        codelet.cpu(*[handle.view(handle.record, 0) for handle, _ in accesses], **constants)

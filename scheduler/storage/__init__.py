@@ -1,0 +1,5 @@
+"""Memory of nodes: one arena per node, taken once, so that no allocation happens while tasks run."""
+
+from .arena import HostArena
+
+__all__ = ["HostArena"]

@@ -1,0 +1,36 @@
+"""Host memory as one anonymous mapping of a node's whole budget.
+
+Pages are taken by the kernel when first touched and stay, so memory in use is the high-water mark of the extents, not the budget, and no page
+faults happen once a training step has run. Huge pages are asked for where the system has them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+
+class HostArena:
+    """Host memory of `nbytes` bytes.
+
+    Attributes:
+        memory: the mapping, as views are made over it.
+        address: where it begins, for copies.
+
+    Raises:
+        MemoryError: the system refuses to reserve so much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        try:
+            self.memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
+        except (OSError, ValueError) as error:
+            raise MemoryError(f"the system refused to reserve {nbytes:,} bytes of address space ({error}); lower the memory budget") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def copy_from(self, source: HostArena, source_offset: int, offset: int, nbytes: int) -> None:
+        """Copy bytes between arenas; other threads run meanwhile."""
+        ctypes.memmove(self.address + offset, source.address + source_offset, nbytes)

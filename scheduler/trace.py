@@ -1,0 +1,73 @@
+"""A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
+
+One track per worker, one per link, counters for the bytes of each node and for ready tasks. Events are appended as tuples while the program
+runs and turned into JSON when the file is written; a name that ends in ``.gz`` is compressed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Trace:
+    """Collects events while `active`."""
+
+    def __init__(self, *, active: bool = True) -> None:
+        self.active = active
+        self._tasks: list[tuple[int, str, int, int, int]] = []
+        self._copies: list[tuple[int, int, str, int, int, int]] = []
+        self._counters: list[tuple[int, list[int], int]] = []
+
+    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int) -> None:
+        """A kernel ran on a worker."""
+        self._tasks.append((worker, name, task, start_ns, end_ns))
+
+    def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int) -> None:
+        """Bytes moved between nodes."""
+        self._copies.append((source, target, name, nbytes, start_ns, end_ns))
+
+    def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
+        """Bytes in use per node and tasks ready."""
+        self._counters.append((at_ns, used, num_ready))
+
+    def write(self, path: str | Path, workers: Mapping[int, str], nodes: Sequence[str]) -> None:
+        """Write the trace.
+
+        Args:
+            workers: name of each worker.
+            nodes: name of each memory node.
+        """
+        document = {"displayTimeUnit": "ms", "traceEvents": list(self._events(workers, nodes))}
+        text = json.dumps(document, separators=(",", ":")).encode()
+        path = Path(path)
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+    def _events(self, workers: Mapping[int, str], nodes: Sequence[str]) -> Iterator[dict[str, Any]]:
+        yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "workers"}}
+        yield {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "links"}}
+        for worker, name in workers.items():
+            yield {"ph": "M", "pid": 1, "tid": worker, "name": "thread_name", "args": {"name": name}}
+        links = sorted({(source, target) for source, target, *_ in self._copies})
+        for number, (source, target) in enumerate(links):
+            yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": f"{nodes[source]}->{nodes[target]}"}}
+        for worker, name, task, start, end in self._tasks:
+            yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": {"task": task}}
+        for source, target, name, nbytes, start, end in self._copies:
+            track = links.index((source, target))
+            yield {
+                "ph": "X",
+                "pid": 2,
+                "tid": track,
+                "name": name,
+                "ts": start / 1e3,
+                "dur": (end - start) / 1e3,
+                "args": {"bytes": nbytes},
+            }
+        for at, used, num_ready in self._counters:
+            for node, nbytes in zip(nodes, used, strict=True):
+                yield {"ph": "C", "pid": 1, "name": f"bytes {node}", "ts": at / 1e3, "args": {"bytes": nbytes}}
+            yield {"ph": "C", "pid": 1, "name": "ready tasks", "ts": at / 1e3, "args": {"tasks": num_ready}}

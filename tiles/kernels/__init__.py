@@ -1,0 +1,1 @@
+"""Kernels: plain functions on arrays, one table for all backends."""

@@ -1,0 +1,141 @@
+"""One table of kernels: (operation, backend) -> function; and the codelets made from it.
+
+A kernel is a plain function on arrays: ``kernel(*tiles, **constants)``, writing its outputs in place. Registering it is one line::
+
+    @register("scale", "cpu")
+    def scale(x, out, *, alpha): ...
+
+Arrays of 16-bit floats never reach a kernel: a task that touches any is given fp32 copies in scratch memory declared to the
+scheduler, and its outputs are rounded back. So every kernel is written once, for fp32 and fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Any, Final, Literal, TypeVar
+
+import ml_dtypes
+import numpy as np
+
+from scheduler import SCRATCH, Access, Codelet, Cost, Mode, TaskRuntime, W
+
+Backend = Literal["reference", "cpu", "cuda"]
+Kernel = Callable[..., None]
+FlopCount = Callable[[Sequence[Any], Mapping[str, Any]], float]
+K = TypeVar("K", bound=Kernel)
+
+NARROW: Final = frozenset({np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)})
+_ALIGNMENT: Final = 64
+
+_kernels: dict[tuple[str, Backend], Kernel] = {}
+_flops: dict[str, FlopCount] = {}
+
+
+def register(op: str, backend: Backend, *, flops: FlopCount | None = None) -> Callable[[K], K]:
+    """Register a kernel of operation `op`; the latest registration wins.
+
+    Args:
+        flops: from the tiles' views (objects with ``shape``) and the constants to a floating-point operation count.
+    """
+
+    def enter(kernel: K) -> K:
+        _kernels[op, backend] = kernel
+        if flops is not None:
+            _flops[op] = flops
+        codelet.cache_clear()
+        return kernel
+
+    return enter
+
+
+def kernel(op: str, backend: Backend) -> Kernel:
+    """The registered kernel.
+
+    Raises:
+        KeyError: there is none.
+    """
+    load()
+    try:
+        return _kernels[op, backend]
+    except KeyError:
+        known = sorted(name for name, where in _kernels if where == backend)
+        raise KeyError(f"no {backend} kernel for {op!r}; there are {', '.join(known)}") from None
+
+
+def operations(backend: Backend) -> list[str]:
+    """Names of all operations that have a kernel on `backend`."""
+    load()
+    return sorted(op for op, where in _kernels if where == backend)
+
+
+@cache
+def load() -> None:
+    """Import the kernel modules, which register themselves."""
+    from . import cpu, reference  # noqa: F401
+
+
+@cache
+def codelet(op: str) -> Codelet:
+    """The codelet of operation `op`."""
+    return Codelet(op, cpu=kernel(op, "cpu"), cuda=_kernels.get((op, "cuda")), cost=_cost(op))
+
+
+@cache
+def _widening_codelet(op: str, modes: tuple[Mode, ...]) -> Codelet:
+    return Codelet(op, cpu=_widened(kernel(op, "cpu"), modes), cost=_cost(op))
+
+
+def _cost(op: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Cost]:
+    def cost(views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
+        count = _flops.get(op)
+        return Cost(count(views, constants) if count else 0.0, float(sum(view.nbytes for view in views)))
+
+    return cost
+
+
+def _widened(kernel: Kernel, modes: tuple[Mode, ...]) -> Kernel:
+    """`kernel` behind fp32 copies of its 16-bit arrays; its last argument is the scratch they live in."""
+
+    def run(*arrays: Any, **constants: Any) -> None:
+        *tiles, scratch = arrays
+        wide, offset = [], 0
+        for array, mode in zip(tiles, modes, strict=False):
+            if array.dtype in NARROW:
+                copy = np.ndarray(array.shape, np.float32, buffer=scratch, offset=offset)
+                offset += _aligned(copy.nbytes)
+                if mode != W:
+                    copy[...] = array
+                wide.append(copy)
+            else:
+                wide.append(array)
+        # a REDUX access that does not accumulate has garbage in its copy, which the kernel overwrites
+        kernel(*wide, **constants)
+        for array, copy, mode in zip(tiles, wide, modes, strict=False):
+            if array is not copy and mode != "R":
+                array[...] = copy
+
+    return run
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
+    """Submit one task of operation `op` over tile handles; 16-bit tiles are widened around the kernel."""
+    views: list[Any] = [handle.view for handle, _ in accesses]
+    nbytes = sum(_aligned(4 * prod(view.shape)) for view in views if view.dtype in NARROW)
+    if not nbytes:
+        runtime.submit(codelet(op), accesses, constants, priority=priority)
+        return
+    wide = _widening_codelet(op, tuple(mode for _, mode in accesses))
+    runtime.submit(wide, [*accesses, (scratch(runtime, nbytes), SCRATCH)], constants, priority=priority)
+
+
+def scratch(runtime: TaskRuntime, nbytes: int) -> Any:
+    """A handle of `nbytes` bytes of working memory for one task: pass it with mode SCRATCH; the kernel gets a uint8 array."""
+    from ..tensor import TileView
+
+    return runtime.handle(nbytes, TileView((nbytes,), np.dtype(np.uint8)), name="scratch", data_class="scratch")

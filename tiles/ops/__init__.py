@@ -1,0 +1,1 @@
+"""Tile operations: a pure shape rule, then the loop that emits tasks."""

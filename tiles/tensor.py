@@ -1,0 +1,142 @@
+"""Tile tensors: a shape, a tiling, a dtype, and one scheduler handle per tile.
+
+A tile tensor is storage without history: gradients and tapes live a floor above. Creating one takes no memory; the first task that writes a
+tile does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import DataClass, Handle, Kind, TaskRuntime
+
+from .kernels.registry import codelet
+from .tiling import Tiling
+
+
+@dataclass(frozen=True, slots=True)
+class TileView:
+    """Shape and dtype of one tile; called by a driver, the NumPy array over a node's memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __call__(self, memory: Any, offset: int) -> npt.NDArray[Any]:
+        """The tile at `offset` bytes of `memory`, without a copy."""
+        return np.ndarray(self.shape, self.dtype, buffer=memory, offset=offset)
+
+    @property
+    def nbytes(self) -> int:
+        """Exact size of the tile."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class TileTensor:
+    """A tensor cut into tiles.
+
+    Args:
+        runtime: who owns the data.
+        shape: extents; a scalar is shape (1,).
+        tile: extents of a tile, -1 for a whole axis.
+        dtype: element type.
+        kind: "persistent" (parameters, optimizer state), "input" (written by the program before a step) or "temporary".
+        data_class: under which heading the ledger counts the bytes.
+        name: for stories, traces and errors.
+    """
+
+    __slots__ = ("__weakref__", "data_class", "dtype", "handles", "kind", "name", "runtime", "tiling")
+
+    def __init__(
+        self,
+        runtime: TaskRuntime,
+        shape: Sequence[int],
+        tile: Sequence[int],
+        dtype: npt.DTypeLike,
+        *,
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        name: str = "",
+    ) -> None:
+        self.runtime = runtime
+        self.tiling = Tiling(tuple(shape), tuple(tile))
+        self.dtype = np.dtype(dtype)
+        self.kind: Kind = kind
+        self.data_class: DataClass = data_class
+        self.name = name
+        combine = codelet("accumulate")
+        self.handles: list[Handle] = []
+        for index in self.tiling.indices():
+            view = TileView(self.tiling.extents(index), self.dtype)
+            self.handles.append(
+                runtime.handle(view.nbytes, view, name=f"{name}{list(index)}", kind=kind, data_class=data_class, combine=combine)
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the whole tensor."""
+        return self.tiling.shape
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """Extents of a tile."""
+        return self.tiling.tile
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of tiles per axis."""
+        return self.tiling.grid
+
+    @property
+    def nbytes(self) -> int:
+        """Exact size of all tiles."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: tuple[int, ...]) -> Handle:
+        """The handle of the tile at a grid index (one integer per axis)."""
+        return self.handles[self.tiling.flat(index)]
+
+    def read(self) -> npt.NDArray[Any]:
+        """The whole tensor as an array; waits for whoever writes it."""
+        return self.gather(lambda handle: self.runtime.acquire(handle, "R"))
+
+    def gather(self, lend: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
+        """The whole tensor as an array, tile by tile through `lend`, a handle's context manager."""
+        out = np.empty(self.shape, self.dtype)
+        for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
+            with lend(handle) as view:
+                out[self.tiling.slices(index)] = view
+        return out
+
+    def write(self, values: npt.ArrayLike) -> None:
+        """Overwrite the whole tensor; waits for whoever still uses it.
+
+        Raises:
+            ValueError: the shape differs.
+        """
+        array = np.asarray(values)
+        if array.shape != self.shape:
+            raise ValueError(f"{self.name or 'tensor'} has shape {self.shape}, got values of shape {array.shape}")
+        for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
+            with self.runtime.acquire(handle, "W") as view:
+                view[...] = array[self.tiling.slices(index)]
+
+    def like(
+        self,
+        *,
+        dtype: npt.DTypeLike | None = None,
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        name: str = "",
+    ) -> TileTensor:
+        """A new tensor of the same shape and tiling, without data."""
+        return TileTensor(self.runtime, self.shape, self.tile, dtype or self.dtype, kind=kind, data_class=data_class, name=name)
+
+    def __repr__(self) -> str:
+        return f"TileTensor({self.name!r}, shape={self.shape}, tile={self.tile}, {self.dtype})"
