@@ -74,9 +74,7 @@ class TileTensor:
         self.handles: list[Handle] = []
         for index in self.tiling.indices():
             view = TileView(self.tiling.extents(index), self.dtype)
-            self.handles.append(
-                runtime.handle(view.nbytes, view, name=f"{name}{list(index)}", kind=kind, data_class=data_class, combine=combine)
-            )
+            self.handles.append(runtime.handle(view.nbytes, view, name=f"{name}{list(index)}", kind=kind, data_class=data_class, combine=combine))
 
     @property
     def shape(self) -> tuple[int, ...]:

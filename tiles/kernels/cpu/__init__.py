@@ -1,3 +1,3 @@
 """Fast CPU kernels: in place, cache-blocked, one thread each, the GIL released in the heavy calls."""
 
-from . import elementwise  # noqa: F401
+from . import attention, elementwise, embedding, loss, matmul, norm, optimizer, random, select  # noqa: F401

@@ -2,16 +2,146 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 
 from ..registry import register
 
 Array = npt.NDArray[Any]
 
+GELU_SCALE: Final = math.sqrt(2.0 / math.pi)
+GELU_CUBIC: Final = 0.044715
+ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu")
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def erf(x: Array) -> Array:
+    """The error function, element by element."""
+    return np.asarray(_erf(x), dtype=x.dtype)
+
+
+def activate(x: Array, kind: str) -> Array:
+    """activation(x). "gelu_new" is the tanh form of Hendrycks and Gimpel (2016), eq. 2; "gelu" the exact one."""
+    if kind == "gelu_new":
+        return 0.5 * x * (1.0 + np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3)))
+    if kind == "gelu":
+        return 0.5 * x * (1.0 + erf(x / math.sqrt(2.0)))
+    if kind == "relu":
+        return np.maximum(x, 0)
+    if kind == "silu":
+        return x / (1.0 + np.exp(-x))
+    raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+
+
+def slope(x: Array, kind: str) -> Array:
+    """activation'(x)."""
+    if kind == "gelu_new":
+        t = np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
+    if kind == "gelu":
+        return 0.5 * (1.0 + erf(x / math.sqrt(2.0))) + x * np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    if kind == "relu":
+        return (x > 0).astype(x.dtype)
+    if kind == "silu":
+        s = 1.0 / (1.0 + np.exp(-x))
+        return s * (1.0 + x * (1.0 - s))
+    raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+
 
 @register("accumulate", "reference")
 def accumulate(total: Array, part: Array) -> None:
     """total += part."""
     total[...] = total + part
+
+
+@register("add", "reference")
+def add(a: Array, b: Array, out: Array) -> None:
+    """out = a + b."""
+    out[...] = a + b
+
+
+@register("multiply", "reference")
+def multiply(a: Array, b: Array, out: Array) -> None:
+    """out = a * b."""
+    out[...] = a * b
+
+
+@register("scale", "reference")
+def scale(x: Array, out: Array, *, alpha: float) -> None:
+    """out = alpha * x."""
+    out[...] = alpha * x
+
+
+@register("copy", "reference")
+def copy(x: Array, out: Array) -> None:
+    """out = x, converted to out's dtype."""
+    out[...] = x
+
+
+@register("fill", "reference")
+def fill(out: Array, *, value: float) -> None:
+    """out = value everywhere."""
+    out[...] = value
+
+
+@register("add_rows", "reference")
+def add_rows(x: Array, p: Array, out: Array) -> None:
+    """out[b] = x[b] + p[:t]  # (mb, t, c) + (>= t, c)."""
+    out[...] = x + p[: x.shape[1]]
+
+
+@register("add_rows_backward", "reference")
+def add_rows_backward(dy: Array, dp: Array, *, accumulate: bool) -> None:
+    """dp[:t] (+)= sum of dy over b; rows beyond t receive nothing."""
+    total = np.zeros_like(dp)
+    total[: dy.shape[1]] = dy.sum(axis=0)
+    dp[...] = dp + total if accumulate else total
+
+
+@register("activation", "reference")
+def activation(x: Array, y: Array, *, kind: str) -> None:
+    """y = activation(x)."""
+    y[...] = activate(x, kind)
+
+
+@register("activation_backward", "reference")
+def activation_backward(x: Array, dy: Array, dx: Array, *, kind: str) -> None:
+    """dx = dy * activation'(x)."""
+    dx[...] = dy * slope(x, kind)
+
+
+@register("silu_gate", "reference")
+def silu_gate(gate: Array, up: Array, y: Array) -> None:
+    """y = silu(gate) * up (SwiGLU of Shazeer 2020, without the products)."""
+    y[...] = activate(gate, "silu") * up
+
+
+@register("silu_gate_backward", "reference")
+def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Array) -> None:
+    """Gradients of `silu_gate`."""
+    dgate[...] = dy * up * slope(gate, "silu")
+    dup[...] = dy * activate(gate, "silu")
+
+
+@register("rotary", "reference")
+def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
+    """Rotate pairs (i, i + D/2) of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).
+
+    Shapes: x, y (mb, t, h * D); cos, sin (t, D / 2).
+    """
+    half = head_size // 2
+    sign = -1.0 if inverse else 1.0
+    heads = x.reshape(*x.shape[:-1], -1, head_size)
+    first, second = heads[..., :half], heads[..., half:]
+    c, s = cos[:, None, :], sign * sin[:, None, :]
+    y[...] = np.concatenate([first * c - second * s, second * c + first * s], axis=-1).reshape(x.shape)
+
+
+@register("add_into", "reference")
+def add_into(part: Array, total: Array, *, accumulate: bool) -> None:
+    """total (+)= part."""
+    total[...] = total + part if accumulate else part

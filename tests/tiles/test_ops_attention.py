@@ -1,0 +1,142 @@
+"""Attention, head and embedding over ragged tilings against torch in double precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from scheduler import InlineRuntime, TaskRuntime
+from tiles import TileTensor
+from tiles.kernels.reference.attention import Pair, kept
+from tiles.ops import attention, elementwise, embedding, loss
+
+B, T, H, D, V, C = 3, 7, 3, 4, 11, 6
+TILINGS = [(-1, -1, -1), (2, 3, 2), (1, 2, 1), (3, 4, 2), (2, 6, 3)]
+
+
+def data(runtime: TaskRuntime, tile: tuple[int, ...], values: np.ndarray) -> TileTensor:
+    """A tile tensor with these values."""
+    found = TileTensor(runtime, values.shape, tile, values.dtype, name="data")
+    found.write(values)
+    return found
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Reproducible values that want a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+@pytest.fixture(params=[1, 3])
+def runtime(request: pytest.FixtureRequest) -> TaskRuntime:
+    """A runtime with one or three lanes."""
+    return InlineRuntime(lanes=request.param)
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    """(B, T, H * D) -> (B, H, T, D)."""
+    return x.view(B, T, H, D).transpose(1, 2)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("tile", TILINGS, ids=str)
+def test_attention(runtime: TaskRuntime, tile: tuple[int, int, int], p: float, causal: bool, stored: bool) -> None:
+    """Values and gradients of flash and stored attention, with the dropout mask the counter implies."""
+    b, t, h = tile
+    q, k, v, do = (random(B, T, H * D, seed=i) for i in range(4))
+    key = data(runtime, (2,), np.array([5, 9], np.uint64))
+    drop = attention.Dropout(p, key, stream=3)
+    mask = torch.ones(B, H, T, T, dtype=torch.float64)
+    if p:
+        mask = torch.from_numpy(kept(key.read(), (B, H, T, T), Pair(D, 0.5, causal, 0, 0, 0, 0, H, T, p, 3)))
+    s = 0.5 * heads(q) @ heads(k).mT
+    if causal:
+        s = s.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    want = ((torch.softmax(s, -1) * mask) @ heads(v)).transpose(1, 2).reshape(B, T, H * D)
+    want.backward(do)
+    cut = (b, t, h * D if h > 0 else -1)
+    tq, tk, tv, tdo = (data(runtime, cut, x.detach().numpy()) for x in (q, k, v, do))
+    options = {"head_size": D, "scale": 0.5, "causal": causal, "dropout": drop}
+    forward = attention.stored_attention if stored else attention.attention
+    backward = attention.stored_attention_backward if stored else attention.attention_backward
+    o, kept_state = forward(tq, tk, tv, **options)
+    np.testing.assert_allclose(o.read(), want.detach().numpy(), atol=1e-12)
+    for found, expected in zip(backward(tq, tk, tv, o, kept_state, tdo, **options), (q, k, v), strict=True):
+        np.testing.assert_allclose(found.read(), expected.grad.numpy(), atol=1e-12)
+
+
+def test_masked_tiles_emit_no_tasks() -> None:
+    """Of 4 x 4 pairs of tiles only the 10 on and below the diagonal become tasks."""
+    seen: list[str] = []
+
+    class Counting(InlineRuntime):
+        def _submit(self, codelet, accesses, constants, priority):  # type: ignore[no-untyped-def]
+            seen.append(codelet.name)
+            super()._submit(codelet, accesses, constants, priority)
+
+    runtime = Counting()
+    q, k, v = (data(runtime, (1, 2, 4), random(1, 8, 4, seed=i).detach().numpy()) for i in range(3))
+    attention.attention(q, k, v, head_size=4, scale=1.0)
+    assert seen.count("attention") == 10
+
+
+@pytest.mark.parametrize("tile", [(-1, -1, -1, -1), (2, 3, 4, 4), (1, 7, 5, 2), (2, 2, 11, 5), (3, 4, 3, 6)], ids=str)
+def test_linear_cross_entropy(runtime: TaskRuntime, tile: tuple[int, int, int, int]) -> None:
+    """Loss, dx and dw with and without vocabulary tiles, with ignored targets."""
+    b, t, v, c = tile
+    x, w = random(B, T, C), random(V, C, seed=1)
+    ids = np.random.default_rng(0).integers(0, V, (B, T)).astype(np.int32)
+    ids[1, 2] = -1
+    want = torch.nn.functional.cross_entropy((x @ w.T).view(-1, V), torch.from_numpy(ids.astype(np.int64)).view(-1), ignore_index=-1, reduction="sum")
+    (want * 0.125).backward()
+    tx, tw = data(runtime, (b, t, c), x.detach().numpy()), data(runtime, (v, c), w.detach().numpy())
+    targets = data(runtime, (b, t), ids)
+    value, lse = loss.linear_cross_entropy(tx, tw, targets, scale=0.125)
+    np.testing.assert_allclose(value.read(), [want.item() * 0.125], rtol=1e-13)
+    dw = tw.like()
+    dx = loss.linear_cross_entropy_backward(tx, tw, targets, lse, dw, scale=0.125)
+    np.testing.assert_allclose(dx.read(), x.grad.numpy(), atol=1e-13)
+    np.testing.assert_allclose(dw.read(), w.grad.numpy(), atol=1e-13)
+
+
+@pytest.mark.parametrize("tile", [(-1, -1, -1, -1), (2, 3, 4, 4), (1, 7, 5, 2), (2, 2, 11, 5)], ids=str)
+def test_embedding(runtime: TaskRuntime, tile: tuple[int, int, int, int]) -> None:
+    """Lookup and its gradient over vocabulary tiles, with repeated tokens."""
+    b, t, v, c = tile
+    table, dy = random(V, C), random(B, T, C, seed=2)
+    ids = np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32)
+    want = torch.nn.functional.embedding(torch.from_numpy(ids.astype(np.int64)), table)
+    want.backward(dy)
+    tokens, tt, tdy = data(runtime, (b, t), ids), data(runtime, (v, c), table.detach().numpy()), data(runtime, (b, t, c), dy.detach().numpy())
+    np.testing.assert_array_equal(embedding.embedding(tokens, tt).read(), want.detach().numpy())
+    dtable = tt.like()
+    embedding.embedding_backward(tokens, tdy, dtable)
+    np.testing.assert_allclose(dtable.read(), table.grad.numpy(), atol=1e-13)
+
+
+@pytest.mark.parametrize("op", ["embedding", "loss"])
+def test_ids_outside_the_vocabulary_are_named(runtime: TaskRuntime, op: str) -> None:
+    """The message holds the id and its position."""
+    ids = np.zeros((2, 3), np.int32)
+    ids[1, 2] = V
+    tokens, table = data(runtime, (-1, -1), ids), data(runtime, (4, -1), random(V, C).detach().numpy())
+    x = data(runtime, (-1, -1, -1), random(2, 3, C).detach().numpy())
+    with pytest.raises(IndexError, match=r"got 11 at position \(1, 2\)"):
+        if op == "loss":
+            loss.linear_cross_entropy(x, table, tokens, scale=1.0)
+        else:
+            embedding.embedding(tokens, table)
+
+
+def test_bf16_tiles_are_widened(runtime: TaskRuntime) -> None:
+    """16-bit activations give the fp32 result of their rounded values, rounded once."""
+    import ml_dtypes
+
+    x = data(runtime, (2, 3, 4), random(B, T, C).detach().numpy().astype(ml_dtypes.bfloat16))
+    y = elementwise.activation(x, "gelu_new")
+    exact = torch.nn.functional.gelu(torch.from_numpy(x.read().astype(np.float32)), approximate="tanh").numpy()
+    assert y.dtype == x.dtype
+    np.testing.assert_allclose(y.read().astype(np.float32), exact, rtol=2**-8, atol=1e-6)

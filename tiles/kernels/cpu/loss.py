@@ -1,0 +1,101 @@
+"""Cross-entropy of a linear head on the CPU: a vocabulary tile in blocks of columns that fit the outer cache, never the whole logits.
+
+Ladder (1024 rows, width 768, vocabulary tile 6,283, fp32, one core, forward + backward): all columns at once 290 ms; blocks of 1,024 columns
+257 ms, of which BLAS 93 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..reference.loss import check_targets, head_finish
+from ..registry import register
+from .blas import gemm
+from .elementwise import row_blocks
+from .matmul import rows
+
+Array = npt.NDArray[Any]
+
+COLUMNS: Final = 1024
+"""Logits per row that exist at a time."""
+
+register("head_finish", "cpu")(head_finish)
+
+
+def scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:
+    """Working memory of one task: one block of logits."""
+    return num_rows * min(COLUMNS, num_columns) * itemsize
+
+
+def _blocks(xs: Sequence[Array], ws: Sequence[Array], scratch: Array) -> Iterator[tuple[int, int, Array]]:
+    """(first column, last column, logits) for each block of columns."""
+    num_columns = ws[0].shape[0]
+    for first in range(0, num_columns, COLUMNS):
+        last = min(first + COLUMNS, num_columns)
+        s = np.ndarray((xs[0].shape[0], last - first), xs[0].dtype, buffer=scratch)
+        for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
+            gemm(x, w[first:last], s, trans_b=True, beta=float(number > 0))
+        yield first, last, s
+
+
+def _inside(ids: Array, first: int, last: int) -> Array:
+    found: Array = np.flatnonzero((ids >= first) & (ids < last))
+    return found
+
+
+def _flops(factor: float) -> Any:
+    def count(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+        num_c = constants["num_c"]
+        width = sum(view.shape[-1] for view in views[:num_c])
+        return float(factor) * 2.0 * float(np.prod(views[0].shape[:-1])) * float(width * views[num_c].shape[0])
+
+    return count
+
+
+@register("head_forward", "cpu", flops=_flops(1.0))
+def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool) -> None:
+    """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
+    targets, peak, total, picked, scratch = tiles[2 * num_c :]
+    check_targets(targets, vocab)
+    ids, peak, total, picked = targets.reshape(-1), peak.reshape(-1), total.reshape(-1), picked.reshape(-1)
+    if first:
+        peak.fill(-np.inf)
+        total.fill(0)
+        picked.fill(0)
+    for start, end, s in _blocks([rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c], scratch):
+        here = _inside(ids, v_start + start, v_start + end)
+        picked[here] = s[here, ids[here] - v_start - start]
+        for block in row_blocks(s.shape[0], s.shape[1] * s.itemsize // 4):
+            piece = s[block]
+            top = np.maximum(np.maximum.reduce(piece, axis=1), peak[block])
+            total[block] *= np.exp(peak[block] - top)
+            piece -= top[:, None]
+            np.exp(piece, out=piece)
+            total[block] += np.add.reduce(piece, axis=1)
+            peak[block] = top
+
+
+@register("head_backward", "cpu", flops=_flops(3.0))
+def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
+    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, dw * num_c, scratch."""
+    xs, ws = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
+    ids, lse = tiles[2 * num_c].reshape(-1), tiles[2 * num_c + 1].reshape(-1)
+    dxs = [rows(dx) for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]]
+    dws = tiles[3 * num_c + 2 : 4 * num_c + 2]
+    ignored = np.flatnonzero(ids < 0)
+    for start, end, p in _blocks(xs, ws, tiles[-1]):
+        for block in row_blocks(p.shape[0], p.shape[1] * p.itemsize // 4):
+            piece = p[block]
+            piece -= lse[block, None]
+            np.exp(piece, out=piece)
+            piece *= p.dtype.type(scale)
+        here = _inside(ids, v_start + start, v_start + end)
+        p[here, ids[here] - v_start - start] -= p.dtype.type(scale)
+        p[ignored] = 0
+        for x, w, dx, dw in zip(xs, ws, dxs, dws, strict=True):
+            gemm(p, w[start:end], dx, beta=float(not first or start > 0))
+            gemm(p, x, dw[start:end], trans_a=True, beta=float(accumulate))

@@ -1,0 +1,75 @@
+"""Matrix products on the CPU: one BLAS call each.
+
+Ladder (1024 x 768 x 768 fp32, one core): bias added in a pass after the product 0.35 ms; rows of bias written first and beta = 1 0.20 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product as grid
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..registry import register
+from .blas import gemm
+from .elementwise import activate_into, row_blocks
+
+Array = npt.NDArray[Any]
+
+
+def rows(x: Array) -> Array:
+    """All axes but the last as rows, without a copy."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """2 M N K of op(a) @ op(b)."""
+    a, b = views[0].shape, views[1].shape
+    size_a = float(np.prod(a))
+    return float(2.0 * size_a * (b[-2] if constants.get("trans_b") else b[-1]))
+
+
+@register("matmul", "cpu", flops=_flops)
+def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * op(a) @ op(b) over rows."""
+    gemm(rows(a), rows(b), rows(out), trans_a=trans_a, trans_b=trans_b, alpha=alpha, beta=float(accumulate))
+
+
+@register("batched_matmul", "cpu", flops=_flops)
+def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
+    """The same for each index of the leading axes, which all three share."""
+    for index in grid(*map(range, out.shape[:-2])):
+        gemm(a[index], b[index], out[index], trans_a=trans_a, trans_b=trans_b, alpha=alpha, beta=float(accumulate))
+
+
+@register("linear_bias", "cpu", flops=_flops)
+def linear_bias(x: Array, w: Array, bias: Array, y: Array, *, trans_b: bool) -> None:
+    """y = x @ op(w) + bias  # (R, K) @ (K, N) + (N,) -> (R, N)."""
+    out = rows(y)
+    out[...] = bias
+    gemm(rows(x), w, out, trans_b=trans_b, beta=1.0)
+
+
+@register("linear_activation", "cpu", flops=_flops)
+def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool, accumulate: bool) -> None:
+    """pre (+)= x @ op(w) [+ bias]; y = activation(pre); rest is [bias,] pre, y."""
+    *bias, pre, y = rest
+    out = rows(pre)
+    if bias and accumulate:
+        out += bias[0]
+    elif bias:
+        out[...] = bias[0]
+    gemm(rows(x), w, out, trans_b=trans_b, beta=float(accumulate or bool(bias)))
+    activate_into(pre, y, kind)
+
+
+@register("column_sums", "cpu")
+def column_sums(dy: Array, db: Array, *, accumulate: bool) -> None:
+    """db (+)= sum of dy over rows, block by block  # (R, N) -> (N,)."""
+    matrix = rows(dy)
+    if not accumulate:
+        db[...] = 0
+    for block in row_blocks(matrix.shape[0], matrix.shape[1] * matrix.itemsize):
+        db += np.add.reduce(matrix[block], axis=0)

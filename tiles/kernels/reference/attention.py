@@ -1,0 +1,200 @@
+"""Attention over pairs of query and key tiles, readable: online softmax forward (Dao 2023, algorithm 1), recomputation backward (algorithm 2).
+
+Legend: q (b, tq, h * D) with k, v (b, tk, h * D): tiles of whole heads; o like q; peak, total, lse, delta (b, h, tq): running row maximum, sum of
+exponentials, their log-sum-exp, and the row sum of do * o. Scores are scale * q k^T, masked where the key is later than the query. Dropout acts
+on the normalised weights; its counter is the element's index in (B, H, T, T).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..registry import register
+from .random import bits, mix, threshold
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Where a pair of tiles lies, and what attention it is part of.
+
+    Args:
+        head_size: D.
+        scale: factor of the scores.
+        causal: whether later keys are masked.
+        q_start, k_start: position of the first query and key of the tiles.
+        b_start, h_start: first sequence and head of the tiles.
+        num_heads, length: H and T of the whole tensor.
+        p: dropout probability.
+        stream: dropout stream.
+    """
+
+    head_size: int
+    scale: float
+    causal: bool
+    q_start: int
+    k_start: int
+    b_start: int
+    h_start: int
+    num_heads: int
+    length: int
+    p: float = 0.0
+    stream: int = 0
+
+
+def heads(x: Array, head_size: int) -> Array:
+    """(b, t, h * D) -> (b, h, t, D), a view."""
+    return x.reshape(*x.shape[:2], -1, head_size).transpose(0, 2, 1, 3)
+
+
+def scores(q: Array, k: Array, at: Pair) -> Array:
+    """Masked scores of a pair of tiles  # (b, h, tq, tk)."""
+    s = at.scale * (heads(q, at.head_size) @ heads(k, at.head_size).swapaxes(-1, -2))
+    if at.causal:
+        later = (at.k_start + np.arange(s.shape[3]))[None, :] > (at.q_start + np.arange(s.shape[2]))[:, None]
+        s[..., later] = -np.inf
+    return s
+
+
+def kept(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
+    """Dropout factors of a pair of tiles: 0 or 1 / (1 - p)  # (b, h, tq, tk)."""
+    if key is None:
+        return np.ones(shape)
+    b, h, i, j = (np.arange(n, dtype=np.uint64) for n in shape)
+    row = (b[:, None, None] + np.uint64(at.b_start)) * np.uint64(at.num_heads) + h[None, :, None] + np.uint64(at.h_start)
+    row = row * np.uint64(at.length) + i[None, None, :] + np.uint64(at.q_start)
+    index = row[..., None] * np.uint64(at.length) + j + np.uint64(at.k_start)
+    return (bits(mix(int(key[0]), int(key[1]), at.stream), index) >= threshold(at.p)) / (1.0 - at.p)
+
+
+@register("attention", "reference")
+def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
+    *extra, _ = rest
+    parts = list(extra)
+    lse = parts.pop(0) if last else None
+    s = scores(q, k, at)
+    target = heads(o, at.head_size)
+    top = s.max(axis=-1)
+    if not first:
+        top = np.maximum(top, peak)
+        shrink = np.exp(peak - top)
+        total *= shrink
+        target[...] = target * shrink[..., None]
+    else:
+        total[...] = 0
+        target[...] = 0
+    weights = np.exp(s - top[..., None])
+    total += weights.sum(axis=-1)
+    target += (weights * kept(parts[0] if parts else None, s.shape, at)) @ heads(v, at.head_size)
+    peak[...] = top
+    if lse is not None:
+        target[...] = target / total[..., None]
+        lse[...] = peak + np.log(total)
+
+
+@register("attention_delta", "reference")
+def attention_delta(o: Array, do: Array, delta: Array, *, head_size: int) -> None:
+    """delta = row sums of do * o per head  # (b, h, t)."""
+    delta[...] = (heads(o, head_size) * heads(do, head_size)).sum(axis=-1)
+
+
+@register("attention_backward", "reference")
+def attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    lse: Array,
+    delta: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *rest: Array,
+    at: Pair,
+    first_k: bool,
+    first_q: bool,
+) -> None:
+    """One pair's share of dq, dk, dv; `first_k`: first to write dq, `first_q`: first to write dk and dv. `rest` is [key,] scratch."""
+    weights = np.exp(scores(q, k, at) - lse[..., None])
+    _pair_backward(q, k, v, do, weights, delta, dq, dk, dv, rest[0] if len(rest) > 1 else None, at, first_k, first_q)
+
+
+def _pair_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    weights: Array,
+    delta: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    key: Array | None,
+    at: Pair,
+    first_k: bool,
+    first_q: bool,
+) -> None:
+    if first_k:
+        dq[...] = 0
+    if first_q:
+        dk[...] = 0
+        dv[...] = 0
+    size = at.head_size
+    keep = kept(key, weights.shape, at)
+    tq, tk, tv, tdo = heads(q, size), heads(k, size), heads(v, size), heads(do, size)
+    gv, gq, gk = heads(dv, size), heads(dq, size), heads(dk, size)
+    gv += (weights * keep).swapaxes(-1, -2) @ tdo
+    ds = at.scale * weights * ((tdo @ tv.swapaxes(-1, -2)) * keep - delta[..., None])
+    gq += ds @ tk
+    gk += ds.swapaxes(-1, -2) @ tq
+
+
+@register("attention_scores", "reference")
+def attention_scores(q: Array, k: Array, s: Array, *, at: Pair) -> None:
+    """s = masked scores of a pair of tiles, to be kept."""
+    s[...] = scores(q, k, at)
+
+
+@register("attention_apply", "reference")
+def attention_apply(s: Array, lse: Array, v: Array, o: Array, *key: Array, at: Pair, accumulate: bool) -> None:
+    """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v."""
+    s[...] = np.exp(s - lse[..., None])
+    target = heads(o, at.head_size)
+    product = (s * kept(key[0] if key else None, s.shape, at)) @ heads(v, at.head_size)
+    target[...] = target + product if accumulate else product
+
+
+@register("attention_lse", "reference")
+def attention_lse(s: Array, peak: Array, total: Array, *lse: Array, first: bool) -> None:
+    """Add one tile of scores to the running row maximum and sum; the last task also gets lse."""
+    top = s.max(axis=-1) if first else np.maximum(s.max(axis=-1), peak)
+    total[...] = np.exp(s - top[..., None]).sum(axis=-1) + (0 if first else total * np.exp(peak - top))
+    peak[...] = top
+    if lse:
+        lse[0][...] = peak + np.log(total)
+
+
+@register("stored_attention_backward", "reference")
+def stored_attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    weights: Array,
+    delta: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *rest: Array,
+    at: Pair,
+    first_k: bool,
+    first_q: bool,
+) -> None:
+    """`attention_backward` from kept weights instead of recomputed ones. `rest` is [key,] scratch."""
+    _pair_backward(q, k, v, do, weights, delta, dq, dk, dv, rest[0] if len(rest) > 1 else None, at, first_k, first_q)

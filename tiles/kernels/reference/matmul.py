@@ -1,0 +1,55 @@
+"""Matrix products, readable. Leading axes of activations are rows: (mb, st, k) is an (mb * st, k) matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..registry import register
+from .elementwise import activate
+
+Array = npt.NDArray[Any]
+
+
+def rows(x: Array) -> Array:
+    """All axes but the last as rows, without a copy."""
+    return x.reshape(-1, x.shape[-1])
+
+
+@register("matmul", "reference")
+def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * op(a) @ op(b) over rows."""
+    a, b, target = rows(a), rows(b), rows(out)
+    product = alpha * ((a.T if trans_a else a) @ (b.T if trans_b else b))
+    target[...] = target + product if accumulate else product
+
+
+@register("batched_matmul", "reference")
+def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
+    """The same for each index of the leading axes, which all three share."""
+    product = alpha * ((np.swapaxes(a, -1, -2) if trans_a else a) @ (np.swapaxes(b, -1, -2) if trans_b else b))
+    out[...] = out + product if accumulate else product
+
+
+@register("linear_bias", "reference")
+def linear_bias(x: Array, w: Array, bias: Array, y: Array, *, trans_b: bool) -> None:
+    """y = x @ op(w) + bias  # (R, K) @ (K, N) + (N,) -> (R, N)."""
+    rows(y)[...] = rows(x) @ (w.T if trans_b else w) + bias
+
+
+@register("linear_activation", "reference")
+def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool, accumulate: bool) -> None:
+    """pre (+)= x @ op(w) [+ bias]; y = activation(pre); rest is [bias,] pre, y."""
+    *bias, pre, y = rest
+    product = rows(x) @ (w.T if trans_b else w)
+    rows(pre)[...] = (rows(pre) if accumulate else 0) + product + (bias[0] if bias else 0)
+    y[...] = activate(pre, kind)
+
+
+@register("column_sums", "reference")
+def column_sums(dy: Array, db: Array, *, accumulate: bool) -> None:
+    """db (+)= sum of dy over rows  # (R, N) -> (N,)."""
+    total = rows(dy).sum(axis=0)
+    db[...] = db + total if accumulate else total

@@ -1,0 +1,175 @@
+"""Layer norm (Ba et al. 2016, eq. 4), RMS norm (Zhang and Sennrich 2019, eq. 4) and softmax over the last axis, readable.
+
+Legend: x (..., c) a tile of width c of rows of width C; mean, rstd, sums (...,) one number per row. Where the width is cut into tiles, sums are
+chained over them and the row is finished in a second pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..registry import register
+
+Array = npt.NDArray[Any]
+
+
+@register("layer_norm", "reference")
+def layer_norm(x: Array, gamma: Array, beta: Array, y: Array, mean: Array, rstd: Array, *, eps: float) -> None:
+    """y = (x - mean) * rstd * gamma + beta, rstd = 1 / sqrt(var + eps)."""
+    mean[...] = x.mean(axis=-1)
+    rstd[...] = 1.0 / np.sqrt(((x - mean[..., None]) ** 2).mean(axis=-1) + eps)
+    y[...] = (x - mean[..., None]) * rstd[..., None] * gamma + beta
+
+
+@register("residual_layer_norm", "reference")
+def residual_layer_norm(x: Array, r: Array, gamma: Array, beta: Array, s: Array, y: Array, mean: Array, rstd: Array, *, eps: float) -> None:
+    """s = x + r; y = layer_norm(s)."""
+    s[...] = x + r
+    layer_norm(s, gamma, beta, y, mean, rstd, eps=eps)
+
+
+@register("rms_norm", "reference")
+def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *, eps: float) -> None:
+    """y = x * rstd * gamma, rstd = 1 / sqrt(mean(x^2) + eps)."""
+    rstd[...] = 1.0 / np.sqrt((x**2).mean(axis=-1) + eps)
+    y[...] = x * rstd[..., None] * gamma
+
+
+@register("layer_norm_backward", "reference")
+def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual], g = dy * gamma; dgamma (+)= dy * xhat; dbeta (+)= dy.
+
+    `rest` is [dresidual,] dx, dgamma, dbeta.
+    """
+    *extra, dx, dgamma, dbeta = rest
+    xhat = (x - mean[..., None]) * rstd[..., None]
+    g = dy * gamma
+    d = rstd[..., None] * (g - g.mean(axis=-1, keepdims=True) - xhat * (g * xhat).mean(axis=-1, keepdims=True))
+    dx[...] = d + extra[0] if residual else d
+    axes = tuple(range(x.ndim - 1))
+    dgamma[...] = (dy * xhat).sum(axis=axes) + (dgamma if accumulate else 0)
+    dbeta[...] = dy.sum(axis=axes) + (dbeta if accumulate else 0)
+
+
+@register("rms_norm_backward", "reference")
+def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
+    """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; `rest` is [dresidual,] dx, dgamma."""
+    *extra, dx, dgamma = rest
+    xhat = x * rstd[..., None]
+    g = dy * gamma
+    d = rstd[..., None] * (g - xhat * (g * xhat).mean(axis=-1, keepdims=True))
+    dx[...] = d + extra[0] if residual else d
+    dgamma[...] = (dy * xhat).sum(axis=tuple(range(x.ndim - 1))) + (dgamma if accumulate else 0)
+
+
+@register("row_sums", "reference")
+def row_sums(x: Array, sums: Array, *, accumulate: bool) -> None:
+    """sums (+)= sum of x over the tile's width."""
+    sums[...] = x.sum(axis=-1) + (sums if accumulate else 0)
+
+
+@register("row_squares", "reference")
+def row_squares(x: Array, center: Array, squares: Array, *, width: int, accumulate: bool) -> None:
+    """squares (+)= sum of (x - center / width)^2 over the tile's width; `center` holds row sums."""
+    squares[...] = ((x - center[..., None] / width) ** 2).sum(axis=-1) + (squares if accumulate else 0)
+
+
+@register("norm_finish", "reference")
+def norm_finish(sums: Array, squares: Array, mean: Array, rstd: Array, *, width: int, eps: float) -> None:
+    """mean = sums / width; rstd = 1 / sqrt(squares / width + eps)."""
+    mean[...] = sums / width
+    rstd[...] = 1.0 / np.sqrt(squares / width + eps)
+
+
+@register("norm_apply", "reference")
+def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array) -> None:
+    """y = (x - mean) * rstd * gamma [+ beta]; `rest` is [beta,] y."""
+    *beta, y = rest
+    y[...] = (x - mean[..., None]) * rstd[..., None] * gamma + (beta[0] if beta else 0)
+
+
+@register("norm_backward_sums", "reference")
+def norm_backward_sums(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, plain: Array, weighted: Array, *, accumulate: bool) -> None:
+    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width."""
+    g = dy * gamma
+    xhat = (x - mean[..., None]) * rstd[..., None]
+    plain[...] = g.sum(axis=-1) + (plain if accumulate else 0)
+    weighted[...] = (g * xhat).sum(axis=-1) + (weighted if accumulate else 0)
+
+
+@register("norm_backward_apply", "reference")
+def norm_backward_apply(
+    x: Array,
+    gamma: Array,
+    mean: Array,
+    rstd: Array,
+    dy: Array,
+    plain: Array,
+    weighted: Array,
+    *rest: Array,
+    width: int,
+    center: bool,
+    residual: bool,
+    accumulate: bool,
+) -> None:
+    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
+    parts = list(rest)
+    extra = parts.pop(0) if residual else None
+    dx, dgamma = parts[0], parts[1]
+    xhat = (x - mean[..., None]) * rstd[..., None]
+    d = dy * gamma - xhat * (weighted / width)[..., None]
+    if center:
+        d = d - (plain / width)[..., None]
+    d = d * rstd[..., None]
+    dx[...] = d if extra is None else d + extra
+    axes = tuple(range(x.ndim - 1))
+    dgamma[...] = (dy * xhat).sum(axis=axes) + (dgamma if accumulate else 0)
+    if center:
+        parts[2][...] = dy.sum(axis=axes) + (parts[2] if accumulate else 0)
+
+
+@register("softmax", "reference")
+def softmax(x: Array, y: Array) -> None:
+    """y = exp(x - max) / sum, over the last axis."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    y[...] = e / e.sum(axis=-1, keepdims=True)
+
+
+@register("softmax_backward", "reference")
+def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
+    """dx = y * (dy - sum(y * dy))."""
+    dx[...] = y * (dy - (y * dy).sum(axis=-1, keepdims=True))
+
+
+@register("softmax_sums", "reference")
+def softmax_sums(x: Array, peak: Array, total: Array, *, accumulate: bool) -> None:
+    """Online softmax (Milakov and Gimelshein 2018): running row maximum and sum of exponentials relative to it."""
+    top = x.max(axis=-1)
+    if accumulate:
+        top = np.maximum(top, peak)
+        total *= np.exp(peak - top)
+    else:
+        total[...] = 0
+    total += np.exp(x - top[..., None]).sum(axis=-1)
+    peak[...] = top
+
+
+@register("softmax_apply", "reference")
+def softmax_apply(x: Array, peak: Array, total: Array, y: Array) -> None:
+    """y = exp(x - peak) / total."""
+    y[...] = np.exp(x - peak[..., None]) / total[..., None]
+
+
+@register("row_dots", "reference")
+def row_dots(a: Array, b: Array, dots: Array, *, accumulate: bool) -> None:
+    """dots (+)= sum of a * b over the tile's width."""
+    dots[...] = (a * b).sum(axis=-1) + (dots if accumulate else 0)
+
+
+@register("softmax_backward_apply", "reference")
+def softmax_backward_apply(y: Array, dy: Array, dots: Array, dx: Array) -> None:
+    """dx = y * (dy - dots)."""
+    dx[...] = y * (dy - dots[..., None])

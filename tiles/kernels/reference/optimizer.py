@@ -1,0 +1,103 @@
+"""Optimizer updates of one tile, readable; semantics and order of operations of torch.optim.
+
+`hyper` is (lr, 1 - beta1^t, 1 - beta2^t, 0) in fp64. With clipping, `norm` holds the sum of squares of all gradients and each is scaled by
+min(1, max_norm / (sqrt(norm) + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..registry import register
+
+Array = npt.NDArray[Any]
+
+
+def clip_factor(norm: Array, max_norm: float) -> float:
+    """What gradients are multiplied by; NaN stays NaN so that divergence is seen."""
+    total = math.sqrt(float(norm[0])) if float(norm[0]) >= 0 else math.nan
+    return min(1.0, max_norm / (total + 1e-6)) if not math.isnan(total) else math.nan
+
+
+def split(rest: tuple[Array, ...], clip: bool, master: bool) -> tuple[Array | None, Array | None]:
+    """The optional last accesses, (norm, master)."""
+    parts = list(rest)
+    return parts.pop(0) if clip else None, parts.pop(0) if master else None
+
+
+@register("adam", "reference")
+def adam(
+    param: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    hyper: Array,
+    *rest: Array,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    max_norm: float,
+    clip: bool,
+    master: bool,
+) -> None:
+    """Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); `rest` is [norm,] [master]."""
+    norm, weights = split(rest, clip, master)
+    p = param if weights is None else weights
+    lr, correction1, correction2 = (float(h) for h in hyper[:3])
+    g = grad.astype(p.dtype) * p.dtype.type(1.0 if norm is None else clip_factor(norm, max_norm))
+    if decoupled:
+        p *= p.dtype.type(1.0 - lr * weight_decay)
+    else:
+        g = g + p.dtype.type(weight_decay) * p
+    m[...] = beta1 * m + (1.0 - beta1) * g
+    v[...] = beta2 * v + (1.0 - beta2) * g * g
+    p -= (lr / correction1 * m / (np.sqrt(v) / math.sqrt(correction2) + eps)).astype(p.dtype)
+    if weights is not None:
+        param[...] = weights
+
+
+@register("sgd", "reference")
+def sgd(
+    param: Array,
+    grad: Array,
+    hyper: Array,
+    *rest: Array,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    max_norm: float,
+    clip: bool,
+    master: bool,
+) -> None:
+    """SGD with momentum as in torch.optim.SGD (dampening 0, the buffer starting at zero); `rest` is [buffer if momentum,] [norm,] [master]."""
+    parts = list(rest)
+    buffer = parts.pop(0) if momentum else None
+    norm, weights = split(tuple(parts), clip, master)
+    p = param if weights is None else weights
+    g = grad.astype(p.dtype) * p.dtype.type(1.0 if norm is None else clip_factor(norm, max_norm))
+    g = g + p.dtype.type(weight_decay) * p
+    if buffer is not None:
+        buffer[...] = momentum * buffer + g
+        g = g + p.dtype.type(momentum) * buffer if nesterov else buffer
+    p -= (float(hyper[0]) * g).astype(p.dtype)
+    if weights is not None:
+        param[...] = weights
+
+
+@register("sum_squares", "reference")
+def sum_squares(x: Array, out: Array) -> None:
+    """out[0] = sum of squares of x in fp64."""
+    out[0] = (x.astype(np.float64) ** 2).sum()
+
+
+@register("sum_scalars", "reference")
+def sum_scalars(*arrays: Array) -> None:
+    """The last argument's element = sum of all others, in order."""
+    *parts, out = arrays
+    out[0] = sum(float(part[0]) for part in parts)

@@ -1,0 +1,86 @@
+"""Counter-based random numbers: a function of (key, element index) alone, so results do not depend on tiling, workers or order.
+
+The generator hashes the index with the 32-bit mixer of Wellons ("lowbias32", 2018; bias 0.17) twice, a half of the key before each round; the key is
+mixed from (seed, step, stream) by the 64-bit finaliser of Steele, Lea and Flood (2014, SplitMix). It is meant for initial weights and dropout
+masks, not for cryptography.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..registry import register
+
+Array = npt.NDArray[Any]
+
+_MASK: Final = (1 << 64) - 1
+
+
+def mix(*parts: int) -> tuple[int, int]:
+    """A 64-bit key, as two 32-bit halves, from any integers."""
+    state = 0
+    for part in parts:
+        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state & 0xFFFFFFFF, state >> 32
+
+
+def bits(key: tuple[int, int], index: Array) -> Array:
+    """32 random bits for each 64-bit element index."""
+    x = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32) ^ np.uint32(key[0])
+    x ^= (index >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
+    for salt in (key[1], 0):
+        x ^= x >> np.uint32(16)
+        x *= np.uint32(0x7FEB352D)
+        x ^= x >> np.uint32(15)
+        x *= np.uint32(0x846CA68B)
+        x ^= x >> np.uint32(16)
+        x += np.uint32(salt)
+    return x
+
+
+def threshold(p: float) -> int:
+    """Elements whose bits are below this are dropped: an event of probability p."""
+    return min(round(p * 2**32), 2**32 - 1)
+
+
+def indices(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Array:
+    """Global row-major element index of every element of a tile."""
+    index = np.zeros(extents, np.uint64)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        positions = (np.arange(extents[axis], dtype=np.uint64) + np.uint64(origin[axis])) * np.uint64(stride)
+        index += positions.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        stride *= shape[axis]
+    return index
+
+
+def uniforms(key: tuple[int, int], index: Array) -> Array:
+    """Numbers in (0, 1) for each element index, fp64."""
+    return (bits(key, index) + 0.5) / 2.0**32
+
+
+@register("dropout", "reference")
+def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
+    """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
+    found = bits(mix(int(key[0]), int(key[1]), stream), indices(shape, origin, x.shape))
+    y[...] = np.where(found >= threshold(p), x / x.dtype.type(1.0 - p), 0)
+
+
+@register("random_normal", "reference")
+def random_normal(out: Array, *, std: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
+    """out ~ N(0, std^2) by Box and Muller (1958); each element uses two uniforms of its own index."""
+    index = indices(shape, origin, out.shape)
+    radius = np.sqrt(-2.0 * np.log(uniforms(mix(seed, 0, stream), index)))
+    out[...] = std * radius * np.cos(2.0 * np.pi * uniforms(mix(seed, 1, stream), index))
+
+
+@register("random_uniform", "reference")
+def random_uniform(out: Array, *, low: float, high: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
+    """out ~ U(low, high)."""
+    out[...] = low + (high - low) * uniforms(mix(seed, 0, stream), indices(shape, origin, out.shape))

@@ -1,0 +1,154 @@
+"""Elementwise operations over tiles: one task per tile."""
+
+from __future__ import annotations
+
+import numpy.typing as npt
+
+from scheduler import REDUX, Access, R, W
+
+from ..kernels.reference.elementwise import ACTIVATIONS
+from ..kernels.registry import emit
+from ..tensor import TileTensor
+from .grid import same_axis, same_tiling
+
+
+def add(a: TileTensor, b: TileTensor) -> TileTensor:
+    """a + b."""
+    return _binary("add", a, b)
+
+
+def multiply(a: TileTensor, b: TileTensor) -> TileTensor:
+    """a * b."""
+    return _binary("multiply", a, b)
+
+
+def _binary(op: str, a: TileTensor, b: TileTensor) -> TileTensor:
+    same_tiling(a, b)
+    out = a.like(name=op)
+    for x, y, z in zip(a.handles, b.handles, out.handles, strict=True):
+        emit(a.runtime, op, [(x, R), (y, R), (z, W)])
+    return out
+
+
+def accumulate(part: TileTensor, total: TileTensor) -> None:
+    """total += part, as one contribution per tile."""
+    same_tiling(part, total)
+    for source, target in zip(part.handles, total.handles, strict=True):
+        emit(part.runtime, "add_into", [(source, R), (target, REDUX)])
+
+
+def scale(a: TileTensor, alpha: float) -> TileTensor:
+    """alpha * a."""
+    out = a.like(name="scale")
+    for x, y in zip(a.handles, out.handles, strict=True):
+        emit(a.runtime, "scale", [(x, R), (y, W)], alpha=alpha)
+    return out
+
+
+def cast(a: TileTensor, dtype: npt.DTypeLike) -> TileTensor:
+    """`a` converted to another element type."""
+    return copy_into(a, a.like(dtype=dtype, name="cast"))
+
+
+def copy(a: TileTensor) -> TileTensor:
+    """A copy of `a`."""
+    return copy_into(a, a.like(name="copy"))
+
+
+def copy_into(a: TileTensor, out: TileTensor) -> TileTensor:
+    """Overwrite `out` with `a`, converted to its element type; returns `out`."""
+    same_tiling(a, out)
+    for x, y in zip(a.handles, out.handles, strict=True):
+        emit(a.runtime, "copy", [(x, R), (y, W)])
+    return out
+
+
+def fill(a: TileTensor, value: float) -> TileTensor:
+    """Overwrite every element of `a`; returns `a`."""
+    for handle in a.handles:
+        emit(a.runtime, "fill", [(handle, W)], value=value)
+    return a
+
+
+def add_rows(x: TileTensor, p: TileTensor) -> TileTensor:
+    """x + p[:T] for every sequence  # (B, T, C) + (>= T, C) -> (B, T, C)."""
+    _check_rows(x, p)
+    out = x.like(name="add_rows")
+    for index in x.tiling.indices():
+        _, t, c = index
+        emit(x.runtime, "add_rows", [(x[index], R), (p[t, c], R), (out[index], W)])
+    return out
+
+
+def add_rows_backward(dy: TileTensor, dp: TileTensor) -> None:
+    """dp[:T] (+)= sum of dy over sequences; tiles of dp wholly beyond T receive no contribution."""
+    _check_rows(dy, dp)
+    for index in dy.tiling.indices():
+        _, t, c = index
+        emit(dy.runtime, "add_rows_backward", [(dy[index], R), (dp[t, c], REDUX)])
+
+
+def _check_rows(x: TileTensor, p: TileTensor) -> None:
+    same_axis(x, 2, p, 1)
+    if p.shape[0] < x.shape[1] or (x.grid[1] > 1 and x.tile[1] != p.tile[0]) or p.tile[0] < x.tile[1]:
+        raise ValueError(f"positions {p!r} must be cut like axis 1 of {x!r} and be at least as long")
+
+
+def activation(x: TileTensor, kind: str) -> TileTensor:
+    """activation(x) for kind "gelu_new", "gelu", "relu" or "silu"."""
+    _check_kind(kind)
+    out = x.like(name="activation")
+    for a, y in zip(x.handles, out.handles, strict=True):
+        emit(x.runtime, "activation", [(a, R), (y, W)], kind=kind)
+    return out
+
+
+def activation_backward(x: TileTensor, dy: TileTensor, kind: str) -> TileTensor:
+    """dx = dy * activation'(x)."""
+    _check_kind(kind)
+    same_tiling(x, dy)
+    out = x.like(name="d activation")
+    for a, g, d in zip(x.handles, dy.handles, out.handles, strict=True):
+        emit(x.runtime, "activation_backward", [(a, R), (g, R), (d, W)], kind=kind)
+    return out
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+
+
+def silu_gate(gate: TileTensor, up: TileTensor) -> TileTensor:
+    """silu(gate) * up."""
+    return _binary("silu_gate", gate, up)
+
+
+def silu_gate_backward(gate: TileTensor, up: TileTensor, dy: TileTensor) -> tuple[TileTensor, TileTensor]:
+    """Gradients (dgate, dup) of `silu_gate`."""
+    same_tiling(gate, up, dy)
+    dgate, dup = gate.like(name="d gate"), up.like(name="d up")
+    for a, u, g, da, du in zip(gate.handles, up.handles, dy.handles, dgate.handles, dup.handles, strict=True):
+        emit(gate.runtime, "silu_gate_backward", [(a, R), (u, R), (g, R), (da, W), (du, W)])
+    return dgate, dup
+
+
+def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, *, inverse: bool = False) -> TileTensor:
+    """Rotary position embedding of every head; the inverse rotation is its backward pass.
+
+    Args:
+        x: (B, T, H * D), tiles of whole heads.
+        cos, sin: (T, D / 2), rows cut like T.
+        head_size: D, even.
+        inverse: rotate by the negative angles.
+    """
+    if head_size % 2 or x.shape[2] % head_size or x.tile[2] % head_size:
+        raise ValueError(f"heads of an even size must fill whole tiles; got head size {head_size} and {x!r}")
+    for table in (cos, sin):
+        same_axis(x, 1, table, 0)
+        if table.grid[1] != 1 or table.shape[1] != head_size // 2:
+            raise ValueError(f"angles must be one tile of {head_size // 2} columns, got {table!r}")
+    out = x.like(name="rotary")
+    for index in x.tiling.indices():
+        accesses: list[Access] = [(x[index], R), (cos[index[1], 0], R), (sin[index[1], 0], R), (out[index], W)]
+        emit(x.runtime, "rotary", accesses, head_size=head_size, inverse=inverse)
+    return out

@@ -1,0 +1,121 @@
+"""Matrix products over tiles: chains of accumulating tasks along the contracted axis, the first of which writes without reading.
+
+Legend: x (..., K) activations whose leading axes are rows, w (K, N) or with `transpose_w` (N, K), bias (N,).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from scheduler import REDUX, Access, R, W
+
+from ..kernels.registry import emit
+from ..tensor import TileTensor
+from .grid import chained, leading, same_axis, with_last
+
+
+def linear(x: TileTensor, w: TileTensor, bias: TileTensor | None = None, *, transpose_w: bool = False) -> TileTensor:
+    """y = x @ op(w) + bias  # (..., K) @ (K, N) -> (..., N)."""
+    y = _linear_output(x, w, bias, transpose_w)
+    for row, n in itertools.product(leading(x), range(y.grid[-1])):
+        for k in range(x.grid[-1]):
+            _linear_task(x, w, bias, y, row, n, k, transpose_w)
+    return y
+
+
+def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str, *, transpose_w: bool = False) -> tuple[TileTensor, TileTensor]:
+    """pre = x @ op(w) + bias; y = activation(pre), applied by the last task of each chain. Returns (pre, y)."""
+    pre = _linear_output(x, w, bias, transpose_w)
+    y = pre.like(name="activation")
+    last = x.grid[-1] - 1
+    for row, n in itertools.product(leading(x), range(y.grid[-1])):
+        for k in range(last):
+            _linear_task(x, w, bias, pre, row, n, k, transpose_w)
+        accesses: list[Access] = [(x[*row, last], R), (w[(n, last) if transpose_w else (last, n)], R)]
+        if bias is not None and last == 0:
+            accesses.append((bias[n,], R))
+        accesses += [(pre[*row, n], chained(last)), (y[*row, n], W)]
+        emit(x.runtime, "linear_activation", accesses, kind=kind, trans_b=transpose_w, accumulate=last > 0)
+    return pre, y
+
+
+def _linear_output(x: TileTensor, w: TileTensor, bias: TileTensor | None, transpose_w: bool) -> TileTensor:
+    inner, outer = (1, 0) if transpose_w else (0, 1)
+    same_axis(x, len(x.shape) - 1, w, inner)
+    if bias is not None:
+        same_axis(bias, 0, w, outer)
+    return with_last(x, w.shape[outer : outer + 1], w.tile[outer : outer + 1], "linear")
+
+
+def _linear_task(
+    x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, row: tuple[int, ...], n: int, k: int, transpose_w: bool
+) -> None:
+    operands: list[Access] = [(x[*row, k], R), (w[(n, k) if transpose_w else (k, n)], R)]
+    if k == 0 and bias is not None:
+        emit(x.runtime, "linear_bias", [*operands, (bias[n,], R), (y[*row, n], W)], trans_b=transpose_w)
+        return
+    constants: dict[str, Any] = {"trans_a": False, "trans_b": transpose_w, "alpha": 1.0, "accumulate": k > 0}
+    emit(x.runtime, "matmul", [*operands, (y[*row, n], chained(k))], **constants)
+
+
+def linear_backward_input(dy: TileTensor, w: TileTensor, *, transpose_w: bool = False) -> TileTensor:
+    """dx = dy @ op(w)^T  # (..., N) @ (N, K) -> (..., K)."""
+    return linear(dy, w, transpose_w=not transpose_w)
+
+
+def linear_backward_weight(x: TileTensor, dy: TileTensor, dw: TileTensor, *, transpose_w: bool = False) -> None:
+    """dw (+)= x^T @ dy  # (K, ...) @ (..., N) -> (K, N); with `transpose_w` dy^T @ x -> (N, K)."""
+    a, b = (dy, x) if transpose_w else (x, dy)
+    same_axis(a, len(a.shape) - 1, dw, 0)
+    same_axis(b, len(b.shape) - 1, dw, 1)
+    constants: dict[str, Any] = {"trans_a": True, "trans_b": False, "alpha": 1.0}
+    for row in leading(x):
+        for i, j in itertools.product(*map(range, dw.grid)):
+            emit(x.runtime, "matmul", [(a[*row, i], R), (b[*row, j], R), (dw[i, j], REDUX)], **constants)
+
+
+def linear_backward_bias(dy: TileTensor, db: TileTensor) -> None:
+    """db (+)= sum of dy over rows  # (..., N) -> (N,)."""
+    same_axis(dy, len(dy.shape) - 1, db, 0)
+    for row in leading(dy):
+        for n in range(db.grid[0]):
+            emit(dy.runtime, "column_sums", [(dy[*row, n], R), (db[n,], REDUX)])
+
+
+def matmul(
+    a: TileTensor,
+    b: TileTensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    alpha: float = 1.0,
+    out: TileTensor | None = None,
+) -> TileTensor:
+    """out (+)= alpha * op(a) @ op(b)  # (..., M, K) @ (..., K, N) -> (..., M, N), leading axes equal.
+
+    Args:
+        out: receives the product as REDUX contributions; None for a new tensor.
+    """
+    rank = len(a.shape)
+    m, k = (rank - 1, rank - 2) if transpose_a else (rank - 2, rank - 1)
+    kb, n = (rank - 1, rank - 2) if transpose_b else (rank - 2, rank - 1)
+    if len(b.shape) != rank or rank < 2:
+        raise ValueError(f"matmul needs two tensors with the same number of axes, at least 2; got {a!r} and {b!r}")
+    same_axis(a, k, b, kb)
+    for axis in range(rank - 2):
+        same_axis(a, axis, b, axis)
+    if out is None:
+        out = with_last(a, (a.shape[m], b.shape[n]), (a.tile[m], b.tile[n]), "matmul")
+    else:
+        same_axis(a, m, out, rank - 2)
+        same_axis(b, n, out, rank - 1)
+    op = "matmul" if rank == 2 else "batched_matmul"
+    constants: dict[str, Any] = {"trans_a": transpose_a, "trans_b": transpose_b, "alpha": alpha}
+    for row in leading(a, 2):
+        for i, j in itertools.product(range(a.grid[m]), range(b.grid[n])):
+            for step in range(a.grid[k]):
+                left = a[(*row, step, i) if transpose_a else (*row, i, step)]
+                right = b[(*row, j, step) if transpose_b else (*row, step, j)]
+                emit(a.runtime, op, [(left, R), (right, R), (out[*row, i, j], REDUX)], **constants)
+    return out

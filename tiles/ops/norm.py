@@ -1,0 +1,198 @@
+"""Normalisations and softmax over the last axis: one fused task where a row is one tile, else sums chained over the row's tiles.
+
+Legend: x (..., C); mean, rstd (...,); gamma, beta (C,).
+"""
+
+from __future__ import annotations
+
+from scheduler import REDUX, Access, R, W
+
+from ..kernels.registry import emit
+from ..tensor import TileTensor
+from ..tiling import Index
+from .elementwise import add, fill
+from .grid import chained, leading, same_axis, same_tiling, statistics
+
+
+def layer_norm(x: TileTensor, gamma: TileTensor, beta: TileTensor, eps: float) -> tuple[TileTensor, TileTensor, TileTensor]:
+    """y = (x - mean) * rstd * gamma + beta. Returns (y, mean, rstd)."""
+    _check(x, gamma, beta)
+    y, mean, rstd = x.like(name="layer_norm"), statistics(x, "mean"), statistics(x, "rstd")
+    for row in leading(x):
+        if x.grid[-1] == 1:
+            tile = (*row, 0)
+            accesses: list[Access] = [(x[tile], R), (gamma[0,], R), (beta[0,], R), (y[tile], W), (mean[row], W), (rstd[row], W)]
+            emit(x.runtime, "layer_norm", accesses, eps=eps)
+        else:
+            _norm_row(x, gamma, beta, y, mean, rstd, row, eps)
+    return y, mean, rstd
+
+
+def residual_layer_norm(
+    x: TileTensor, r: TileTensor, gamma: TileTensor, beta: TileTensor, eps: float
+) -> tuple[TileTensor, TileTensor, TileTensor, TileTensor]:
+    """s = x + r; y = layer_norm(s). Returns (s, y, mean, rstd)."""
+    same_tiling(x, r)
+    if x.grid[-1] > 1:
+        s = add(x, r)
+        return s, *layer_norm(s, gamma, beta, eps)
+    _check(x, gamma, beta)
+    s, y, mean, rstd = x.like(name="residual"), x.like(name="layer_norm"), statistics(x, "mean"), statistics(x, "rstd")
+    for row in leading(x):
+        tile = (*row, 0)
+        accesses: list[Access] = [(x[tile], R), (r[tile], R), (gamma[0,], R), (beta[0,], R)]
+        accesses += [(s[tile], W), (y[tile], W), (mean[row], W), (rstd[row], W)]
+        emit(x.runtime, "residual_layer_norm", accesses, eps=eps)
+    return s, y, mean, rstd
+
+
+def rms_norm(x: TileTensor, gamma: TileTensor, eps: float) -> tuple[TileTensor, TileTensor]:
+    """y = x * rstd * gamma. Returns (y, rstd)."""
+    _check(x, gamma)
+    y, rstd = x.like(name="rms_norm"), statistics(x, "rstd")
+    zero = None
+    for row in leading(x):
+        if x.grid[-1] == 1:
+            tile = (*row, 0)
+            emit(x.runtime, "rms_norm", [(x[tile], R), (gamma[0,], R), (y[tile], W), (rstd[row], W)], eps=eps)
+        else:
+            zero = zero or fill(statistics(x, "zero"), 0.0)
+            _norm_row(x, gamma, None, y, zero, rstd, row, eps)
+    return y, rstd
+
+
+def _norm_row(
+    x: TileTensor, gamma: TileTensor, beta: TileTensor | None, y: TileTensor, mean: TileTensor, rstd: TileTensor, row: Index, eps: float
+) -> None:
+    """One row of tiles: sums, squared deviations, then apply; without `beta` the mean is given as zero (RMS norm)."""
+    runtime, width = x.runtime, x.shape[-1]
+    squares = statistics(x, "squares")
+    if beta is not None:
+        sums = statistics(x, "sums")
+        for c in range(x.grid[-1]):
+            emit(runtime, "row_sums", [(x[*row, c], R), (sums[row], chained(c))], accumulate=c > 0)
+    else:
+        sums = mean
+    for c in range(x.grid[-1]):
+        accesses: list[Access] = [(x[*row, c], R), (sums[row], R), (squares[row], chained(c))]
+        emit(runtime, "row_squares", accesses, width=width, accumulate=c > 0)
+    found = mean if beta is not None else statistics(x, "unused mean")
+    emit(runtime, "norm_finish", [(sums[row], R), (squares[row], R), (found[row], W), (rstd[row], W)], width=width, eps=eps)
+    for c in range(x.grid[-1]):
+        accesses = [(x[*row, c], R), (mean[row], R), (rstd[row], R), (gamma[c,], R)]
+        if beta is not None:
+            accesses.append((beta[c,], R))
+        emit(runtime, "norm_apply", [*accesses, (y[*row, c], W)])
+
+
+def layer_norm_backward(
+    x: TileTensor,
+    gamma: TileTensor,
+    mean: TileTensor,
+    rstd: TileTensor,
+    dy: TileTensor,
+    dgamma: TileTensor,
+    dbeta: TileTensor,
+    *,
+    dresidual: TileTensor | None = None,
+) -> TileTensor:
+    """dx of `layer_norm` (+ dresidual); dgamma and dbeta receive contributions."""
+    return _norm_backward(x, gamma, mean, rstd, dy, [dgamma, dbeta], dresidual)
+
+
+def rms_norm_backward(
+    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, dgamma: TileTensor, *, dresidual: TileTensor | None = None
+) -> TileTensor:
+    """dx of `rms_norm` (+ dresidual); dgamma receives contributions."""
+    return _norm_backward(x, gamma, None, rstd, dy, [dgamma], dresidual)
+
+
+def _norm_backward(
+    x: TileTensor,
+    gamma: TileTensor,
+    mean: TileTensor | None,
+    rstd: TileTensor,
+    dy: TileTensor,
+    sums: list[TileTensor],
+    dresidual: TileTensor | None,
+) -> TileTensor:
+    _check(x, gamma, *sums)
+    same_tiling(x, dy, *([dresidual] if dresidual is not None else []))
+    dx = x.like(name="d norm")
+    op = "rms_norm_backward" if mean is None else "layer_norm_backward"
+    cut = x.grid[-1] > 1
+    if cut and mean is None:
+        mean = fill(statistics(x, "zero"), 0.0)
+    for row in leading(x):
+        moments: list[Access] = [(m[row], R) for m in (mean, rstd) if m is not None]
+        if cut:
+            _norm_backward_row(x, gamma, moments, dy, sums, dresidual, dx, row)
+            continue
+        tile = (*row, 0)
+        accesses: list[Access] = [(x[tile], R), (gamma[0,], R), *moments, (dy[tile], R)]
+        if dresidual is not None:
+            accesses.append((dresidual[tile], R))
+        accesses += [(dx[tile], W), *((total[0,], REDUX) for total in sums)]
+        emit(x.runtime, op, accesses, residual=dresidual is not None)
+    return dx
+
+
+def _norm_backward_row(
+    x: TileTensor,
+    gamma: TileTensor,
+    moments: list[Access],
+    dy: TileTensor,
+    sums: list[TileTensor],
+    dresidual: TileTensor | None,
+    dx: TileTensor,
+    row: Index,
+) -> None:
+    runtime, width = x.runtime, x.shape[-1]
+    plain, weighted = statistics(x, "sum g"), statistics(x, "sum g xhat")
+    for c in range(x.grid[-1]):
+        mode = chained(c)
+        accesses: list[Access] = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R)]
+        emit(runtime, "norm_backward_sums", [*accesses, (plain[row], mode), (weighted[row], mode)], accumulate=c > 0)
+    for c in range(x.grid[-1]):
+        accesses = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R), (plain[row], R), (weighted[row], R)]
+        if dresidual is not None:
+            accesses.append((dresidual[*row, c], R))
+        accesses += [(dx[*row, c], W), *((total[c,], REDUX) for total in sums)]
+        emit(runtime, "norm_backward_apply", accesses, width=width, center=len(sums) == 2, residual=dresidual is not None)
+
+
+def softmax(x: TileTensor) -> TileTensor:
+    """Softmax over the last axis."""
+    y = x.like(name="softmax")
+    peak, total = statistics(x, "row maximum"), statistics(x, "row sum")
+    for row in leading(x):
+        if x.grid[-1] == 1:
+            emit(x.runtime, "softmax", [(x[*row, 0], R), (y[*row, 0], W)])
+            continue
+        for c in range(x.grid[-1]):
+            mode = chained(c)
+            emit(x.runtime, "softmax_sums", [(x[*row, c], R), (peak[row], mode), (total[row], mode)], accumulate=c > 0)
+        for c in range(x.grid[-1]):
+            emit(x.runtime, "softmax_apply", [(x[*row, c], R), (peak[row], R), (total[row], R), (y[*row, c], W)])
+    return y
+
+
+def softmax_backward(y: TileTensor, dy: TileTensor) -> TileTensor:
+    """dx = y * (dy - sum(y * dy))."""
+    same_tiling(y, dy)
+    dx = y.like(name="d softmax")
+    dots = statistics(y, "row dots")
+    for row in leading(y):
+        if y.grid[-1] == 1:
+            emit(y.runtime, "softmax_backward", [(y[*row, 0], R), (dy[*row, 0], R), (dx[*row, 0], W)])
+            continue
+        for c in range(y.grid[-1]):
+            emit(y.runtime, "row_dots", [(y[*row, c], R), (dy[*row, c], R), (dots[row], chained(c))], accumulate=c > 0)
+        for c in range(y.grid[-1]):
+            emit(y.runtime, "softmax_backward_apply", [(y[*row, c], R), (dy[*row, c], R), (dots[row], R), (dx[*row, c], W)])
+    return dx
+
+
+def _check(x: TileTensor, *vectors: TileTensor) -> None:
+    for vector in vectors:
+        same_axis(x, len(x.shape) - 1, vector, 0)

@@ -1,0 +1,123 @@
+"""Optimizer updates, one task per tile, and the sum of squares that clipping needs, as a tree of fixed shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from scheduler import RW, Access, R, W
+
+from ..kernels.registry import NARROW, emit
+from ..tensor import TileTensor
+from .grid import same_tiling
+
+FAN_IN: Final = 32
+"""Numbers one task of a summation tree adds."""
+
+
+def sum_scalars(parts: TileTensor, name: str) -> TileTensor:
+    """Sum of a vector of one-element tiles as a tree  # (n,) fp64 -> (1,) fp64."""
+    while True:
+        groups = [parts.handles[i : i + FAN_IN] for i in range(0, len(parts.handles), FAN_IN)]
+        sums = TileTensor(parts.runtime, (len(groups),), (1,), np.float64, name=name)
+        for group, total in zip(groups, sums.handles, strict=True):
+            emit(parts.runtime, "sum_scalars", [*((part, R) for part in group), (total, W)])
+        if len(groups) == 1:
+            return sums
+        parts = sums
+
+
+def sum_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
+    """Sum of squares of all elements of all tensors  # -> (1,) fp64.
+
+    Raises:
+        ValueError: there are no tensors.
+    """
+    handles = [handle for tensor in tensors for handle in tensor.handles]
+    if not handles:
+        raise ValueError("the sum of squares needs at least one tensor, got none")
+    parts = TileTensor(tensors[0].runtime, (len(handles),), (1,), np.float64, name="squares")
+    for handle, part in zip(handles, parts.handles, strict=True):
+        emit(parts.runtime, "sum_squares", [(handle, R), (part, W)])
+    return sum_scalars(parts, "sum of squares")
+
+
+def adamw(
+    param: TileTensor,
+    grad: TileTensor,
+    m: TileTensor,
+    v: TileTensor,
+    hyper: TileTensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool = True,
+    norm: TileTensor | None = None,
+    max_norm: float = 0.0,
+    master: TileTensor | None = None,
+) -> None:
+    """One step of AdamW (`decoupled`) or of Adam with L2, as torch.optim computes it.
+
+    Args:
+        param: updated in place; with `master` only overwritten by its rounded value.
+        hyper: (4,) fp64, (lr, 1 - beta1^t, 1 - beta2^t, unused), written before the step.
+        norm: (1,) sum of squares of all gradients; with `max_norm` > 0 gradients are clipped by it.
+        master: fp32 copy of a 16-bit parameter.
+    """
+    constants = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants)
+
+
+def sgd(
+    param: TileTensor,
+    grad: TileTensor,
+    buffer: TileTensor | None,
+    hyper: TileTensor,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    norm: TileTensor | None = None,
+    max_norm: float = 0.0,
+    master: TileTensor | None = None,
+) -> None:
+    """One step of SGD as torch.optim computes it; the momentum `buffer` starts at zero."""
+    if (buffer is None) != (momentum == 0.0):
+        raise ValueError(f"SGD needs a buffer exactly when momentum is not 0, got momentum {momentum} and buffer {buffer!r}")
+    constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, buffer)
+
+
+def _update(
+    op: str,
+    param: TileTensor,
+    grad: TileTensor,
+    moments: list[TileTensor],
+    hyper: TileTensor,
+    norm: TileTensor | None,
+    max_norm: float,
+    master: TileTensor | None,
+    constants: dict[str, Any],
+    buffer: TileTensor | None = None,
+) -> None:
+    state = [tensor for tensor in (*moments, buffer, master) if tensor is not None]
+    same_tiling(param, grad, *state)
+    if (param.dtype in NARROW) != (master is not None):
+        raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {param!r} with master {master!r}")
+    clip = norm is not None and max_norm > 0
+    constants |= {"max_norm": max_norm, "clip": clip, "master": master is not None}
+    for number in range(param.tiling.num_tiles):
+        accesses: list[Access] = [(param.handles[number], RW if master is None else W), (grad.handles[number], R)]
+        accesses += [(moment.handles[number], RW) for moment in moments]
+        accesses.append((hyper[0,], R))
+        if buffer is not None:
+            accesses.append((buffer.handles[number], RW))
+        if clip and norm is not None:
+            accesses.append((norm[0,], R))
+        if master is not None:
+            accesses.append((master.handles[number], RW))
+        emit(param.runtime, op, accesses, **constants)
