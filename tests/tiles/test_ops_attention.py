@@ -124,11 +124,9 @@ def test_ids_outside_the_vocabulary_are_named(runtime: TaskRuntime, op: str) -> 
     ids[1, 2] = V
     tokens, table = data(runtime, (-1, -1), ids), data(runtime, (4, -1), random(V, C).detach().numpy())
     x = data(runtime, (-1, -1, -1), random(2, 3, C).detach().numpy())
+    runs = {"loss": lambda: loss.linear_cross_entropy(x, table, tokens, scale=1.0), "embedding": lambda: embedding.embedding(tokens, table)}
     with pytest.raises(IndexError, match=r"got 11 at position \(1, 2\)"):
-        if op == "loss":
-            loss.linear_cross_entropy(x, table, tokens, scale=1.0)
-        else:
-            embedding.embedding(tokens, table)
+        runs[op]()
 
 
 def test_bf16_tiles_are_widened(runtime: TaskRuntime) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler import REDUX, R
+from scheduler import REDUX, Access, R
 
 from ..kernels.registry import emit
 from ..tensor import TileTensor

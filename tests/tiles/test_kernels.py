@@ -1,0 +1,332 @@
+"""Every registered CPU kernel against its readable twin: dtypes, odd shapes, first writes over garbage, bounded temporaries."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from scheduler import REDUX, RW, InlineRuntime, R, W
+from tiles import TileTensor
+from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
+from tiles.kernels.reference.attention import Pair
+from tiles.kernels.registry import emit, kernel, operations
+
+Case = tuple[list[np.ndarray], list[int], dict[str, Any]]
+"""Arguments, which of them are pure outputs (they start as NaN), constants."""
+
+
+class Maker:
+    """Arrays for one case."""
+
+    def __init__(self, dtype: Any, size: int = 1) -> None:
+        self.dtype = np.dtype(dtype)
+        self.size = size
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, *shape: int) -> np.ndarray:
+        return self.rng.standard_normal(shape).astype(self.dtype)
+
+    def positive(self, *shape: int) -> np.ndarray:
+        """Values in (0.5, 1.5)."""
+        return (self.rng.random(shape) + 0.5).astype(self.dtype)
+
+    def ids(self, high: int, *shape: int) -> np.ndarray:
+        """Token ids in [0, high)."""
+        return self.rng.integers(0, high, shape).astype(np.int32)
+
+
+def _pair(p: float = 0.0, q_start: int = 4, k_start: int = 0, causal: bool = True) -> Pair:
+    return Pair(4, 0.5, causal, q_start, k_start, 1, 1, 6, 20, p, 3)
+
+
+def _attention(make: Maker, *, first: bool, last: bool, p: float = 0.0) -> Case:
+    q, k, v, o = make(2, 7, 12), make(2, 9, 12), make(2, 9, 12), make(2, 7, 12)
+    peak, total, lse = make(2, 3, 7), make.positive(2, 3, 7), make(2, 3, 7)
+    args = [q, k, v, o, peak, total, *([lse] if last else []), *([np.array([1, 2], np.uint64)] if p else [])]
+    outputs = ([3, 4, 5] if first else []) + ([6] if last else [])
+    return [*args, np.empty(attention_scratch(7, 9, 8), np.uint8)], outputs, {"at": _pair(p), "first": first, "last": last}
+
+
+def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.0) -> Case:
+    q, k, v, do = make(2, 7, 12), make(2, 9, 12), make(2, 9, 12), make(2, 7, 12)
+    kept = make.positive(2, 3, 7, 9) if stored else make.positive(2, 3, 7) * 5
+    if stored:
+        kept[:, :, np.arange(9)[None, :] > 4 + np.arange(7)[:, None]] = 0  # weights of masked keys are zero
+    grads = [make(2, 7, 12), make(2, 9, 12), make(2, 9, 12)]
+    args = [q, k, v, do, kept, make(2, 3, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
+    constants = {"at": _pair(p), "first_k": first, "first_q": first}
+    return [*args, np.empty(attention_scratch(7, 9, 8), np.uint8)], [6, 7, 8] if first else [], constants
+
+
+def _head(make: Maker, *, backward: bool, first: bool) -> Case:
+    xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
+    targets = make.ids(30, 2, 5)
+    targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
+    room = np.empty(head_scratch(10, 11, 8), np.uint8)
+    if not backward:
+        constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first}
+        return [*xs, *ws, targets, make(2, 5), make.positive(2, 5), make(2, 5), room], [5, 6, 7] if first else [], constants
+    grads = [make(2, 5, 3), make(2, 5, 4), make(11, 3), make(11, 4)]
+    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": not first}
+    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, room], [6, 7, 8, 9] if first else [], constants
+
+
+def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> Case:
+    x, dy = make(2, 9, 33), make(2, 9, 33)
+    moments = [make.positive(2, 9)] if rms else [make(2, 9), make.positive(2, 9)]
+    args = [x, make(33), *moments, dy, *([make(2, 9, 33)] if residual else []), make(2, 9, 33), make(33), *([] if rms else [make(33)])]
+    first = len(moments) + 3 + residual
+    return args, list(range(first, len(args))) if not accumulate else [first], {"accumulate": accumulate, "residual": residual}
+
+
+def _apply_backward(make: Maker, center: bool, accumulate: bool) -> Case:
+    args = [make(2, 9, 33), make(33), make(2, 9), make.positive(2, 9), make(2, 9, 33), make(2, 9), make(2, 9)]
+    args += [make(2, 9, 33), make(2, 9, 33), make(33), *([make(33)] if center else [])]
+    constants = {"width": 70, "center": center, "residual": True, "accumulate": accumulate}
+    return args, [8] if accumulate else list(range(8, len(args))), constants
+
+
+def _adam(make: Maker, decoupled: bool, clip: bool) -> Case:
+    args = [make(31, 300), make(31, 300), make(31, 300), make.positive(31, 300), np.array([0.1, 0.5, 0.3, 0.0])]
+    args += [np.array([400.0])] if clip else []
+    constants = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
+    return args, [], {**constants, "max_norm": 1.0, "clip": clip, "master": False}
+
+
+def _sgd(make: Maker, momentum: float, nesterov: bool) -> Case:
+    args = [make(31, 300), make(31, 300), np.array([0.1, 0, 0, 0]), *([make(31, 300)] if momentum else []), make(31, 300)]
+    constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1, "max_norm": 0.0, "clip": False, "master": True}
+    return args, [0], constants
+
+
+def _place(**more: Any) -> dict[str, Any]:
+    return {"stream": 3, "shape": (9, 8, 50), "origin": (2, 4, 7), **more}
+
+
+def _product(trans_a: bool, trans_b: bool, accumulate: bool) -> dict[str, Any]:
+    return {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
+
+
+CASES: dict[str, list[Callable[[Maker], Case]]] = {
+    "accumulate": [lambda m: ([m(5, 7), m(5, 7)], [], {})],
+    "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
+    "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
+    "adam": [lambda m, d=d, c=c: _adam(m, d, c) for d in (False, True) for c in (False, True)],
+    "add": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
+    "add_into": [lambda m: ([m(5, 7), m(5, 7)], [1], {"accumulate": False}), lambda m: ([m(5, 7), m(5, 7)], [], {"accumulate": True})],
+    "add_rows": [lambda m: ([m(3, 5, 7), m(6, 7), m(3, 5, 7)], [2], {})],
+    "add_rows_backward": [
+        lambda m: ([m(3, 5, 7), m(6, 7)], [1], {"accumulate": False}),
+        lambda m: ([m(3, 5, 7), m(6, 7)], [], {"accumulate": True}),
+    ],
+    "attention": [lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
+    "attention_apply": [
+        lambda m, a=a, p=p: (
+            [m(2, 3, 7, 9), m.positive(2, 3, 7) * 3, m(2, 9, 12), m(2, 7, 12), *([np.array([1, 2], np.uint64)] if p else [])],
+            [] if a else [3],
+            {"at": _pair(p), "accumulate": a},
+        )
+        for a in (False, True)
+        for p in (0.0, 0.3)
+    ],
+    "attention_backward": [lambda m, f=f, p=p: _attention_backward(m, first=f, stored=False, p=p) for f in (False, True) for p in (0.0, 0.3)],
+    "attention_delta": [lambda m: ([m(2, 7, 12), m(2, 7, 12), m(2, 3, 7)], [2], {"head_size": 4})],
+    "attention_lse": [
+        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7)], [1, 2], {"first": True}),
+        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), m(2, 3, 7)], [3], {"first": False}),
+    ],
+    "attention_scores": [lambda m: ([m(2, 7, 12), m(2, 9, 12), m(2, 3, 7, 9)], [2], {"at": _pair()})],
+    "batched_matmul": [
+        lambda m: ([m(2, 3, 4, 5), m(2, 3, 5, 6), m(2, 3, 4, 6)], [2], _product(False, False, False)),
+        lambda m: ([m(2, 3, 5, 4), m(2, 3, 6, 5), m(2, 3, 4, 6)], [], _product(True, True, True)),
+    ],
+    "column_sums": [
+        lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),
+        lambda m: ([m(3, 50, 700), m(700)], [], {"accumulate": True}),
+    ],
+    "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
+    "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
+    "embedding": [
+        lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
+        lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
+        lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [], {"v_start": 8, "vocab": 20, "accumulate": True}),
+    ],
+    "embedding_backward": [
+        lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [2], {"v_start": 8, "accumulate": False}),
+        lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [], {"v_start": 8, "accumulate": True}),
+    ],
+    "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
+    "head_backward": [lambda m, f=f: _head(m, backward=True, first=f) for f in (False, True)],
+    "head_finish": [
+        lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),
+    ],
+    "head_forward": [lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
+    "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
+    "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, False, r, a) for r in (False, True) for a in (False, True)],
+    "linear_activation": [
+        lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7), m(2, 5, 7)], [3, 4], {"kind": "gelu_new", "trans_b": False, "accumulate": False}),
+        lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7), m(2, 5, 7)], [3], {"kind": "relu", "trans_b": True, "accumulate": True}),
+    ],
+    "linear_bias": [
+        lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7)], [3], {"trans_b": False}),
+        lambda m: ([m(2, 5, 6), m(7, 6), m(7), m(2, 5, 7)], [3], {"trans_b": True}),
+    ],
+    "matmul": [
+        lambda m: ([m(2, 5, 6), m(6, 7), m(2, 5, 7)], [2], _product(False, False, False)),
+        lambda m: ([m(2, 5, 6), m(2, 5, 7), m(6, 7)], [], _product(True, False, True)),
+        lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7)], [2], _product(False, True, False)),
+    ],
+    "multiply": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
+    "norm_apply": [
+        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(33), m(2, 9, 33)], [5], {}),
+        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(2, 9, 33)], [4], {}),
+    ],
+    "norm_backward_apply": [lambda m, c=c, a=a: _apply_backward(m, c, a) for c in (False, True) for a in (False, True)],
+    "norm_backward_sums": [
+        lambda m: (
+            [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9)],
+            [5, 6],
+            {"accumulate": False},
+        ),
+        lambda m: ([m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9)], [], {"accumulate": True}),
+    ],
+    "norm_finish": [lambda m: ([m(2, 9), m.positive(2, 9), m(2, 9), m(2, 9)], [2, 3], {"width": 70, "eps": 1e-5})],
+    "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
+    "random_uniform": [lambda m: ([m(3, 4, 20)], [0], _place(low=-1.0, high=2.0, seed=5))],
+    "residual_layer_norm": [
+        lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9), m(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
+    ],
+    "rms_norm": [lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})],
+    "rms_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
+    "rotary": [lambda m, i=i: ([m(2, 5, 12), m(5, 2), m(5, 2), m(2, 5, 12)], [3], {"head_size": 4, "inverse": i}) for i in (False, True)],
+    "row_dots": [
+        lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [2], {"accumulate": False}),
+        lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [], {"accumulate": True}),
+    ],
+    "row_squares": [
+        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9)], [2], {"width": 70, "accumulate": False}),
+        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9)], [], {"width": 70, "accumulate": True}),
+    ],
+    "row_sums": [lambda m: ([m(2, 9, 33), m(2, 9)], [1], {"accumulate": False}), lambda m: ([m(2, 9, 33), m(2, 9)], [], {"accumulate": True})],
+    "scale": [lambda m: ([m(5, 7), m(5, 7)], [1], {"alpha": 0.25})],
+    "select_rows": [lambda m: ([m(3, 4, 6), m.ids(4, 3) + 4, m(3, 1, 6)], [], {"start": 4, "length": 10})],
+    "sgd": [lambda m: _sgd(m, 0.0, False), lambda m: _sgd(m, 0.9, False), lambda m: _sgd(m, 0.9, True)],
+    "silu_gate": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {})],
+    "silu_gate_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {})],
+    "softmax": [lambda m: ([m(2, 9, 333), m(2, 9, 333)], [1], {})],
+    "softmax_apply": [lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), m(2, 9, 33)], [3], {})],
+    "softmax_backward": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(2, 9, 333)], [2], {})],
+    "softmax_backward_apply": [lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9), m(2, 9, 33)], [3], {})],
+    "softmax_sums": [
+        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9)], [1, 2], {"accumulate": False}),
+        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9)], [], {"accumulate": True}),
+    ],
+    "stored_attention_backward": [lambda m, f=f, p=p: _attention_backward(m, first=f, stored=True, p=p) for f in (False, True) for p in (0.0, 0.3)],
+    "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
+    "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
+}
+
+
+def test_every_kernel_has_a_twin_and_a_case() -> None:
+    """No kernel without a readable reference and a case here."""
+    assert operations("cpu") == operations("reference") == sorted(CASES)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("op", "number"), [(op, i) for op, cases in CASES.items() for i in range(len(cases))])
+def test_cpu_equals_reference(op: str, number: int, dtype: type) -> None:
+    """All arguments agree afterwards; pure outputs start as NaN, so nothing may read them."""
+    args, outputs, constants = CASES[op][number](Maker(dtype))
+    for at in outputs:
+        args[at].fill(np.nan)
+    fast = [array.copy() for array in args]
+    with np.errstate(invalid="raise"):
+        kernel(op, "reference")(*args, **constants)
+        kernel(op, "cpu")(*fast, **constants)
+    tolerance = 2e-4 if dtype == np.float32 else 1e-11
+    for at, (want, found) in enumerate(zip(args, fast, strict=True)):
+        if want.dtype != np.uint8 and want.dtype != np.uint64:
+            np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance, err_msg=f"argument {at}")
+
+
+BIG: dict[str, Callable[[Maker], Case]] = {
+    "activation_backward": lambda m: ([m(512, 512), m(512, 512), m(512, 512)], [2], {"kind": "gelu_new"}),
+    "adam": lambda m: _adam_big(m),
+    "attention": lambda m: _attention_big(m),
+    "dropout": lambda m: (
+        [m(512, 512), np.array([1, 2], np.uint64), m(512, 512)],
+        [2],
+        {"p": 0.1, "stream": 0, "shape": (512, 512), "origin": (0, 0)},
+    ),
+    "layer_norm": lambda m: ([m(512, 768), m(768), m(768), m(512, 768), m(512), m(512)], [3], {"eps": 1e-5}),
+    "layer_norm_backward": lambda m: (
+        [m(512, 768), m(768), m(512), m(512), m(512, 768), m(512, 768), m(768), m(768)],
+        [5],
+        {"accumulate": False, "residual": False},
+    ),
+    "linear_bias": lambda m: ([m(512, 256), m(256, 512), m(512), m(512, 512)], [3], {"trans_b": False}),
+    "matmul": lambda m: ([m(512, 256), m(256, 512), m(512, 512)], [2], _product(False, False, True)),
+    "softmax": lambda m: ([m(512, 512), m(512, 512)], [1], {}),
+    "embedding_backward": lambda m: ([m.ids(100, 4, 256), m(4, 256, 64), m(100, 64)], [2], {"v_start": 0, "accumulate": False}),
+    "random_normal": lambda m: ([m(512, 512)], [0], {"std": 1.0, "seed": 1, "stream": 0, "shape": (512, 512), "origin": (0, 0)}),
+}
+
+
+def _adam_big(make: Maker) -> Case:
+    args, outputs, constants = _adam(make, True, True)
+    return [make(512, 512), make(512, 512), make(512, 512), make.positive(512, 512), *args[4:]], outputs, constants
+
+
+def _attention_big(make: Maker) -> Case:
+    args = [make(1, 256, 64) for _ in range(4)] + [make(1, 1, 256) for _ in range(3)]
+    at = Pair(64, 0.125, True, 0, 0, 0, 0, 1, 256)
+    return [*args, np.empty(attention_scratch(256, 256, 4), np.uint8)], [3, 4, 5, 6], {"at": at, "first": True, "last": True}
+
+
+@pytest.mark.parametrize("op", BIG)
+def test_no_big_temporaries(op: str) -> None:
+    """Kernels on megabyte tiles allocate little beyond their arguments: pieces, never copies of a tile."""
+    args, _, constants = BIG[op](Maker(np.float32))
+    fast = kernel(op, "cpu")
+    fast(*args, **constants)  # first call: caches of the kernel itself
+    tracemalloc.start()
+    fast(*args, **constants)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 256 << 10, f"{op} allocated {peak >> 10} KiB"
+
+
+@pytest.mark.parametrize("op", ["activation", "softmax", "scale", "multiply"])
+def test_16_bit_tiles_go_through_fp32(op: str) -> None:
+    """A kernel sees fp32 copies of 16-bit tiles and its output is rounded once."""
+    runtime = InlineRuntime()
+    args, outputs, constants = CASES[op][0](Maker(np.float32))
+    narrow = [array.astype(ml_dtypes.bfloat16) for array in args]
+    handles = []
+    for array in narrow:
+        tensor = TileTensor(runtime, array.shape, (-1,) * array.ndim, array.dtype)
+        tensor.write(array)
+        handles.append(tensor)
+    emit(runtime, op, [(t.handles[0], W if i in outputs else R) for i, t in enumerate(handles)], **constants)
+    wide = [array.astype(np.float32) for array in narrow]
+    kernel(op, "cpu")(*wide, **constants)
+    for at in outputs:
+        np.testing.assert_array_equal(handles[at].read(), wide[at].astype(ml_dtypes.bfloat16))
+
+
+def test_accumulating_into_16_bits_reads_the_old_value() -> None:
+    """RW and REDUX tiles keep what they held."""
+    runtime = InlineRuntime()
+    total = TileTensor(runtime, (4,), (4,), ml_dtypes.bfloat16)
+    part = TileTensor(runtime, (4,), (4,), ml_dtypes.bfloat16)
+    total.write(np.full(4, 2.0))
+    part.write(np.full(4, 3.0))
+    emit(runtime, "accumulate", [(total.handles[0], RW), (part.handles[0], R)])
+    emit(runtime, "add_into", [(part.handles[0], R), (total.handles[0], REDUX)])
+    np.testing.assert_array_equal(total.read().astype(np.float32), 8.0)
