@@ -180,9 +180,7 @@ def _head(texts: tuple[Text, ...], nbytes: int) -> Iterator[str]:
             yield piece
 
 
-def _encoded(
-    texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]
-) -> TokenFile:
+def _encoded(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]) -> TokenFile:
     """The token file of `texts`, from the cache or written now."""
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
     if not path.is_file():

@@ -42,7 +42,7 @@ def permuted(positions: npt.NDArray[np.int64], count: int, seed: int, epoch: int
     """
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
     values = positions.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
     while outside.any():
@@ -51,9 +51,7 @@ def permuted(positions: npt.NDArray[np.int64], count: int, seed: int, epoch: int
     return values.astype(np.int64)
 
 
-def _feistel(
-    values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, keys: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
+def _feistel(values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     left, right = values >> half, values & mask
     for key in keys:
         left, right = right, left ^ (_mix(right + key) & mask)
@@ -82,9 +80,7 @@ class BatchStream:
         DataError: the file holds fewer than `batch` sequences.
     """
 
-    def __init__(
-        self, file: TokenFile, length: int, batch: int, *, seed: int, cursor: Cursor | None = None, select: int = -1
-    ) -> None:
+    def __init__(self, file: TokenFile, length: int, batch: int, *, seed: int, cursor: Cursor | None = None, select: int = -1) -> None:
         self.file, self.length, self.batch, self.seed = file, length, batch, seed
         self.num_sequences = file.num_sequences(length)
         if select > 0:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 
-DTYPES: Final = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_NBYTES: Final = 64 << 20
 _CHUNK_NBYTES: Final = 4 << 20
 

@@ -6,8 +6,9 @@ groups that a resumed run must share with the run it continues; the others may d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Period = int  # in steps; 0 means never
 StorageDtype = Literal["fp32", "fp16", "bf16"]
@@ -218,13 +219,26 @@ class TrainSettings:
 LOCKED: Final = ("model", "tiling", "data", "optimizer")
 
 
+_NAMES_OF_MODELS: Final = ("model", "config_path")
+
+
 def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
-    """Flags of the locked groups whose values differ, as "--flag (was, is)"; both settings resolved."""
+    """Flags of the locked groups whose values differ, as "--flag (was, is)"; both settings resolved. The names of models do not count."""
     found = []
     for group in LOCKED:
         before, after = getattr(stored, group), getattr(now, group)
         for f in fields(before):
             was, value = getattr(before, f.name), getattr(after, f.name)
-            if was != value:
+            if was != value and f.name not in _NAMES_OF_MODELS:
                 found.append(f"--{f.name.replace('_', '-')} (was {was}, is {value})")
     return found
+
+
+def from_dict(values: Mapping[str, Mapping[str, Any]]) -> TrainSettings:
+    """Settings from the nested dict that `dataclasses.asdict` makes of them; unknown entries are left out."""
+    groups = {}
+    for f in fields(TrainSettings):
+        kind: Any = f.default_factory
+        names = {inner.name for inner in fields(kind)}
+        groups[f.name] = kind(**{key: value for key, value in values.get(f.name, {}).items() if key in names})
+    return TrainSettings(**groups)

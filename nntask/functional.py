@@ -1,0 +1,268 @@
+"""Differentiable operations: each emits the tasks of its forward pass and leaves on the tape what its backward pass needs.
+
+Letters: B sequences, T tokens, C features of the residual stream, H heads of D features, K and N in and out features, P positions, V vocabulary.
+
+A backward function adds weight gradients first and the input's gradient last: the activation a weight gradient reads dies before the input's
+gradient is born. Where a tensor fans out (x into a norm and past it), the norm's backward pass takes the gradient that has arrived by the other
+way and adds its own in the same pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypedDict
+
+from tiles import TileTensor
+from tiles.ops import attention as attention_ops
+from tiles.ops import elementwise, matmul, norm
+from tiles.ops import embedding as embedding_ops
+from tiles.ops import loss as loss_ops
+from tiles.ops import random as random_ops
+
+from .autograd import Edge, Gradients, ParameterEdge, Tensor, on_tape
+from .errors import UsageError
+
+SITES: Final = 1 << 12
+"""Most places in a model that drop out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Where dropout masks come from in one forward pass.
+
+    Args:
+        key: (2,) uint64 input tensor: seed and step.
+        minibatch: number of the forward pass within the step, so that two minibatches of a batch have different masks.
+    """
+
+    key: TileTensor
+    minibatch: int = 0
+
+    def stream(self, site: int) -> int:
+        """The random stream of one place in the model.
+
+        Args:
+            site: number of the place, from 0.
+        """
+        return self.minibatch * SITES + site
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, equal shapes and tilings."""
+    edges = [t.edge for t in (x, y) if t.edge is not None]
+
+    def backward(gradients: Gradients) -> None:
+        for edge in edges:
+            edge.add(_only(gradients))
+
+    return on_tape("add", [x, y], [elementwise.add(x.data, y.data)], backward)[0]
+
+
+def add_positions(x: Tensor, p: Tensor) -> Tensor:
+    """x (B, T, C) + the first T rows of p (P, C)."""
+    x_edge, p_edge = x.edge, p.edge
+
+    def backward(gradients: Gradients) -> None:
+        dy = _only(gradients)  # (B, T, C)
+        if p_edge is not None:
+            elementwise.add_rows_backward(dy, _accumulator(p_edge))
+        if x_edge is not None:
+            x_edge.add(dy)
+
+    return on_tape("add_positions", [x, p], [elementwise.add_rows(x.data, p.data)], backward)[0]
+
+
+def embedding(tokens: TileTensor, w: Tensor) -> Tensor:
+    """Rows of w (V, C) chosen by tokens (B, T) int32 -> (B, T, C)."""
+    edge = w.edge
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            embedding_ops.embedding_backward(tokens, _only(gradients), _accumulator(edge))
+
+    return on_tape("embedding", [w], [embedding_ops.embedding(tokens, w.data)], backward)[0]
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool = False) -> Tensor:
+    """x (.., K) @ w (K, N) + b (N,) -> (.., N); with `transpose_w`, w is (N, K)."""
+    y = matmul.linear(x.data, w.data, None if b is None else b.data, transpose_w=transpose_w)
+    return on_tape("linear", [x, w, b], [y], _linear_backward(x, w, b, transpose_w=transpose_w))[0]
+
+
+def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str) -> Tensor:
+    """activation(x (.., K) @ w (K, N) + b (N,)) -> (.., N), in one pass.
+
+    Args:
+        kind: gelu_new, gelu, relu or silu.
+    """
+    pre, y = matmul.linear_gelu(x.data, w.data, None if b is None else b.data, kind)
+    through_linear = _linear_backward(x, w, b, transpose_w=False)
+
+    def backward(gradients: Gradients) -> None:
+        through_linear([elementwise.activation_backward(pre, _only(gradients), kind)])  # (.., N)
+
+    return on_tape("linear_activation", [x, w, b], [y], backward)[0]
+
+
+def _linear_backward(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool) -> Callable[[Gradients], None]:
+    x_data, w_data, x_edge, w_edge, b_edge = x.data, w.data, x.edge, w.edge, None if b is None else b.edge
+
+    def backward(gradients: Gradients) -> None:
+        dy = _only(gradients)  # (.., N)
+        if w_edge is not None:
+            matmul.linear_backward_weight(x_data, dy, _accumulator(w_edge), transpose_w=transpose_w)
+        if b_edge is not None:
+            matmul.linear_backward_bias(dy, _accumulator(b_edge))
+        if x_edge is not None:
+            x_edge.add(matmul.linear_backward_input(dy, w_data, transpose_w=transpose_w))  # (.., K)
+
+    return backward
+
+
+def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * gamma (C,) + beta (C,) over the last axis -> (.., C)."""
+    y, mean, rstd = norm.layer_norm(x.data, gamma.data, beta.data, eps)
+    x_data, edges = x.data, (x.edge, gamma.edge, beta.edge)
+    gamma_data = gamma.data
+
+    def backward(gradients: Gradients) -> None:
+        x_edge = edges[0]
+        dx = _layer_norm_backward(x_data, gamma_data, mean, rstd, _only(gradients), edges[1:], None if x_edge is None else x_edge.take())
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("layer_norm", [x, gamma, beta], [y], backward)[0]
+
+
+def residual_layer_norm(x: Tensor, branch: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """s = x + branch (.., C) and layer_norm(s), in one pass -> (s, normed)."""
+    s, y, mean, rstd = norm.residual_layer_norm(x.data, branch.data, gamma.data, beta.data, eps)
+    gamma_data, norm_edges = gamma.data, (gamma.edge, beta.edge)
+    edges = [t.edge for t in (x, branch) if t.edge is not None]
+
+    def backward(gradients: Gradients) -> None:
+        ds, dy = gradients  # (.., C) each: past the norm, through the norm
+        if dy is not None:
+            ds = _layer_norm_backward(s, gamma_data, mean, rstd, dy, norm_edges, ds)
+        assert ds is not None  # a node without any gradient is not visited
+        for edge in edges:
+            edge.add(ds)
+
+    out = on_tape("residual_layer_norm", [x, branch, gamma, beta], [s, y], backward)
+    return out[0], out[1]
+
+
+def _layer_norm_backward(
+    x: TileTensor,
+    gamma: TileTensor,
+    mean: TileTensor,
+    rstd: TileTensor,
+    dy: TileTensor,
+    edges: tuple[Edge | None, ...],
+    dresidual: TileTensor | None,
+) -> TileTensor:
+    """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, or to discarded ones where nobody wants them."""
+    dgamma, dbeta = (gamma.like(name="unused") if edge is None else _accumulator(edge) for edge in edges)
+    return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
+
+
+class _How(TypedDict):
+    """What the forward and the backward pass of attention share."""
+
+    head_size: int
+    scale: float
+    causal: bool
+    dropout: attention_ops.Dropout | None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    head_size: int,
+    scale: float,
+    dropout: attention_ops.Dropout | None = None,
+    flash: bool = True,
+) -> Tensor:
+    """Causal self-attention of q, k, v (B, T, H*D) -> (B, T, H*D).
+
+    Args:
+        head_size: D.
+        scale: scores are q . k * scale.
+        dropout: of the attention probabilities.
+        flash: never hold the (B, H, T, T) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
+    """
+    edges = (q.edge, k.edge, v.edge)
+    qd, kd, vd = q.data, k.data, v.data
+    how: _How = {"head_size": head_size, "scale": scale, "causal": True, "dropout": dropout}
+    forward = attention_ops.attention if flash else attention_ops.stored_attention
+    o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, T)
+
+    def backward(gradients: Gradients) -> None:
+        do = _only(gradients)  # (B, T, H*D)
+        through = attention_ops.attention_backward if flash else attention_ops.stored_attention_backward
+        found = through(qd, kd, vd, o, kept, do, **how)
+        for edge, gradient in zip(edges, found, strict=True):
+            if edge is not None:
+                edge.add(gradient)
+
+    return on_tape("attention", [q, k, v], [o], backward)[0]
+
+
+def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:
+    """Zero each element with probability p and divide the others by 1 - p; without `masks` or with p = 0, x itself."""
+    if masks is None or p == 0:
+        return x
+    edge, key, stream = x.edge, masks.key, masks.stream(site)
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(random_ops.dropout(_only(gradients), p, key, stream))
+
+    return on_tape("dropout", [x], [random_ops.dropout(x.data, p, key, stream)], backward)[0]
+
+
+def linear_cross_entropy(x: Tensor, w: Tensor, targets: TileTensor, *, scale: float) -> Tensor:
+    """scale * sum of the token losses -log softmax(x @ w.T)[target] -> (1,); the logits (B, T, V) are never whole.
+
+    Args:
+        x: (B, T, C).
+        w: (V, C).
+        targets: (B, T) int32; -1 is ignored.
+        scale: 1 / (B*T) for the mean over tokens.
+
+    Returns:
+        (1,), a loss: where a backward pass begins.
+    """
+    loss, lse = loss_ops.linear_cross_entropy(x.data, w.data, targets, scale=scale)
+    x_data, w_data, x_edge, w_edge = x.data, w.data, x.edge, w.edge
+
+    def backward(gradients: Gradients) -> None:
+        if gradients[0] is not None:
+            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, and here it came from a later tensor; use its scale=")
+        dw = w_data.like(name="unused") if w_edge is None else _accumulator(w_edge)
+        dx = loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, scale=scale)
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("linear_cross_entropy", [x, w], [loss], backward, is_loss=True)[0]
+
+
+def _only(gradients: Gradients) -> TileTensor:
+    """The gradient of an operation's only output."""
+    (gradient,) = gradients
+    assert gradient is not None  # a node without any gradient is not visited
+    return gradient
+
+
+def _accumulator(edge: Edge) -> TileTensor:
+    """Where weight gradients are summed.
+
+    Raises:
+        UsageError: the weight was computed and is not a parameter.
+    """
+    if not isinstance(edge, ParameterEdge):
+        raise UsageError(f"weights must be parameters, got the output of {edge.node.name}; make it a Parameter")
+    return edge.accumulator()

@@ -1,0 +1,231 @@
+"""GPT-2 configurations: the JSON keys of Hugging Face, checked one by one; and the presets by name.
+
+Rules: the five keys that fix the shape must be there, everything else has Hugging Face's default, keys we do not know are ignored. A value of
+the wrong JSON type is an error, never converted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import DataError, UsageError
+
+ACTIVATIONS: Final = {
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelutanh": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Names of activations in configs -> the kernels' names. The first four are the tanh approximation of GELU under different names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """Shape and numbers of a GPT-2; field names and meaning as in ``transformers.GPT2Config``.
+
+    Args:
+        vocab_size: V, number of token ids.
+        n_positions: P, longest sequence.
+        n_embd: C, width of the residual stream.
+        n_layer: number of blocks.
+        n_head: H, attention heads; divides n_embd.
+        n_inner: I, width inside the feed-forward layer; None for 4 C.
+        activation_function: one of `ACTIVATIONS`.
+        resid_pdrop, embd_pdrop, attn_pdrop: dropout after each branch, after the embeddings, on attention probabilities.
+        layer_norm_epsilon: added to the variance.
+        initializer_range: standard deviation of initial weights.
+        scale_attn_weights: divide scores by sqrt(C / H).
+        scale_attn_by_inverse_layer_idx: divide the scores of layer i (from 0) by i + 1 as well.
+        reorder_and_upcast_attn: accepted; scores are always computed in fp32 or better, so it changes nothing.
+        tie_word_embeddings: the head is the token embedding.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    vocab_size: int
+    n_positions: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        _check(asdict(self), "the config")
+
+    @property
+    def inner_size(self) -> int:
+        """I: width inside the feed-forward layer."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def head_size(self) -> int:
+        """D: width of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def activation(self) -> str:
+        """The kernels' name of the activation."""
+        return ACTIVATIONS[self.activation_function]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; a tied head counts once."""
+        width, inner = self.n_embd, self.inner_size
+        block = 4 * width * (width + 1) + 2 * width * inner + inner + width + 4 * width
+        heads = 1 if self.tie_word_embeddings else 2
+        return heads * self.vocab_size * width + self.n_positions * width + self.n_layer * block + 2 * width
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "the config") -> GPT2Config:
+        """A config from decoded JSON.
+
+        Args:
+            source: what the values came from, for messages.
+
+        Raises:
+            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule.
+        """
+        if not isinstance(values, Mapping):
+            raise UsageError(f"{source} must be a JSON object with keys like n_embd, got {_json_type(values)}; write {{...}}")
+        model_type = values.get("model_type", "gpt2")
+        if model_type != "gpt2":
+            raise UsageError(f'model_type in {source} must be "gpt2", got {json.dumps(model_type)}; use the config of a GPT-2')
+        if missing := [key for key in _REQUIRED if key not in values]:
+            raise UsageError(f"{source} lacks {', '.join(missing)}; a GPT-2 config needs {', '.join(_REQUIRED)}")
+        if values.get("add_cross_attention"):
+            raise UsageError(f"add_cross_attention in {source} must be false, got true; cross attention is not implemented, remove the key")
+        known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        _check(known, source)
+        known.update({key: float(known[key]) for key in _FLOATS if key in known})
+        return cls(**known)
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> GPT2Config:
+        """A config from a file in Hugging Face's format, or from a directory with a ``config.json``.
+
+        Raises:
+            DataError: the file cannot be read or is not JSON.
+            UsageError: see `from_dict`.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file = file / "config.json"
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"the config {file} cannot be read: {error.strerror}; check --config-path") from None
+        except ValueError as error:
+            raise DataError(f"the config {file} is not whole JSON: {error}; copy it again") from None
+        return cls.from_dict(values, str(file))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values as Hugging Face's JSON has them; ``GPT2LMHeadModel`` loads them."""
+        return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **asdict(self)}
+
+
+_REQUIRED: Final = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+_PROBABILITIES: Final = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_POSITIVE: Final = ("layer_norm_epsilon", "initializer_range")
+_FLOATS: Final = (*_PROBABILITIES, *_POSITIVE)
+_SWITCHES: Final = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "tie_word_embeddings")
+
+
+def _check(values: Mapping[str, Any], source: str) -> None:
+    """Check the type and range of every key that is there, then the rules between them.
+
+    Raises:
+        UsageError: the first rule that is broken.
+    """
+    for key in (*_REQUIRED, "n_inner"):
+        value = values.get(key, 1)
+        if key == "n_inner" and value is None:
+            continue
+        if type(value) is not int:
+            raise UsageError(f"{key} in {source} must be a whole number, got {_shown(value)}; write for example {_example(key, value)}")
+        if value < 1:
+            raise UsageError(f"{key} in {source} must be at least 1, got {value}; the nearest legal value is 1")
+    for key in _FLOATS:
+        value = values.get(key, 0.5)
+        if type(value) not in (int, float):
+            raise UsageError(f"{key} in {source} must be a number, got {_shown(value)}; write for example {_example(key, value)}")
+        if key in _PROBABILITIES and not 0 <= value < 1:
+            raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {value}; write 0 for no dropout")
+        if key in _POSITIVE and not 0 < value < float("inf"):
+            raise UsageError(f"{key} in {source} must be positive, got {value}; write for example {_example(key, value)}")
+    for key in _SWITCHES:
+        if type(values.get(key, True)) is not bool:
+            raise UsageError(f"{key} in {source} must be true or false, got {_shown(values[key])}; write true or false without quotes")
+    name = values.get("activation_function", "gelu_new")
+    if type(name) is not str or name not in ACTIVATIONS:
+        raise UsageError(f"activation_function in {source} must be one of {', '.join(ACTIVATIONS)}, got {_shown(name)}; choose one of them")
+    if "n_embd" in values and "n_head" in values and values["n_embd"] % values["n_head"]:
+        width, heads = values["n_embd"], values["n_head"]
+        near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: (abs(n - heads), n))
+        raise UsageError(f"n_embd in {source} must be divisible by n_head, got n_embd {width} and n_head {heads}; the nearest legal n_head is {near}")
+
+
+def _shown(value: object) -> str:
+    """A value as JSON would have it, and its type."""
+    return f"{value!r} of type {type(value).__name__}" if not _is_json(value) else f"{json.dumps(value)} ({_json_type(value)})"
+
+
+def _is_json(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, list, dict))
+
+
+def _json_type(value: object) -> str:
+    kinds: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def _example(key: str, value: object) -> str:
+    """A legal line of JSON: the received value where its meaning is plain, otherwise GPT-2's."""
+    if key in _FLOATS:
+        return f'"{key}": {_DEFAULTS[key]}'
+    try:
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        number = 0
+    return f'"{key}": {number if number > 0 and type(value) is not bool else _DEFAULTS[key]}'
+
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": 3072,
+    **dict.fromkeys(_PROBABILITIES, 0.1),
+    "layer_norm_epsilon": 1e-05,
+    "initializer_range": 0.02,
+}
+
+PRESETS: Final[dict[str, GPT2Config]] = {
+    "tiny": GPT2Config(vocab_size=4096, n_positions=256, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),
+    "gpt2-medium": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1024, n_layer=24, n_head=16),
+    "gpt2-large": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36, n_head=20),
+    "gpt2-xl": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48, n_head=25),
+}
+"""Models by name; `tiny` learns real text in minutes on two cores and drops nothing out, the others are OpenAI's."""

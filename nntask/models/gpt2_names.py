@@ -1,0 +1,74 @@
+"""Names and layouts of GPT-2 weights: ours and Hugging Face's, both ways. Pure functions on arrays; the same for weights and gradients.
+
+Theirs: ``transformer.`` in front of everything but the head, and one ``c_attn`` of shape (C, 3C) that holds q, k and v side by side. Their
+"Conv1D" weights are (in, out) like ours, so nothing is transposed. Checkpoints on the Hub come with and without the prefix, with and without
+attention masks (``attn.bias``), and with a head even when it is tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from .config import GPT2Config
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_PREFIX: Final = "transformer."
+_HEAD: Final = "lm_head.weight"
+_MASKS: Final = (".attn.bias", ".attn.masked_bias")
+_FUSED: Final = "attn.c_attn."
+_PARTS: Final = ("q", "k", "v")
+
+
+def to_hf(arrays: Mapping[str, npt.NDArray[Any]], config: GPT2Config) -> Arrays:
+    """Arrays under our names -> the state dict of a ``GPT2LMHeadModel``.
+
+    Args:
+        arrays: as `Module.named_parameters` names them; a tied head is not among them.
+    """
+    state: Arrays = {}
+    for name, array in arrays.items():
+        layer, _, rest = name.partition(".attn.")
+        part, _, kind = rest.partition(".")
+        if part not in _PARTS:
+            state["lm_head.weight" if name == "lm_head" else _PREFIX + name] = array
+        elif part == "q":
+            fused = [arrays[f"{layer}.attn.{p}.{kind}"] for p in _PARTS]
+            state[f"{_PREFIX}{layer}.{_FUSED}{kind}"] = np.concatenate(fused, axis=-1)  # 3 x (C, C) -> (C, 3C)
+    if config.tie_word_embeddings:
+        state[_HEAD] = state[_PREFIX + "wte.weight"]
+    return state
+
+
+def from_hf(state: Mapping[str, npt.NDArray[Any]], config: GPT2Config) -> Arrays:
+    """A state dict of a ``GPT2LMHeadModel`` (or of its ``transformer`` alone) -> arrays under our names.
+
+    Raises:
+        DataError: a fused weight is not divisible in three, or an untied head is missing.
+    """
+    arrays: Arrays = {}
+    for theirs, array in state.items():
+        name = theirs.removeprefix(_PREFIX)
+        if name.endswith(_MASKS):
+            continue
+        if name == _HEAD:
+            if not config.tie_word_embeddings:
+                arrays["lm_head"] = array
+        elif _FUSED in name:
+            layer, _, kind = name.partition("." + _FUSED)
+            if array.shape[-1] != 3 * config.n_embd:
+                raise DataError(
+                    f"{theirs} must end with 3 x n_embd = {3 * config.n_embd} columns, got shape {array.shape}; use the config it was trained with"
+                )
+            for part, piece in zip(_PARTS, np.split(array, 3, axis=-1), strict=True):  # (C, 3C) -> 3 x (C, C)
+                arrays[f"{layer}.attn.{part}.{kind}"] = piece
+        else:
+            arrays[name] = array
+    if not config.tie_word_embeddings and "lm_head" not in arrays:
+        raise DataError(f"the weights lack {_HEAD}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
+    return arrays

@@ -1,0 +1,71 @@
+"""Byte sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from .errors import UsageError
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_BY_LOWER: Final = {unit.lower(): unit for unit in _UNITS}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str, what: str) -> int:
+    """Bytes that `text` stands for, e.g. "1.5GiB"; a bare number is bytes, upper and lower case are one.
+
+    Args:
+        what: the flag, for the message.
+
+    Raises:
+        UsageError: it is no size, or none at all.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _BY_LOWER.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        number = match[1] if match else "2"
+        raise UsageError(f"{what} must be a size in B, KiB, MiB, GiB, KB, MB or GB, got {text!r}; for example {number}GiB")
+    nbytes = int(float(match[1]) * _UNITS[unit])
+    if nbytes < 1:
+        raise UsageError(f"{what} must be at least 1 byte, got {text!r}; for example 2GiB")
+    return nbytes
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` in the largest binary unit that leaves at least 1, two or three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3g} TiB"
+
+
+def format_count(number: float) -> str:
+    """A count in at most four characters and a letter: 950, 2.0k, 1.3M."""
+    for unit in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.0f}{unit}" if not unit or number >= 100 else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}T"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as 45s, 1m36s or 2h05m."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,240 @@
+"""Tile tensors in safetensors files, written and read band by band so that no tensor is ever whole in memory twice.
+
+A band is the tiles that share an index along the first axis: contiguous bytes of the file. Files are read with ``pread``, never through a memory
+map. The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from tiles import TileTensor
+
+from .errors import DataError, StorageError
+
+_NAMES: Final[dict[np.dtype[Any], str]] = {
+    np.dtype(np.float64): "F64",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(np.int64): "I64",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int16): "I16",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.uint64): "U64",
+    np.dtype(np.uint32): "U32",
+    np.dtype(np.uint16): "U16",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.bool_): "BOOL",
+}
+_DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
+_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+STORAGE: Final[dict[str, np.dtype[Any]]] = {
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+}
+_LARGEST_HEADER: Final = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: element type, shape, and its bytes [first, last) behind the header."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
+def save_tensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, TileTensor],
+    *,
+    dtype: np.dtype[Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write `tensors` to a new file and force it to disk; nothing half written remains under `path`.
+
+    Args:
+        dtype: element type for floating-point tensors (default: their own).
+
+    Raises:
+        StorageError: the disk is full or failed; whatever was at `path` before is still there.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            _write(file, tensors, dtype, metadata or {})
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another place") from error
+
+
+def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset, kinds = 0, {}
+    for name, tensor in tensors.items():
+        kind = dtype if dtype is not None and _NAMES[tensor.dtype] in _FLOATS else tensor.dtype
+        nbytes = prod(tensor.shape) * kind.itemsize
+        header[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
+        kinds[name] = kind
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name, tensor in tensors.items():
+        for rows, indices in _bands(tensor):
+            band = np.empty((rows, *tensor.shape[1:]), kinds[name])
+            for index in indices:
+                _, *inner = tensor.tiling.slices(index)
+                with tensor.runtime.acquire(tensor[index], "R") as view:
+                    band[(slice(None), *inner)] = view
+            file.write(band.reshape(-1).view(np.uint8).data)
+
+
+def _bands(tensor: TileTensor) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+    """(rows, tile indices) of each band, in order."""
+    grouped: dict[int, list[tuple[int, ...]]] = {}
+    for index in tensor.tiling.indices():
+        grouped.setdefault(index[0], []).append(index)
+    for indices in grouped.values():
+        yield tensor.tiling.extents(indices[0])[0], indices
+
+
+class TensorFile:
+    """An open safetensors file whose header has been checked against its size.
+
+    Raises:
+        DataError: the file is missing, is a torch pickle, or is corrupt.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._fd = -1
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            nbytes = os.fstat(self._fd).st_size
+            start = os.pread(self._fd, 8, 0)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}; give an existing safetensors file") from None
+        _refuse_pickle(self.path, start)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, nbytes - 8):
+            raise self._corrupt(f"its header claims {length} bytes and the file has {nbytes}")
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self.entries = {name: self._entry(name, value, nbytes - 8 - length) for name, value in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._corrupt(f"its header does not read: {error}") from None
+        if (end := max((e.last for e in self.entries.values()), default=0)) != nbytes - 8 - length:
+            raise self._corrupt(f"its tensors take {end} bytes and {nbytes - 8 - length} are there")
+        self._data = 8 + length
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def check(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], *, exact: bool) -> None:
+        """Compare names, shapes and element types with what is expected.
+
+        Args:
+            shapes: name -> (shape, dtype).
+            exact: element types must be equal; otherwise any floating-point type stands for any other.
+
+        Raises:
+            DataError: the first tensor that is missing, misshapen, of another type, or not expected.
+        """
+        for name, (shape, dtype) in shapes.items():
+            entry = self.entries.get(name)
+            if entry is None:
+                raise DataError(f"{self.path} has no tensor {name}, which the model needs with shape {shape}; is it a checkpoint of this model?")
+            if entry.shape != shape:
+                raise DataError(f"{name} in {self.path} has shape {entry.shape}, the model needs {shape}; use the config it was trained with")
+            have, want = _NAMES[entry.dtype], _NAMES[dtype]
+            if have != want and (exact or not {have, want} <= _FLOATS):
+                raise DataError(f"{name} in {self.path} has element type {have}, {want} is needed; use the --dtype it was trained with")
+        if surplus := sorted(set(self.entries) - set(shapes)):
+            entry = self.entries[surplus[0]]
+            raise DataError(f"{self.path} has a tensor {surplus[0]} of shape {entry.shape} that the model lacks; use the config it was trained with")
+
+    def read_into(self, name: str, tensor: TileTensor) -> None:
+        """Fill `tensor` with the file's `name`, band by band; shapes were checked before.
+
+        Raises:
+            DataError: the file became shorter.
+        """
+        entry = self.entries[name]
+        offset = self._data + entry.first
+        for rows, indices in _bands(tensor):
+            band = np.empty((rows, *entry.shape[1:]), entry.dtype)
+            raw = band.reshape(-1).view(np.uint8).data
+            done = 0
+            while done < len(raw):
+                count = os.preadv(self._fd, [raw[done:]], offset + done)
+                if count == 0:
+                    raise self._corrupt("it became shorter while it was read")
+                done += count
+            offset += len(raw)
+            for index in indices:
+                _, *inner = tensor.tiling.slices(index)
+                with tensor.runtime.acquire(tensor[index], "W") as view:
+                    view[...] = band[(slice(None), *inner)]
+
+    def _entry(self, name: str, value: Mapping[str, Any], available: int) -> Entry:
+        dtype, shape = _DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])
+        first, last = (int(n) for n in value["data_offsets"])
+        if not 0 <= first <= last <= available or last - first != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} of shape {shape} and type {value['dtype']} claims bytes {first} to {last} of {available}")
+        return Entry(dtype, shape, first, last)
+
+    def _corrupt(self, how: str) -> DataError:
+        return DataError(f"{self.path} is not a whole safetensors file: {how}; copy it again or use another checkpoint")
+
+
+def _refuse_pickle(path: Path, start: bytes) -> None:
+    """A torch checkpoint is a zip archive or starts with a pickle protocol opcode; loading one would run code from it."""
+    if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
+        raise DataError(
+            f'{path} is a torch pickle, which is never loaded here; convert it: python -c "import torch, safetensors.torch as s; '
+            f"s.save_file({{k: v.clone() for k, v in torch.load('{path}', map_location='cpu', weights_only=True).items()}}, "
+            f"'{path.with_suffix('.safetensors')}')\""
+        )
+
+
+def load_tensors(path: str | os.PathLike[str], tensors: Mapping[str, TileTensor], *, exact: bool = True) -> None:
+    """Fill `tensors` from a file that holds just these names and shapes; nothing is written unless all fit.
+
+    Raises:
+        DataError: see `TensorFile` and `TensorFile.check`.
+    """
+    with TensorFile(path) as file:
+        file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
+        for name, tensor in tensors.items():
+            file.read_into(name, tensor)

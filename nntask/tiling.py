@@ -1,0 +1,125 @@
+"""How a model is cut: the tile sizes of its six dimensions, and the committed table they come from when nobody chose.
+
+Tile sizes are part of the numerics (they fix the order of sums), so the table looks only at the model and the shape of a minibatch, never at
+workers, budgets or measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .models.config import GPT2Config
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTiling:
+    """Tile sizes; -1 is the whole dimension, a size larger than the dimension too.
+
+    Args:
+        minibatch_tile: sequences per tile.
+        seq_tile: tokens per tile.
+        embd_tile: features of the residual stream per tile.
+        inner_tile: features of the feed-forward layer per tile.
+        head_tile: heads per tile.
+        vocab_tile: rows of the embedding and of the head per tile.
+
+    Raises:
+        UsageError: a size is zero or below -1.
+    """
+
+    minibatch_tile: int = -1
+    seq_tile: int = -1
+    embd_tile: int = -1
+    inner_tile: int = -1
+    head_tile: int = -1
+    vocab_tile: int = -1
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            size = getattr(self, f.name)
+            if size == 0 or size < -1:
+                raise UsageError(
+                    f"{f.name} must be at least 1, or -1 for the whole dimension, got {size}; the nearest legal value is {1 if size == 0 else -1}"
+                )
+
+    def resolve(self, config: GPT2Config, minibatch: int, seq_len: int) -> ModelTiling:
+        """The same tiling with every size between 1 and its dimension."""
+        whole = (minibatch, seq_len, config.n_embd, config.inner_size, config.n_head, config.vocab_size)
+        sizes = (getattr(self, f.name) for f in fields(self))
+        return ModelTiling(*(n if size == -1 else min(size, n) for size, n in zip(sizes, whole, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One line of the table: limits for models up to a width.
+
+    Args:
+        width: largest n_embd the line is for.
+        tokens: tokens per tile.
+        features: features per tile, of the residual stream, the heads and the feed-forward layer.
+        vocab: rows of the embedding per tile.
+    """
+
+    width: int
+    tokens: int
+    features: int
+    vocab: int
+
+
+_TABLE: Final = {
+    "cpu": (
+        _Row(width=512, tokens=512, features=2048, vocab=4096),
+        _Row(width=1024, tokens=1024, features=4096, vocab=8192),
+        _Row(width=2048, tokens=1024, features=4096, vocab=8192),
+        _Row(width=1 << 30, tokens=1024, features=2048, vocab=4096),
+    ),
+}
+_FEW_TOKENS: Final = 512
+_MULTIPLE: Final = 64
+
+
+def default_tiling(config: GPT2Config, minibatch: int, seq_len: int, *, device: str = "cpu") -> ModelTiling:
+    """The table's tiling for `minibatch` sequences of `seq_len` tokens: at least two tiles of tokens whenever there are two tokens.
+
+    Args:
+        device: device class, a key of the table.
+
+    Raises:
+        UsageError: a count is not positive.
+    """
+    if minibatch < 1 or seq_len < 1:
+        raise UsageError(f"minibatch and sequence length must be at least 1, got {minibatch} and {seq_len}; the nearest legal value is 1")
+    row = next(row for row in _TABLE[device] if config.n_embd <= row.width)
+    total = minibatch * seq_len
+    tokens = min(row.tokens, max(_FEW_TOKENS, -(-total // 4)), -(-total // 2))
+    if seq_len > tokens:
+        sequences, seq_tile = 1, even(seq_len, tokens)
+    else:
+        sequences, seq_tile = max(n for n in divisors(minibatch) if n * seq_len <= tokens), seq_len
+    return ModelTiling(
+        minibatch_tile=sequences,
+        seq_tile=seq_tile,
+        embd_tile=even(config.n_embd, row.features),
+        inner_tile=even(config.inner_size, row.features),
+        head_tile=even(config.n_head, max(1, row.features // config.head_size)),
+        vocab_tile=even(config.vocab_size, min(row.vocab, max(_FEW_TOKENS, -(-config.vocab_size // 2)))),
+    )
+
+
+def even(extent: int, limit: int) -> int:
+    """Tile size that cuts `extent` into as few tiles of at most `limit` as possible, of nearly equal size; multiples of 64 where they are large."""
+    if extent <= limit:
+        return extent
+    size = -(-extent // -(-extent // limit))
+    rounded = -(-size // _MULTIPLE) * _MULTIPLE
+    return rounded if size >= _MULTIPLE and rounded <= limit else size
+
+
+def divisors(n: int) -> Iterator[int]:
+    """Divisors of n, ascending."""
+    return (d for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,234 @@
+"""GPT-2 behind the interface of the training loop: recorded steps for training, validation, timing and sampling.
+
+A training step is the whole batch: every minibatch forward and backward, and the optimizer. Steps are recorded when they are first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import TaskRuntime
+from tiles import TileTensor
+
+from ..autograd import no_grad
+from ..data import Batch
+from ..models.config import GPT2Config
+from ..models.gpt2 import GPT2
+from ..optim import SGD, Adam, AdamW, Optimizer, decay_groups, norm_of
+from ..tiling import ModelTiling
+from .engine import Outcome
+from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from scheduler.recording import Step, Ticket
+    from scheduler.runtime import Runtime
+
+_SHORTEST: Final = 32
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "auto": np.dtype(np.float32),
+    "fp32": np.dtype(np.float32),
+    "tf32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp64": np.dtype(np.float64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded step with its inputs and its output."""
+
+    step: Step
+    inputs: tuple[TileTensor, ...]
+    output: TileTensor
+
+    def run(self, *arrays: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Write the inputs, replay, and read the output."""
+        for tensor, array in zip(self.inputs, arrays, strict=True):
+            tensor.write(array)
+        value: npt.NDArray[Any] = self.step.replay().read(self.output)
+        return value
+
+
+def build_model(config: GPT2Config, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings) -> GPT2:
+    """The model that `settings` ask for, its first weights on the way."""
+    return GPT2(
+        config,
+        tiling,
+        runtime,
+        dtype=DTYPES[settings.model.dtype],
+        seed=settings.data.seed,
+        recompute=settings.model.recompute == "block",
+        flash=settings.model.flashattention,
+    )
+
+
+def build_optimizer(model: GPT2, settings: TrainSettings) -> Optimizer:
+    """The optimizer that `settings` ask for."""
+    chosen = settings.optimizer
+    groups = decay_groups(model, chosen.weight_decay)
+    lr = chosen.lr or 0.0
+    if chosen.optimizer == "sgd":
+        return SGD(groups, lr, momentum=chosen.momentum, max_norm=chosen.grad_clip)
+    kind = Adam if chosen.optimizer == "adam" else AdamW
+    return kind(groups, lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.optimizer_eps, max_norm=chosen.grad_clip)
+
+
+def emit_training_step(model: GPT2, optimizer: Optimizer, inputs: list[tuple[TileTensor, TileTensor]]) -> tuple[list[TileTensor], TileTensor]:
+    """Emit forward and backward of every minibatch and the update.
+
+    Returns:
+        The losses (1,), whose sum is the mean over the batch, and the sum of squares of the gradient (1,).
+    """
+    model.train()
+    losses = []
+    for number, (tokens, targets) in enumerate(inputs):
+        loss = model(tokens, targets, scale=1 / len(inputs), minibatch=number)
+        loss.backward()
+        losses.append(loss.data)
+    optimizer.step()
+    assert optimizer.grad_norm is not None  # step() has just set it
+    return losses, optimizer.grad_norm
+
+
+class Inference:
+    """A model that scores text: validation and sampling."""
+
+    def __init__(self, config: GPT2Config, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: GPT2 | None = None) -> None:
+        self.config, self.tiling, self.runtime, self.settings = config, tiling, runtime, settings
+        self.context = settings.model.seq_len or config.n_positions
+        self.model = build_model(config, tiling, runtime, settings) if model is None else model
+        self._steps: dict[tuple[str, int], _Recorded] = {}
+
+    def model_tensors(self) -> Mapping[str, TileTensor]:
+        """Parameters by name."""
+        return self.model.tensors()
+
+    def next_logits(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.floating[Any]]:
+        """(V,) scores of the token that follows `ids` (at most the sequence length)."""
+        length = _SHORTEST
+        while length < len(ids):
+            length *= 2
+        length = min(length, self.context)
+        recorded = self._recorded("next", length, lambda: self._emit_next(length))
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, : len(ids)] = ids
+        return recorded.run(tokens, np.array([len(ids) - 1], np.int32)).reshape(-1)
+
+    def evaluate(self, batch: Batch) -> float:
+        """Sum of the token losses of a batch, targets of -1 ignored; changes nothing."""
+        recorded = self._recorded("evaluate", len(batch.tokens), lambda: self._emit_loss(len(batch.tokens), training=False))
+        return float(recorded.run(batch.tokens, batch.targets)[0])
+
+    def _recorded(self, name: str, size: int, emit: Callable[[], tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]]) -> _Recorded:
+        """The recorded step `name` for a size, captured on its first use."""
+        found = self._steps.get((name, size))
+        if found is None:
+            inputs, body = emit()
+            with self.runtime.record() as step:
+                output = body()
+            found = self._steps[name, size] = _Recorded(step, inputs, output)
+        return found
+
+    def _emit_next(self, length: int) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
+        tokens, _ = self.model.input_tensors(1, length)
+        position = TileTensor(self.runtime, (1,), (1,), np.int32, kind="input", data_class="data", name="position")
+
+        def body() -> TileTensor:
+            self.model.eval()
+            with no_grad():
+                return self.model.next_logits(tokens, position).data
+
+        return (tokens, position), body
+
+    def _emit_loss(self, batch: int, *, training: bool) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
+        tokens, targets = self.model.input_tensors(batch, self.context)
+
+        def body() -> TileTensor:
+            self.model.train(training)
+            with no_grad():
+                return self.model(tokens, targets, reduction="sum").data
+
+        return (tokens, targets), body
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A training step under way."""
+
+    ticket: Ticket
+    losses: list[TileTensor]
+    squares: TileTensor
+
+    def result(self) -> Outcome:
+        """Wait until the step is over."""
+        self.ticket.wait()
+        loss = sum(float(self.ticket.read(loss)[0]) for loss in self.losses)
+        return Outcome(loss, norm_of(self.ticket.read(self.squares)))
+
+
+class Gpt2Engine(Inference):
+    """A GPT-2, its optimizer and their recorded step."""
+
+    def __init__(self, config: GPT2Config, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings) -> None:
+        super().__init__(config, tiling, runtime, settings)
+        self.optimizer = build_optimizer(self.model, settings)
+        self._minibatch = settings.tiling.minibatch
+        count = (settings.tiling.batch or 1) // self._minibatch
+        self._inputs = [self.model.input_tensors(self._minibatch, self.context) for _ in range(count)]
+        self._step: Step | None = None
+        self._losses: list[TileTensor] = []
+        self._squares: TileTensor | None = None
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of one optimizer step."""
+        return self._training_step().num_tasks
+
+    def optimizer_tensors(self) -> Mapping[str, TileTensor]:
+        """State of the optimizer by name."""
+        return self.optimizer.tensors()
+
+    def start(self, step: int, lr: float, batch: Batch) -> _InFlight:
+        """Begin optimizer step `step` (from 1) on a whole batch; returns at once while fewer than two are in flight."""
+        recorded = self._training_step()
+        for number, (tokens, targets) in enumerate(self._inputs):
+            rows = slice(number * self._minibatch, (number + 1) * self._minibatch)
+            tokens.write(batch.tokens[rows])
+            targets.write(batch.targets[rows])
+        self.model.dropout_key.write(np.array([self.settings.data.seed, step], np.uint64))
+        self.optimizer.prepare(step, lr)
+        assert self._squares is not None  # recorded above
+        return _InFlight(recorded.replay(), self._losses, self._squares)
+
+    def forward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward pass over (minibatch, T) tokens; returns when it is over."""
+        self._recorded("forward", len(tokens), lambda: self._emit_loss(len(tokens), training=True)).run(tokens, tokens)
+
+    def forward_backward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward and backward pass; parameters stay as they are."""
+        self._recorded("backward", len(tokens), lambda: self._emit_backward(len(tokens))).run(tokens, tokens)
+
+    def _emit_backward(self, batch: int) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
+        tokens, targets = self.model.input_tensors(batch, self.context)
+
+        def body() -> TileTensor:
+            self.model.train()
+            loss = self.model(tokens, targets)
+            loss.backward()
+            self.model.zero_grad()
+            return loss.data
+
+        return (tokens, targets), body
+
+    def _training_step(self) -> Step:
+        if self._step is None:
+            with self.runtime.record() as step:
+                self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs)
+            self._step = step
+        return self._step

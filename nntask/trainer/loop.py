@@ -1,0 +1,191 @@
+"""The training loop: at most two steps in flight, the loss of a step read while the next one runs.
+
+Guarantees: a checkpoint holds exactly the state after its step, with the place in the data; a loss or gradient norm that is not finite stops the run
+before anything is saved; a first Ctrl-C or SIGTERM lets what is in flight finish and saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+from ..checkpoints import save_checkpoint
+from ..data import BatchStream, Cursor, Tokenizer
+from ..errors import Diverged
+from .engine import Engine, Pending
+from .metrics import Journal, Meter, StepPrinter, StepRecord, step_line
+from .signals import Interrupts
+
+
+class Counters(Protocol):
+    """The part of a runtime that the loop looks at."""
+
+    def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
+        """Counters so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the loop is to do.
+
+    Args:
+        steps: the last step.
+        first: steps done already, by the run that is continued.
+        lr: learning rate of a step (from 1).
+        save_every: checkpoint period, 0 for none but the last.
+        save_at_end: whether the last step is saved.
+        eval_every: validation period, 0 for never.
+        keep: checkpoints kept.
+        sum_loss: print the sum over a step's tokens instead of their mean.
+        flops: model flops of a step.
+        peak_flops: flop/s that the workers reach in matrix products.
+    """
+
+    steps: int
+    first: int
+    lr: Callable[[int], float]
+    save_every: int
+    save_at_end: bool
+    eval_every: int
+    keep: int
+    sum_loss: bool
+    flops: float
+    peak_flops: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that has been started."""
+
+    step: int
+    lr: float
+    cursor: Cursor
+    pending: Pending
+
+
+class Loop:
+    """Runs a `Plan`.
+
+    Args:
+        run: the run directory.
+        state: what every checkpoint's state.json holds besides step and cursor.
+        validate: called with a step number, when `plan.eval_every` says so.
+        on_step: called before each step starts, with its number (tracing).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        stream: BatchStream,
+        runtime: Counters,
+        *,
+        run: Path,
+        state: Mapping[str, Any],
+        journal: Journal,
+        printer: StepPrinter,
+        interrupts: Interrupts,
+        tokenizer: Tokenizer | None = None,
+        validate: Callable[[int], None] = lambda step: None,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.plan, self.engine, self.stream, self.runtime = plan, engine, stream, runtime
+        self.run, self.state, self.journal, self.printer, self.interrupts = run, state, journal, printer, interrupts
+        self.tokenizer, self.validate, self.on_step = tokenizer, validate, on_step
+        self.step = plan.first
+        self.seconds = 0.0
+        self._cursor = stream.cursor
+        self._saved = plan.first
+        self._meter = Meter(runtime.stats(forget_recent_peak=True))
+        self._budgets: Mapping[str, int] = runtime.stats()["budget_bytes"]
+        self._last_end = perf_counter()
+
+    def train(self) -> None:
+        """Run the steps that are left.
+
+        Raises:
+            Diverged: a loss or gradient norm is not finite.
+            StorageError: a checkpoint could not be written.
+        """
+        plan = self.plan
+        flying: _Flight | None = None
+        self._last_end = perf_counter()
+        for step in range(plan.first + 1, plan.steps + 1):
+            if self.interrupts.signal is not None:
+                break
+            self.on_step(step)
+            lr = plan.lr(step)
+            batch = self.stream.next()
+            started = _Flight(step, lr, self.stream.cursor, self.engine.start(step, lr, batch))
+            if flying is not None:
+                self._land(flying)
+            flying = started
+            if _due(step, plan.save_every) or _due(step, plan.eval_every) or step == plan.steps:
+                self._land(flying)
+                flying = None
+                self._pause(step)
+        if flying is not None:
+            self._land(flying)
+        if self.interrupts.signal is not None or plan.save_at_end:
+            self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step, unless that is there."""
+        if self.step == self._saved:
+            return
+        state = {"step": self.step, "cursor": [self._cursor.epoch, self._cursor.position], **self.state}
+        path = save_checkpoint(
+            self.run, state, self.engine.model_tensors(), self.engine.optimizer_tensors(), tokenizer=self.tokenizer, keep=self.plan.keep
+        )
+        self._saved = self.step
+        self.printer.say(f"saved {path}")
+
+    def _pause(self, step: int) -> None:
+        """What happens between steps with nothing in flight; its time belongs to no step."""
+        begin = perf_counter()
+        if _due(step, self.plan.save_every):
+            self.save()
+        if _due(step, self.plan.eval_every):
+            self.validate(step)
+        self._last_end += perf_counter() - begin
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a step, check it, and write its line."""
+        outcome = flight.pending.result()
+        now = perf_counter()
+        seconds, self._last_end = now - self._last_end, now
+        self.seconds += seconds
+        tokens = self.stream.batch * self.stream.length
+        lap = self._meter.lap(self.runtime.stats(forget_recent_peak=True), seconds)
+        tflops = self.plan.flops / seconds / 1e12
+        record = StepRecord(
+            step=flight.step,
+            loss=outcome.loss * (tokens if self.plan.sum_loss else 1),
+            lr=flight.lr,
+            grad_norm=outcome.grad_norm,
+            tokens=tokens,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            tflops=tflops,
+            mfu=tflops * 1e12 / self.plan.peak_flops,
+            **lap,
+        )
+        self.journal.add(record)
+        done = flight.step - self.plan.first
+        eta = (self.plan.steps - flight.step) * self.seconds / done
+        self.printer.step(step_line(record, self.plan.steps, eta, self._budgets), keep=flight.step == self.plan.steps or flight.step % 10 == 0)
+        if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
+            what = f"loss {outcome.loss}" if not math.isfinite(outcome.loss) else f"gradient norm {outcome.grad_norm}"
+            raise Diverged(
+                f"step {flight.step} has {what}; lower --lr (now {flight.lr:g}), raise --warmup-steps or set --grad-clip 1; "
+                "--check-finite names the first task that went wrong"
+            )
+        self.step, self._cursor = flight.step, flight.cursor
+
+
+def _due(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0

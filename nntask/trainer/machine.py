@@ -1,0 +1,104 @@
+"""A runtime from settings: budgets, lanes, tracing, and the inspection that finds the first NaN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scheduler.core.errors import TaskError
+from scheduler.runtime import Runtime
+from scheduler.trace import Trace
+
+from ..errors import Diverged, DoesNotFit, StorageError
+from ..sizes import parse_size
+from .rules import trace_range
+from .settings import TrainSettings
+
+
+class FoundNaN(ArithmeticError):
+    """A kernel wrote NaN; the message names the task and the tile."""
+
+
+def check_finite(name: str, views: list[Any], modes: list[str], names: list[str]) -> None:
+    """Look for NaN in what a task has just written.
+
+    Raises:
+        FoundNaN: at the first one.
+    """
+    for view, mode, tile in zip(views, modes, names, strict=False):
+        if mode in ("W", "RW") and isinstance(view, np.ndarray) and view.dtype.kind in "fV":
+            found = np.isnan(view)
+            if found.any():
+                where = [int(i) for i in np.argwhere(found)[0]]
+                raise FoundNaN(f"task {name!r} wrote the first NaN, to tile {tile or '(unnamed)'} at element {where}")
+
+
+def open_runtime(settings: TrainSettings) -> Runtime:
+    """The runtime that `settings` ask for."""
+    resources, observe = settings.resources, settings.observe
+    return Runtime(
+        resources.ncpu,
+        sim_gpus=resources.sim_gpu,
+        ram=parse_size(resources.ram, "--ram") if resources.ram else None,
+        sched=resources.sched,
+        lanes=settings.tiling.lanes or 1,
+        trace=Trace(active=not observe.trace_steps) if observe.trace else None,
+        inspect=check_finite if settings.run.check_finite else None,
+    )
+
+
+class Tracer:
+    """Switches the runtime's trace on and off with the steps of --trace-steps, and writes it at the end."""
+
+    def __init__(self, runtime: Runtime, settings: TrainSettings) -> None:
+        self._runtime = runtime
+        self._path = settings.observe.trace
+        self._range = trace_range(settings.observe.trace_steps)
+
+    def on_step(self, step: int) -> None:
+        """Step `step` is about to start."""
+        if self._range is not None and self._runtime.trace is not None:
+            self._runtime.trace.active = self._range[0] <= step <= self._range[1]
+
+    def write(self) -> None:
+        """Write the file, if one was asked for.
+
+        Raises:
+            StorageError: the disk is full or failed.
+        """
+        trace = self._runtime.trace
+        if trace is None:
+            return
+        trace.active = False
+        stats = self._runtime.stats()
+        try:
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            trace.write(self._path, dict(enumerate(stats["busy_seconds"])), list(stats["budget_bytes"]))
+        except OSError as error:
+            raise StorageError(f"cannot write the trace {self._path}: {error.strerror}; choose another place with --trace") from error
+
+
+def as_divergence(error: TaskError) -> Exception:
+    """`Diverged` when --check-finite stopped the task, otherwise the error itself."""
+    if isinstance(error.__cause__, FoundNaN):
+        return Diverged(f"{error.__cause__}; lower --lr, raise --warmup-steps or set --grad-clip 1")
+    return error
+
+
+def does_not_fit(error: Exception) -> DoesNotFit:
+    """The scheduler's refusal with the flags that help; which tile to lower follows from the kind of task."""
+    story = str(error).partition("; raise the budget")[0]
+    if "are taken by" in story:
+        return DoesNotFit(f"{story}; raise --ram, lower --minibatch, or use --recompute block")
+    task = story.partition(" ")[0]
+    if any(word in task for word in ("head", "embedding", "cross_entropy")):
+        tile = "--vocab-tile"
+    elif "attention" in task:
+        tile = "--seq-tile or --head-tile"
+    elif "adam" in task or "sgd" in task:
+        tile = "--inner-tile or --vocab-tile"
+    else:
+        tile = "--minibatch-tile or --seq-tile"
+    return DoesNotFit(f"{story}; raise --ram, or lower {tile}")

@@ -1,0 +1,151 @@
+"""The files of a run: its directory, config.toml, summary.json and the checkpoints' state.
+
+Nothing that is there already is overwritten: a new run wants a directory of its own, a resumed one continues in its old one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from ..checkpoints import write_atomically
+from ..errors import DataError, StorageError, UsageError
+
+RUNS: Final = Path("runs")
+CONFIG: Final = "config.toml"
+METRICS: Final = "metrics.jsonl"
+SUMMARY: Final = "summary.json"
+
+
+def default_run_dir(model: str) -> Path:
+    """runs/<time>-<model>, with a number behind it when that is taken."""
+    base = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    path, number = base, 2
+    while path.exists():
+        path = base.with_name(f"{base.name}-{number}")
+        number += 1
+    return path
+
+
+def check_new_run(path: Path) -> None:
+    """Make sure that a run can be written to `path`, creating nothing.
+
+    Raises:
+        UsageError: another run is there.
+        DataError: it cannot be created or written.
+    """
+    if path.exists() and not path.is_dir():
+        raise DataError(f"--run-dir {path} is a file; give a directory")
+    if path.is_dir() and any(path.iterdir()) and not _never_began(path):
+        raise UsageError(f"--run-dir {path} is not empty; give a new directory, or continue that run with --resume {path}")
+    check_writable(path, "--run-dir")
+
+
+def _never_began(path: Path) -> bool:
+    """Whether a run directory is left over from a run that ended before its first step."""
+    metrics = path / METRICS
+    names = {entry.name for entry in path.iterdir()}
+    return CONFIG in names and names <= {CONFIG, METRICS, SUMMARY} and not (metrics.exists() and metrics.stat().st_size)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Check that a directory can be created or written, or a file created.
+
+    Raises:
+        DataError: it cannot.
+    """
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if path.is_file():
+        ok, why = os.access(path, os.W_OK), "the file is not writable"
+    else:
+        ok, why = place.is_dir() and _can_create_in(place), f"{place} is not a writable directory"
+    if not ok:
+        raise DataError(f"{flag} {path} cannot be written: {why}; choose another place")
+
+
+def _can_create_in(directory: Path) -> bool:
+    """Whether files can be made there; asks by making one, because permission bits say little about root and read-only mounts."""
+    probe = directory / f".nntask-{os.getpid()}.tmp"
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def newest_run() -> Path:
+    """The run in runs/ that saved a checkpoint last.
+
+    Raises:
+        DataError: no run there has one.
+    """
+    saved = [(link.lstat().st_mtime, link.parent) for link in RUNS.glob("*/latest")]
+    if not saved:
+        raise DataError(f"--resume auto found no checkpoint in {RUNS}/; give the run's directory, as in --resume DIR")
+    return max(saved)[1]
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a small file of the run at once.
+
+    Raises:
+        StorageError: the disk is full or failed.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in ("nntask", "numpy", "ml_dtypes", "tokenizers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def summary_of(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any], overhead_us: float) -> dict[str, Any]:
+    """The content of summary.json.
+
+    Args:
+        records: the lines of metrics.jsonl, resumed ones included.
+        stats: counters of the runtime of this process.
+        overhead_us: microseconds per task that no kernel accounts for.
+    """
+    tokens = sum(r["tokens"] for r in records)
+    seconds = sum(r["seconds"] for r in records)
+    return {
+        "steps": len(records),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "loss_first": records[0]["loss"] if records else None,
+        "loss_last": records[-1]["loss"] if records else None,
+        "peak_bytes": stats["peak_bytes"],
+        "budget_bytes": stats["budget_bytes"],
+        "moved_bytes": stats["moved_bytes"],
+        "tasks": stats["tasks"],
+        "task_overhead_us": overhead_us,
+        "fallbacks": stats.get("fallbacks", {}),
+        "workers": sorted(stats["busy_seconds"]),
+        "versions": versions(),
+    }
+
+
+def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json."""
+    write_file(run / SUMMARY, json.dumps(summary, indent=1) + "\n")

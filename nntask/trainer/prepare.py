@@ -1,0 +1,164 @@
+"""From settings to a run that may start: everything that can be refused is refused here, before a file is written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ..checkpoints import Checkpoint, run_of, step_directories
+from ..data import DataSpec, check_spec
+from ..errors import DataError, UsageError
+from ..models.config import GPT2Config
+from ..schedule import make_schedule
+from ..tensorfile import TensorFile
+from ..tiling import ModelTiling, default_tiling
+from .outputs import check_new_run, check_writable, default_run_dir, versions
+from .rules import resolve
+from .settings import TrainSettings, differences, from_dict
+
+TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that may start.
+
+    Args:
+        settings: resolved, tile sizes included.
+        run: the run directory; made when the run starts.
+        resumed: the checkpoint to continue from, if any.
+    """
+
+    settings: TrainSettings
+    config: GPT2Config
+    tiling: ModelTiling
+    data: DataSpec
+    run: Path
+    resumed: Checkpoint | None
+
+
+def prepare(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | None) -> Prepared:
+    """Resolve and check a run; reads files, writes none.
+
+    Raises:
+        UsageError: a rule is broken, or the run differs from the one it continues.
+        DataError: data or a checkpoint is missing or broken, or a place cannot be written.
+    """
+    settings, tiling = with_tiles(resolve(settings, config), config)
+    make_schedule(
+        settings.optimizer.schedule,
+        settings.optimizer.lr or 0.0,
+        steps=settings.run.steps or 1,
+        min_lr=settings.optimizer.min_lr,
+    )
+    data = data_spec(settings, config)
+    if resumed is not None:
+        _check_same(settings, config, resumed)
+        run = _resumed_run(settings, resumed)
+    else:
+        run = Path(settings.checkpoints.run_dir) if settings.checkpoints.run_dir else default_run_dir(model_name(settings))
+        check_new_run(run)
+    _check_files(settings)
+    check_spec(data)
+    return Prepared(settings, config, tiling, data, run, resumed)
+
+
+def with_tiles(settings: TrainSettings, config: GPT2Config) -> tuple[TrainSettings, ModelTiling]:
+    """Settings with every tile size a number, from the table where none was given; and the tiling itself."""
+    cut = settings.tiling
+    minibatch, length = cut.minibatch, settings.model.seq_len or config.n_positions
+    table = default_tiling(config, minibatch, length)
+    sizes = {name: getattr(table, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
+    tiling = ModelTiling(**sizes).resolve(config, minibatch, length)
+    return replace(settings, tiling=replace(cut, **{name: getattr(tiling, name) for name in TILE_FLAGS})), tiling
+
+
+def data_spec(settings: TrainSettings, config: GPT2Config) -> DataSpec:
+    """The data part of the settings."""
+    data = settings.data
+    return DataSpec(
+        dataset=data.dataset,
+        path=data.dataset_path,
+        val_path=data.val_path,
+        select=data.dataset_select,
+        tokenizer=data.tokenizer,
+        tokenizer_path=data.tokenizer_path,
+        vocab_size=config.vocab_size,
+    )
+
+
+def model_name(settings: TrainSettings) -> str:
+    """What the run is called after."""
+    path = settings.model.config_path
+    return Path(path).stem if path else settings.model.model or "tiny"
+
+
+def state_of(prepared: Prepared, fingerprint: str, tokenizer: str | None) -> dict[str, Any]:
+    """What state.json holds besides step and cursor."""
+    return {
+        "seed": prepared.settings.data.seed,
+        "model": prepared.config.to_dict(),
+        "settings": asdict(prepared.settings),
+        "data": fingerprint,
+        "tokenizer": tokenizer,
+        "versions": versions(),
+    }
+
+
+def _check_same(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint) -> None:
+    """Check that model, tiling, data and optimizer are those of the run that is continued.
+
+    Raises:
+        UsageError: they are not; names every difference.
+    """
+    was, now = resumed.state["model"], config.to_dict()
+    found = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
+    found += differences(from_dict(resumed.state.get("settings", {})), settings)
+    if found:
+        raise UsageError(
+            f"--resume {resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
+            "drop those flags, or start a new run"
+        )
+
+
+def _resumed_run(settings: TrainSettings, resumed: Checkpoint) -> Path:
+    run = run_of(resumed)
+    wanted = settings.checkpoints.run_dir
+    if wanted and Path(wanted).resolve() != run:
+        raise UsageError(f"--resume {resumed.path} continues in its own directory {run}, got --run-dir {wanted}; drop --run-dir")
+    newest = step_directories(run)[-1:]
+    if newest and newest[0].resolve() != resumed.path.resolve():
+        raise UsageError(f"--resume {resumed.path} is not the newest checkpoint of its run, {newest[0].name} is; resume that one or move it away")
+    steps = settings.run.steps
+    if steps is not None and resumed.step >= steps:
+        raise UsageError(
+            f"--steps must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}"
+        )
+    check_writable(run, "--run-dir")
+    return _relative(run)
+
+
+def _relative(path: Path) -> Path:
+    """`path` as seen from here, where it is below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _check_files(settings: TrainSettings) -> None:
+    """Check files that are read or written beside the run directory."""
+    files = settings.checkpoints
+    for flag, path in (("--load-checkpoint", files.load_checkpoint), ("--load-optimizer", files.load_optimizer)):
+        if path:
+            if settings.checkpoints.resume:
+                raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
+            TensorFile(path).close()
+    for flag, path in (
+        ("--save-checkpoint", files.save_checkpoint),
+        ("--save-optimizer", files.save_optimizer),
+        ("--trace", settings.observe.trace),
+    ):
+        if path:
+            if Path(path).is_dir():
+                raise DataError(f"{flag} {path} is a directory; give a file")
+            check_writable(Path(path), flag)

@@ -1,0 +1,218 @@
+"""Rules between settings, checked before anything is opened or computed, and the values that unset ones take.
+
+Each broken rule is one `UsageError`: the flag, the value received, the rule, the nearest legal value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, Protocol
+
+from ..errors import UsageError
+from ..sizes import parse_size
+from .settings import TrainSettings
+
+DEFAULT_STEPS: Final = 120
+TINY: Final = "tiny"
+_COUNTS: Final = (
+    ("tiling", "batch", 1),
+    ("tiling", "lanes", 1),
+    ("model", "seq_len", 1),
+    ("run", "steps", 1),
+    ("run", "nepochs", 0),
+    ("run", "nepochs_warmup", 0),
+    ("run", "eval_every", 0),
+    ("run", "eval_batches", 1),
+    ("run", "sample_tokens", 0),
+    ("run", "nforward", 0),
+    ("run", "nforward_warmup", 0),
+    ("run", "nbackward", 0),
+    ("run", "nbackward_warmup", 0),
+    ("data", "seed", 0),
+    ("optimizer", "warmup_steps", 0),
+    ("optimizer", "full_lr_iter", 1),
+    ("checkpoints", "save_every", 0),
+    ("checkpoints", "keep_checkpoints", 1),
+    ("resources", "ncpu", 0),
+    ("resources", "sim_gpu", 0),
+)
+_OR_WHOLE: Final = (
+    ("tiling", "minibatch"),
+    ("tiling", "minibatch_tile"),
+    ("tiling", "seq_tile"),
+    ("tiling", "embd_tile"),
+    ("tiling", "inner_tile"),
+    ("tiling", "head_tile"),
+    ("tiling", "vocab_tile"),
+    ("data", "dataset_select"),
+)
+_RANGES: Final = (
+    ("model", "dropout", 0.0, 1.0, True),
+    ("optimizer", "lr", 0.0, float("inf"), True),
+    ("optimizer", "weight_decay", 0.0, float("inf"), True),
+    ("optimizer", "optimizer_eps", 0.0, float("inf"), True),
+    ("optimizer", "beta1", 0.0, 1.0, True),
+    ("optimizer", "beta2", 0.0, 1.0, True),
+    ("optimizer", "momentum", 0.0, 1.0, True),
+    ("optimizer", "grad_clip", 0.0, float("inf"), True),
+    ("optimizer", "min_lr", 0.0, float("inf"), True),
+    ("optimizer", "start_lr", 0.0, float("inf"), True),
+)
+_TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
+
+
+class ModelShape(Protocol):
+    """What the rules need to know of a model's config."""
+
+    @property
+    def n_positions(self) -> int:
+        """Longest sequence."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+
+def check_values(settings: TrainSettings) -> None:
+    """Check every value on its own; needs no model.
+
+    Raises:
+        UsageError: the first one that breaks its rule.
+    """
+    for group, name, least in _COUNTS:
+        value = getattr(getattr(settings, group), name)
+        if value is not None and value < least:
+            what = "at least 1" if least else "0 or more"
+            raise UsageError(f"{_flag(name)} must be {what}, got {value}; the nearest legal value is {least}")
+    for group, name in _OR_WHOLE:
+        value = getattr(getattr(settings, group), name)
+        if value is not None and (value == 0 or value < -1):
+            raise UsageError(
+                f"{_flag(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
+            )
+    for group, name, low, high, open_end in _RANGES:
+        value = getattr(getattr(settings, group), name)
+        if value is not None and not (low <= value < high if open_end else low <= value <= high):
+            limit = f"at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
+            raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; the nearest legal value is {low:g}" + _near(value, high))
+    _check_combinations(settings)
+    if settings.resources.ram:
+        parse_size(settings.resources.ram, "--ram")
+    trace_range(settings.observe.trace_steps)
+
+
+def _near(value: float, high: float) -> str:
+    return f" or anything below {high:g}" if value >= high else ""
+
+
+def _check_combinations(settings: TrainSettings) -> None:
+    model, tiling, resources = settings.model, settings.tiling, settings.resources
+    if model.model is not None and model.config_path is not None:
+        raise UsageError(f"--model {model.model} and --config-path {model.config_path} both name a model; drop one of them")
+    if resources.restrict == "cuda":
+        raise UsageError("--restrict=cuda needs a GPU and this version uses none; drop --restrict=cuda")
+    if model.fp32_fast_tf32 and model.dtype not in ("auto", "fp32", "tf32"):
+        raise UsageError(f"--fp32-fast-tf32 means --dtype tf32, got --dtype {model.dtype}; drop one of them")
+    if tiling.redux and tiling.lanes not in (None, 4):
+        raise UsageError(f"--redux means --lanes 4, got --lanes {tiling.lanes}; drop --redux")
+    if settings.optimizer.full_lr_iter > 1 and settings.optimizer.warmup_steps:
+        raise UsageError(
+            f"--full-lr-iter {settings.optimizer.full_lr_iter} and --warmup-steps {settings.optimizer.warmup_steps} are both warm-ups; drop one"
+        )
+    if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
+        raise UsageError(
+            f"--momentum {settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1"
+        )
+    if resources.ncpu == 0 and resources.sim_gpu == 0:
+        raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
+    if resources.restrict == "cpu" and resources.sim_gpu:
+        raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
+    if settings.observe.trace_steps and not settings.observe.trace:
+        raise UsageError(f"--trace-steps {settings.observe.trace_steps} needs --trace FILE; add it")
+
+
+def trace_range(text: str) -> tuple[int, int] | None:
+    """First and last step of --trace-steps, None for all.
+
+    Raises:
+        UsageError: it is not A:B with 1 <= A <= B.
+    """
+    if not text:
+        return None
+    match = _TRACE_STEPS.fullmatch(text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"--trace-steps must be A:B with 1 <= A <= B, got {text!r}; for example 10:12")
+    return int(match[1]), int(match[2])
+
+
+def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
+    """Fill in what was left open, except tile sizes, and check the values against each other and the model; repeating it changes nothing.
+
+    Raises:
+        UsageError: the first rule that is broken.
+    """
+    model, tiling, optimizer, run, checkpoints = (
+        settings.model,
+        settings.tiling,
+        settings.optimizer,
+        settings.run,
+        settings.checkpoints,
+    )
+    tiny = model.model in (None, TINY) and model.config_path is None
+    if tiny:
+        model = replace(model, model=TINY)
+    if model.fp32_fast_tf32:
+        model = replace(model, dtype="tf32", fp32_fast_tf32=False)
+    model = replace(model, seq_len=_checked_length(model.seq_len, shape.n_positions))
+    batch = tiling.batch if tiling.batch is not None else (8 if tiny else 1)
+    lanes = tiling.lanes if tiling.lanes is not None else (4 if tiling.redux else 1)
+    minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
+    _divides("--minibatch", minibatch, "--batch", batch)
+    per_tile = tiling.minibatch_tile
+    if per_tile is not None:
+        per_tile = minibatch if per_tile == -1 else per_tile
+        _divides("--minibatch-tile", per_tile, "--minibatch", minibatch)
+    assert model.seq_len is not None  # filled in above
+    if tiling.seq_tile is not None and tiling.seq_tile > model.seq_len:
+        raise UsageError(
+            f"--seq-tile must be at most the sequence length {model.seq_len}, got {tiling.seq_tile}; the nearest legal value is {model.seq_len}"
+        )
+    tiling = replace(tiling, batch=batch, minibatch=minibatch, minibatch_tile=per_tile, lanes=lanes, redux=False)
+    lr = optimizer.lr if optimizer.lr is not None else (1e-3 if tiny else 3e-4)
+    warmup = optimizer.warmup_steps if optimizer.warmup_steps is not None else (0 if optimizer.full_lr_iter > 1 else 10)
+    kind = "adamw" if optimizer.optimizer == "fusedadamw" else optimizer.optimizer
+    optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, optimizer=kind)
+    asked = run.nepochs + run.nepochs_warmup + run.nforward + run.nbackward + run.nforward_warmup + run.nbackward_warmup
+    if run.steps is None and not asked:
+        run = replace(run, steps=DEFAULT_STEPS)
+    return replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints)
+
+
+def _checked_length(seq_len: int | None, n_positions: int) -> int:
+    if seq_len is None:
+        return n_positions
+    if seq_len > n_positions:
+        raise UsageError(f"--seq-len must be at most n_positions = {n_positions}, got {seq_len}; the nearest legal value is {n_positions}")
+    return seq_len
+
+
+def _divides(flag: str, value: int, of_flag: str, whole: int) -> None:
+    """Check that `value` divides `whole`.
+
+    Raises:
+        UsageError: it does not; names the nearest divisor.
+    """
+    if whole % value:
+        near = nearest((n for n in range(1, whole + 1) if whole % n == 0), value)
+        raise UsageError(f"{flag} must divide {of_flag} = {whole}, got {value}; the nearest legal value is {near}")
+
+
+def nearest(legal: Iterable[int], value: int) -> int:
+    """The element of `legal` closest to `value`, the smaller of two."""
+    return min(legal, key=lambda n: (abs(n - value), n))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,321 @@
+"""A training run from settings to exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from scheduler.core import errors as scheduler_errors
+from scheduler.core.errors import TaskError
+from tiles import TileTensor
+
+from ..checkpoints import MODEL, OPTIMIZER, Checkpoint
+from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
+from ..errors import UsageError
+from ..models.config import GPT2Config
+from ..schedule import make_schedule
+from ..sizes import format_size
+from ..tensorfile import STORAGE, TensorFile, load_tensors, save_tensors
+from .evaluation import evaluate
+from .flops import FlopCounts, flop_counts, gemm_peak
+from .gpt2 import Gpt2Engine
+from .loop import Loop, Plan
+from .machine import Tracer, as_divergence, does_not_fit, open_runtime
+from .metrics import Journal, StepPrinter
+from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
+from .prepare import Prepared, model_name, prepare, state_of
+from .sampling import Sampling, sample
+from .settings import TrainSettings
+from .signals import Interrupts
+from .text import to_toml
+from .timing import print_timing
+
+if TYPE_CHECKING:
+    from scheduler.runtime import Runtime
+
+_SAMPLE_SETTINGS: Final = Sampling(temperature=0.8, top_k=40)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What the parts of a run share."""
+
+    prepared: Prepared
+    dataset: Dataset
+    stream: BatchStream
+    runtime: Runtime
+    engine: Gpt2Engine
+    counts: FlopCounts
+    printer: StepPrinter
+    interrupts: Interrupts
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Resolved settings."""
+        return self.prepared.settings
+
+
+def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | None = None) -> int:
+    """Run a training; returns 0, or 130 or 143 when it was interrupted and saved.
+
+    Raises:
+        NntaskError: see `nntask.errors` for kinds and exit codes.
+    """
+    prepared = prepare(settings, config, resumed)
+    settings = prepared.settings
+    printer = StepPrinter()
+    with Interrupts() as interrupts, open_runtime(settings) as runtime:
+        engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings)
+        try:
+            _check_weights(prepared, engine)
+            dataset = open_dataset(prepared.data, printer.say)
+            stream = _stream(prepared, dataset)
+            if settings.run.dry_run:
+                printer.say(to_toml(settings))
+                return 0
+            counts = _counts(prepared)
+            running = _Running(prepared, dataset, stream, runtime, engine, counts, printer, interrupts)
+            _print_header(running)  # records the step, which refuses what does not fit before anything is written
+            write_file(prepared.run / CONFIG, to_toml(settings))
+            _load_weights(prepared, engine)
+            return _go(running)
+        except TaskError as error:
+            raise as_divergence(error) from error
+        except scheduler_errors.DoesNotFit as error:
+            raise does_not_fit(error) from error
+
+
+def _go(running: _Running) -> int:
+    """Timing loops, training, closing lines."""
+    prepared, settings, printer = running.prepared, running.settings, running.printer
+    if prepared.resumed is None:
+        print_timing(running.engine, settings, running.counts, prepared.config.vocab_size, printer)
+    steps, warmup = _steps(settings, running.stream)
+    if steps == 0:
+        return running.interrupts.exit_code
+    first = prepared.resumed.step if prepared.resumed else 0
+    _print_totals(running.stream, printer)
+    journal = Journal(prepared.run / METRICS, first)
+    tracer = Tracer(running.runtime, settings)
+    loop = _loop(running, journal, tracer, steps, first)
+    try:
+        loop.train()
+    finally:
+        journal.close()
+        tracer.write()
+        _summarise(running, loop, journal)
+    if running.interrupts.signal is not None:
+        printer.say(f"interrupted after step {loop.step}; continue with: nntask train --resume {prepared.run}")
+        return running.interrupts.exit_code
+    _close(running, loop, journal, warmup)
+    return 0
+
+
+def _loop(running: _Running, journal: Journal, tracer: Tracer, steps: int, first: int) -> Loop:
+    settings, prepared, dataset = running.settings, running.prepared, running.dataset
+    optimizer, checkpoints = settings.optimizer, settings.checkpoints
+    tokenizer = dataset.tokenizer
+    plan = Plan(
+        steps=steps,
+        first=first,
+        lr=make_schedule(
+            optimizer.schedule,
+            optimizer.lr or 0.0,
+            steps=steps,
+            warmup_steps=optimizer.warmup_steps or 0,
+            min_lr=optimizer.min_lr,
+            start_lr=optimizer.start_lr,
+            full_lr_iter=optimizer.full_lr_iter,
+        ),
+        save_every=checkpoints.save_every or 0,
+        save_at_end=checkpoints.save_every != 0,
+        eval_every=settings.run.eval_every,
+        keep=checkpoints.keep_checkpoints,
+        sum_loss=optimizer.loss_reduction == "sum",
+        flops=running.counts.model * running.stream.batch,
+        peak_flops=gemm_peak(max(len(running.runtime.stats()["busy_seconds"]), 1)),
+    )
+    return Loop(
+        plan,
+        running.engine,
+        running.stream,
+        running.runtime,
+        run=prepared.run,
+        state=state_of(prepared, dataset.fingerprint, tokenizer.name if tokenizer else None),
+        journal=journal,
+        printer=running.printer,
+        interrupts=running.interrupts,
+        tokenizer=tokenizer,
+        validate=partial(_validate, running),
+        on_step=tracer.on_step,
+    )
+
+
+def _stream(prepared: Prepared, dataset: Dataset) -> BatchStream:
+    """Batches from where the run begins.
+
+    Raises:
+        UsageError: the run that is continued learnt from other data.
+        DataError: there is too little data, or no validation data although --eval-every asks for it.
+    """
+    settings, resumed = prepared.settings, prepared.resumed
+    if settings.run.eval_every and dataset.validation is None:
+        raise UsageError(f"--eval-every {settings.run.eval_every} needs validation data and {dataset.name} brings none; add --val-path or drop it")
+    cursor = None
+    if resumed is not None:
+        if resumed.state.get("data") != dataset.fingerprint:
+            raise UsageError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
+        epoch, position = resumed.state["cursor"]
+        cursor = Cursor(epoch, position)
+    return BatchStream(
+        dataset.train,
+        settings.model.seq_len or prepared.config.n_positions,
+        settings.tiling.batch or 1,
+        seed=settings.data.seed,
+        cursor=cursor,
+        select=dataset.select_sequences,
+    )
+
+
+def _steps(settings: TrainSettings, stream: BatchStream) -> tuple[int, int]:
+    """Optimizer steps of the run, and how many of them are warm-up epochs, which do not count in the closing figures."""
+    warmup = settings.run.nepochs_warmup * stream.batches_per_epoch
+    if settings.run.steps is not None:
+        return settings.run.steps, 0
+    return warmup + settings.run.nepochs * stream.batches_per_epoch, warmup
+
+
+def _counts(prepared: Prepared) -> FlopCounts:
+    config, model = prepared.config, prepared.settings.model
+    return flop_counts(
+        n=model.seq_len or config.n_positions,
+        d=config.n_embd,
+        i=config.inner_size,
+        layers=config.n_layer,
+        vocab=config.vocab_size,
+        num_parameters=config.num_parameters,
+        flash=model.flashattention,
+    )
+
+
+def _check_weights(prepared: Prepared, engine: Gpt2Engine) -> None:
+    """Compare every file of weights that will be loaded with the model, before anything is computed or written."""
+    for path, tensors, exact in _weight_files(prepared, engine):
+        with TensorFile(path) as file:
+            file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
+
+
+def _load_weights(prepared: Prepared, engine: Gpt2Engine) -> None:
+    for path, tensors, exact in _weight_files(prepared, engine):
+        load_tensors(path, tensors, exact=exact)
+    files = prepared.settings.checkpoints
+    if prepared.resumed is None and files.load_checkpoint and not files.load_optimizer:
+        engine.optimizer.reset()  # masters are copies of the weights
+
+
+def _weight_files(prepared: Prepared, engine: Gpt2Engine) -> list[tuple[Path, Mapping[str, TileTensor], bool]]:
+    """Files to load: path, tensors they fill, and whether element types must be equal."""
+    model, optimizer = engine.model_tensors(), engine.optimizer_tensors()
+    if prepared.resumed is not None:
+        return [(prepared.resumed.path / MODEL, model, True), (prepared.resumed.path / OPTIMIZER, optimizer, True)]
+    files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
+    if prepared.settings.checkpoints.load_checkpoint:
+        files.append((Path(prepared.settings.checkpoints.load_checkpoint), model, False))
+    if prepared.settings.checkpoints.load_optimizer:
+        files.append((Path(prepared.settings.checkpoints.load_optimizer), optimizer, False))
+    return files
+
+
+def _print_header(running: _Running) -> None:
+    """What is trained, on what, where."""
+    prepared, settings, stats = running.prepared, running.settings, running.runtime.stats()
+    config, cut = prepared.config, running.prepared.tiling
+    say = running.printer.say
+    say(
+        f"{model_name(settings)}: {config.num_parameters / 1e6:.1f} M parameters, {config.n_layer} layers, width {config.n_embd}; "
+        f"{settings.tiling.batch} x {settings.model.seq_len} tokens a step"
+    )
+    if settings.model.dtype == "tf32":
+        say("tf32 on a CPU computes in fp32")
+    say(
+        f"tiles: minibatch {cut.minibatch_tile}, seq {cut.seq_tile}, embd {cut.embd_tile}, inner {cut.inner_tile}, head {cut.head_tile}, "
+        f"vocab {cut.vocab_tile}; {running.engine.num_tasks} tasks a step; {settings.tiling.lanes} lanes"
+    )
+    budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
+    say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
+    say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
+
+
+def _print_totals(stream: BatchStream, printer: StepPrinter) -> None:
+    batches = stream.batches_per_epoch
+    printer.say(f"Total train batches: {batches}")
+    printer.say(f"Total train sequences: {batches * stream.batch}")
+    printer.say(f"Total train tokens: {batches * stream.batch * stream.length}")
+
+
+def _validate(running: _Running, step: int) -> None:
+    """Score the validation data and print the result."""
+    validation = running.dataset.validation
+    if validation is None:
+        return
+    settings = running.settings
+    batches = in_order(validation, running.stream.length, settings.tiling.minibatch, settings.run.eval_batches)
+    if not batches:
+        running.printer.say(f"{validation.path} is shorter than one sequence of {running.stream.length} tokens; nothing to validate on")
+        return
+    tokenizer = running.dataset.tokenizer
+    result = evaluate(running.engine, batches, tokenizer.byte_lengths() if tokenizer else None)
+    running.printer.say(f"step {step}: {result.line()}")
+
+
+def _close(running: _Running, loop: Loop, journal: Journal, warmup: int) -> None:
+    """Last validation, files asked for, sample, closing lines."""
+    settings, printer, prepared = running.settings, running.printer, running.prepared
+    if settings.run.eval_every and loop.step % settings.run.eval_every:
+        _validate(running, loop.step)
+    files = settings.checkpoints
+    if files.save_checkpoint:
+        save_tensors(files.save_checkpoint, running.engine.model_tensors(), dtype=STORAGE[files.save_checkpoint_dtype])
+    if files.save_optimizer:
+        save_tensors(files.save_optimizer, running.engine.optimizer_tensors(), dtype=STORAGE[files.save_optimizer_dtype])
+    first = prepared.resumed.step if prepared.resumed else 0
+    timed = [r for r in journal.records if r["step"] > max(first, warmup)]
+    seconds, tokens = sum(r["seconds"] for r in timed), sum(r["tokens"] for r in timed)
+    if timed:
+        flops = (running.counts.forward + running.counts.backward) * tokens / running.stream.length
+        printer.say(f"Training time: {seconds} seconds")
+        printer.say(f"Training throughput tokens/sec: {tokens / seconds}")
+        printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
+        printer.say(f"Model flops utilisation (6N + 12Ldn): {sum(r['mfu'] * r['seconds'] for r in timed) / seconds:.1%} of gemm peak")
+        printer.say(f"Loss on the last batch: {timed[-1]['loss']}")
+    if settings.run.sample_tokens:
+        _print_sample(running)
+
+
+def _print_sample(running: _Running) -> None:
+    """Text (or ids, without a tokenizer) from the trained model."""
+    settings, tokenizer = running.settings, running.dataset.tokenizer
+    end = tokenizer.end_of_text if tokenizer else 0
+    prompt = [int(i) for i in tokenizer.encode([settings.run.prompt])[0]] if tokenizer and settings.run.prompt else []
+    ids = sample(
+        running.engine.next_logits,
+        [end, *prompt],
+        settings.run.sample_tokens,
+        replace(_SAMPLE_SETTINGS, seed=settings.data.seed),
+        context=running.stream.length,
+        vocab_size=tokenizer.vocab_size if tokenizer else running.prepared.config.vocab_size,
+        stop=end if tokenizer else None,
+    )
+    text = tokenizer.decode([*prompt, *ids]) if tokenizer else " ".join(map(str, ids))
+    running.printer.say("--- sample\n" + text + "\n---")
+
+
+def _summarise(running: _Running, loop: Loop, journal: Journal) -> None:
+    """Write summary.json, whichever way the training ended."""
+    stats = running.runtime.stats()
+    idle = sum(r["wait_seconds"] for r in journal.records if r["step"] > loop.plan.first)
+    tasks = running.engine.num_tasks * max(loop.step - loop.plan.first, 1)
+    write_summary(running.prepared.run, summary_of(journal.records, stats, idle / tasks * 1e6))

@@ -1,0 +1,28 @@
+"""Settings as TOML, the form in which a run keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def to_toml(settings: Any) -> str:
+    """`settings` (groups of values) as TOML, one section per group; unset values are left out."""
+    lines: list[str] = []
+    for group in dataclasses.fields(settings):
+        inner = getattr(settings, group.name)
+        lines += ["" if lines else "# resolved configuration of an nntask run; nntask train --config FILE repeats it", f"[{group.name}]"]
+        for f in dataclasses.fields(inner):
+            value = getattr(inner, f.name)
+            if value is not None:
+                lines.append(f"{f.name} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: bool | int | float | str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    return repr(value)

@@ -1,0 +1,63 @@
+"""NNTile's timed loops: forward passes, and forward with backward passes, over one minibatch of random tokens, before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .flops import FlopCounts
+from .metrics import StepPrinter
+from .settings import TrainSettings
+
+
+class Timed(Protocol):
+    """A model whose passes can be run alone."""
+
+    def forward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward pass over (minibatch, T) tokens; returns when it is over."""
+
+    def forward_backward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward and backward pass; parameters stay as they are."""
+
+
+def print_timing(engine: Timed, settings: TrainSettings, counts: FlopCounts, vocab_size: int, printer: StepPrinter) -> None:
+    """Run the loops that --nforward and --nbackward ask for and print NNTile's lines."""
+    run = settings.run
+    if not (run.nforward or run.nforward_warmup or run.nbackward or run.nbackward_warmup):
+        return
+    minibatch, length = settings.tiling.minibatch, settings.model.seq_len or 1
+    tokens = np.random.Generator(np.random.PCG64(settings.data.seed)).integers(0, vocab_size, (minibatch, length), np.int32)
+    forward = _seconds(lambda: engine.forward(tokens), run.nforward_warmup, run.nforward)
+    if run.nforward:
+        _print_lines("forward", forward, run.nforward, minibatch, length, counts.forward, printer)
+    if run.nbackward or run.nbackward_warmup:
+        both = _seconds(lambda: engine.forward_backward(tokens), run.nbackward_warmup, run.nbackward)
+        alone = forward / run.nforward if run.nforward else _seconds(lambda: engine.forward(tokens), 1, max(run.nbackward, 1)) / max(run.nbackward, 1)
+        if run.nbackward:
+            seconds = max(both - alone * run.nbackward, 1e-9)
+            _print_lines("backward", seconds, run.nbackward, minibatch, length, counts.backward, printer)
+
+
+def _seconds(action: Callable[[], None], warmup: int, count: int) -> float:
+    """Wall seconds of `count` calls after `warmup` untimed ones."""
+    for _ in range(warmup):
+        action()
+    begin = perf_counter()
+    for _ in range(count):
+        action()
+    return perf_counter() - begin
+
+
+def _print_lines(name: str, seconds: float, count: int, minibatch: int, length: int, flops: float, printer: StepPrinter) -> None:
+    """NNTile's three lines.
+
+    Args:
+        flops: per sequence, by NNTile's formula.
+    """
+    printer.say(f"nntask {name} time: {seconds} seconds")
+    printer.say(f"nntask {name} throughput (tokens/sec):  {count * minibatch * length / seconds}")
+    printer.say(f"nntask {name} performance: {count * minibatch * flops / seconds / 1e12} Tflops/s")

@@ -1,0 +1,205 @@
+"""Checkpoints: round trips, refusals, and what a kill or a full disk leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from nntask.checkpoints import find_checkpoint, save_checkpoint, step_directories
+from nntask.errors import DataError
+from nntask.tensorfile import load_tensors, save_tensors
+from scheduler import InlineRuntime
+from tiles import TileTensor
+
+RUNTIME = InlineRuntime()
+
+
+def tensor(shape, tile, dtype=np.float32, seed=0) -> TileTensor:
+    """A tensor of seeded normals."""
+    made = TileTensor(RUNTIME, shape, tile, dtype)
+    made.write(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+    return made
+
+
+def save_step(run: Path, step: int, keep: int = 3) -> Path:
+    """Save a checkpoint of one weight and one moment."""
+    state = {"step": step, "cursor": [0, step], "model": {}}
+    return save_checkpoint(run, state, {"w": tensor((4, 3), (2, 2), seed=step)}, {"m": tensor((4, 3), (2, 2))}, keep=keep)
+
+
+def test_ragged_tensors_round_trip_and_safetensors_reads_them(tmp_path):
+    """What is written is a safetensors file, whatever the tiling, and comes back bit by bit into another tiling."""
+    tensors = {"a": tensor((7, 5), (3, 2)), "b": tensor((9,), (4,)), "c": tensor((4, 6, 5), (3, 4, 2), ml_dtypes.bfloat16)}
+    path = tmp_path / "x.safetensors"
+    save_tensors(path, tensors)
+    theirs = load_file(path)
+    assert all((theirs[name] == t.read()).all() for name, t in tensors.items())
+    others = {name: TileTensor(RUNTIME, t.shape, [2] * len(t.shape), t.dtype) for name, t in tensors.items()}
+    load_tensors(path, others)
+    assert all((others[name].read() == t.read()).all() for name, t in tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_weights_can_be_stored_narrow_and_loaded_wide(tmp_path, dtype):
+    """fp16 and bf16 files load into fp32 unless exact types are asked for."""
+    wide = tensor((3, 4), (2, 3))
+    save_tensors(tmp_path / "x.safetensors", {"w": wide}, dtype=np.dtype(dtype))
+    back = wide.like()
+    load_tensors(tmp_path / "x.safetensors", {"w": back}, exact=False)
+    assert (back.read() == wide.read().astype(dtype).astype(np.float32)).all()
+    with pytest.raises(DataError, match="element type"):
+        load_tensors(tmp_path / "x.safetensors", {"w": back})
+
+
+def test_files_of_the_safetensors_package_load(tmp_path):
+    """The door works in the other direction too."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    save_file({"w": values}, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    back = TileTensor(RUNTIME, (3, 4), (2, 2), np.float32)
+    load_tensors(tmp_path / "x.safetensors", {"w": back})
+    assert (back.read() == values).all()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"v": np.zeros((3, 4), np.float32)}, ["no tensor w", "(3, 4)"]),
+        ({"w": np.zeros((4, 3), np.float32)}, ["w in", "(4, 3)", "(3, 4)"]),
+        ({"w": np.zeros((3, 4), np.int32)}, ["element type I32", "F32"]),
+        ({"w": np.zeros((3, 4), np.float32), "x": np.zeros(2, np.float32)}, ["a tensor x of shape (2,)"]),
+    ],
+)
+def test_misfits_name_the_tensor_and_both_shapes(tmp_path, tensors, words):
+    """Missing, misshapen, mistyped and surplus tensors are refused before any tile is written."""
+    save_file(tensors, tmp_path / "x.safetensors")
+    target = tensor((3, 4), (2, 2))
+    before = target.read()
+    with pytest.raises(DataError) as error:
+        load_tensors(tmp_path / "x.safetensors", {"w": target})
+    assert all(word in str(error.value) for word in words)
+    assert (target.read() == before).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not a whole safetensors file"),
+        (b"\xff" * 40, "header claims"),
+        (b"\x08\0\0\0\0\0\0\0not json", "does not read"),
+        (b"PK\x03\x04" + b"\0" * 50, "torch pickle"),
+        (b"\x80\x02}q\x00." + b"\0" * 20, "torch pickle"),
+    ],
+)
+def test_corrupt_files_and_pickles_are_refused(tmp_path, content, words):
+    """Garbage is named as such; a torch pickle comes with the command that converts it."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as error:
+        load_tensors(path, {})
+    assert "pickle" not in words or "weights_only=True" in str(error.value)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    """A file that a copy cut short is not loaded."""
+    path = tmp_path / "x.safetensors"
+    save_tensors(path, {"w": tensor((8, 8), (4, 4))})
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match="not a whole safetensors file"):
+        load_tensors(path, {"w": tensor((8, 8), (4, 4))})
+
+
+def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path):
+    """Of five checkpoints two remain; the run, `latest` and the directory itself all lead to the newest."""
+    for step in (5, 10, 15, 20, 25):
+        path = save_step(tmp_path, step, keep=2)
+    assert [p.name for p in step_directories(tmp_path)] == ["step-000020", "step-000025"]
+    assert os.readlink(tmp_path / "latest") == "checkpoints/step-000025"
+    assert {find_checkpoint(p).step for p in (tmp_path, tmp_path / "latest", path)} == {25}
+
+
+def test_a_run_without_checkpoints_says_so(tmp_path):
+    """The message says what to give instead."""
+    with pytest.raises(DataError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_broken_state_is_refused(tmp_path):
+    """state.json must be JSON with the fields of a checkpoint."""
+    path = save_step(tmp_path, 1)
+    (path / "state.json").write_text('{"format": 1, "step"')
+    with pytest.raises(DataError, match="not the state of a checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_checkpoints import save_step
+run, count = Path({run!r}), {count}
+save_step(run, 5)
+seen = 0
+def hook(event, args):
+    global seen
+    if event in ("os.rename", "os.symlink", "os.mkdir", "os.remove", "os.rmdir", "open"):
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+save_step(run, 10, keep=1)
+print("saved")
+"""
+
+
+@pytest.mark.parametrize("count", [1, 4, 8, 12, 16, 18, 19, 20, 21, 22])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, count):
+    """SIGKILL before the n-th file operation of a save: the newest checkpoint loads, and the next save works."""
+    script = KILLED.format(here=str(Path(__file__).parent), run=str(tmp_path), count=count)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL or "saved" in done.stdout, done.stderr
+    found = find_checkpoint(tmp_path)
+    assert found.step in (5, 10)
+    found.load({"w": tensor((4, 3), (2, 2))}, {"m": tensor((4, 3), (2, 2))})
+    save_step(tmp_path, 15, keep=1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000015"]
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_checkpoints import save_step
+from nntask.errors import StorageError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    save_step(Path({run!r}), 10)
+except StorageError as error:
+    print(error)
+    raise SystemExit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 60, 100])
+def test_a_disk_without_room_keeps_the_previous_checkpoint(tmp_path, limit):
+    """A write that fails for lack of room exits 6, names the checkpoint that is safe, and leaves no debris."""
+    save_step(tmp_path, 5)
+    script = FULL.format(here=str(Path(__file__).parent), run=str(tmp_path), limit=limit)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 6, done.stderr
+    assert "step-000005 is safe" in done.stdout
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
+    assert find_checkpoint(tmp_path).step == 5
+
+
+def test_state_keeps_what_it_is_given(tmp_path):
+    """state.json is plain JSON that a person can read."""
+    path = save_step(tmp_path, 7)
+    assert json.loads((path / "state.json").read_text()) == {"format": 1, "step": 7, "cursor": [0, 7], "model": {}}
