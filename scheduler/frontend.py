@@ -9,6 +9,7 @@ order and L alone, never from workers or time, hence results are the same bits o
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -101,6 +102,7 @@ class TaskRuntime(abc.ABC):
         if lanes < 1:
             raise ValueError(f"lanes must be at least 1, got {lanes}; use --lanes 1 for plain sums")
         self.lanes = lanes
+        self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
 
     @abc.abstractmethod
     def handle(
@@ -124,7 +126,7 @@ class TaskRuntime(abc.ABC):
         """Wait until every submitted task is done.
 
         Raises:
-            TaskFailed: a task failed since the last wait.
+            TaskError: a task failed since the last wait.
         """
 
     @property
@@ -150,7 +152,13 @@ class TaskRuntime(abc.ABC):
             accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
             constants: keyword arguments of the kernel.
             priority: larger runs earlier among ready tasks under policies that look at it.
+
+        Raises:
+            ValueError: a handle appears twice, or no worker can run the codelet.
         """
+        if len(dict(accesses)) != len(accesses):
+            names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
+            raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if need be")
         plain: list[Access] = []
         for handle, mode in accesses:
             if mode == REDUX:
@@ -171,6 +179,7 @@ class TaskRuntime(abc.ABC):
             if handle.lanes is None:
                 handle.lanes = [handle]
                 handle.num_contributions = 0
+                self._summing.add(handle)
             number = handle.num_contributions % self.lanes
             handle.num_contributions += 1
             if number == len(handle.lanes):
@@ -192,6 +201,7 @@ class TaskRuntime(abc.ABC):
         """Sum the lanes into the handle in a fixed tree; drop them unsummed when the handle is about to be overwritten."""
         lanes = handle.lanes or [handle]
         handle.lanes = None
+        self._summing.discard(handle)
         stride = 1
         while keep and stride < len(lanes):
             for first in range(0, len(lanes) - stride, 2 * stride):
@@ -199,6 +209,11 @@ class TaskRuntime(abc.ABC):
                     raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
                 self._submit(handle.combine, [(lanes[first], RW), (lanes[first + stride], R)], {}, 0)
             stride *= 2
+
+    def _combine_all(self) -> None:
+        """Sum the lanes of every handle that has any: a recorded step neither takes nor leaves half-made sums."""
+        for handle in sorted(self._summing, key=lambda handle: handle.name):
+            self._combine(handle, keep=True)
 
 
 @contextmanager

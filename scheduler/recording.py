@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .codelet import Codelet
 from .core.errors import HandleLost, SchedulerError
-from .core.records import HandleRecord, Mode, R, Replay, W, WorkerKind
+from .core.records import HandleRecord, Mode, R, W, WorkerKind
 from .core.steps import RecordedTask, StepPlan
 from .frontend import Handle
+from .waiting import Waiter
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -29,7 +30,10 @@ class RecordingError(SchedulerError, RuntimeError):
 
 
 def _copy_bytes(source: Any, target: Any) -> None:
-    memoryview(target).cast("B")[:] = memoryview(source).cast("B")
+    try:
+        memoryview(target).cast("B")[:] = memoryview(source).cast("B")
+    except (TypeError, ValueError):  # an element type the buffer protocol does not know (bfloat16), or no elements
+        target[...] = source
 
 
 COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes)
@@ -42,6 +46,7 @@ class Recorder:
         self.runtime = runtime
         self.tasks: list[RecordedTask] = []
         self.created: dict[HandleRecord, weakref.ref[Handle]] = {}
+        self.kept: dict[HandleRecord, Handle] = {}
         self.inputs: dict[HandleRecord, HandleRecord] = {}
 
     def enter_handle(self, handle: Handle) -> None:
@@ -57,7 +62,10 @@ class Recorder:
         constants: Mapping[str, Any],
         priority: int,
     ) -> None:
-        """Capture one task."""
+        """Capture one task; the step keeps alive what it uses of the rest of the program."""
+        for handle, _ in accesses:
+            if handle.record not in self.created:
+                self.kept[handle.record] = handle
         plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
         self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority))
 
@@ -91,17 +99,43 @@ class Recorder:
         return plan
 
 
+class Instance:
+    """One of a step's two instances: a replay, and its own copies of the handles made while recording.
+
+    Kept alive by the step and by its tickets; the copies are released when the last of them goes.
+
+    Attributes:
+        unseen: the failure of its latest replay, until the program has been told.
+    """
+
+    __slots__ = ("_inbox", "replay", "twins", "unseen")
+
+    def __init__(self, runtime: Runtime, plan: StepPlan) -> None:
+        self._inbox = runtime.inbox
+        self.unseen: BaseException | None = None
+        self.twins: dict[HandleRecord, HandleRecord] = {}
+        self.replay, self.twins = runtime.instantiate(plan)
+
+    def __del__(self) -> None:
+        for twin in self.twins.values():
+            self._inbox.append(twin)
+
+
 class Step:
     """A recorded step; `replay` it as often as you like."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.plan: StepPlan | None = None
-        self._replays: list[Replay] = []
-        self._twins: list[dict[HandleRecord, HandleRecord]] = []
-        self._tickets: list[Ticket | None] = [None, None]
+        self._instances: list[Instance] = []
+        self._waiters: list[Waiter | None] = [None, None]
         self._number = 0
-        self._outputs: dict[HandleRecord, None] = {}
+        self._kept: dict[HandleRecord, Handle] = {}
+
+    def complete(self, recorder: Recorder) -> None:
+        """Take over what was captured."""
+        self.plan = recorder.finish()
+        self._kept = recorder.kept
 
     @property
     def num_tasks(self) -> int:
@@ -114,48 +148,55 @@ class Step:
         Raises:
             RecordingError: the block that records the step has not ended.
             HandleLost: data the step shares with the program was lost by a failure.
+            TaskError, DoesNotFit: the same, and this is the failure, which no ticket has told yet.
         """
         plan = self._planned()
-        instance = self._number % 2
-        previous = self._tickets[instance]
+        which = self._number % 2
+        previous = self._waiters[which]
         if previous is not None:
-            previous.wait_done()
-        if instance == len(self._replays):
-            replay, twins = self._runtime.instantiate(plan)
-            self._replays.append(replay)
-            self._twins.append(twins)
-        replay = self._replays[instance]
-        for use in replay.shared:
-            if use.handle.lost is not None and use.first_readers:
+            previous.wait()
+        if which == len(self._instances):
+            self._instances.append(Instance(self._runtime, plan))
+        instance = self._instances[which]
+        for use in instance.replay.shared:
+            if use.handle.lost is not None and use.needs_data:
+                self._raise_unseen()
                 raise HandleLost(f"the step reads {use.handle!r}, which is lost because {use.handle.lost}; restore or overwrite it first")
-        replay.number = self._number
-        ticket = self._tickets[instance] = Ticket(self, self._runtime, replay, self._twins[instance])
+        instance.replay.number = self._number
+        ticket = Ticket(self._runtime, instance)
+        self._waiters[which] = ticket.done
         self._number += 1
-        self._runtime.start_replay(replay, ticket)
+        self._runtime.start_replay(instance.replay, ticket)
         return ticket
+
+    def _raise_unseen(self) -> None:
+        """Raise the first failure of an earlier replay that nobody has been told of."""
+        failed = sorted((each for each in self._instances if each.unseen is not None), key=lambda each: each.replay.number)
+        if failed:
+            failure, failed[0].unseen = failed[0].unseen, None
+            assert failure is not None
+            raise failure
 
     def _planned(self) -> StepPlan:
         if self.plan is None:
             raise RecordingError("the step is still being recorded (or recording failed); leave the `with runtime.record()` block first")
         return self.plan
 
-    def __del__(self) -> None:
-        for twins in getattr(self, "_twins", ()):
-            for twin in twins.values():
-                self._runtime.inbox.append(twin)
-
 
 class Ticket:
     """One replay of a step."""
 
-    def __init__(self, step: Step, runtime: Runtime, replay: Replay, twins: dict[HandleRecord, HandleRecord]) -> None:
-        self.number = replay.number
+    def __init__(self, runtime: Runtime, instance: Instance) -> None:
+        self.number = instance.replay.number
         self.done = runtime.waiter()
         self.failure: BaseException | None = None
-        self._step = step
         self._runtime = runtime
-        self._replay = replay
-        self._twins = twins
+        self._instance = instance
+
+    def end(self, failure: BaseException | None) -> None:
+        """Every task of the replay has ended."""
+        self.failure = self._instance.unseen = failure
+        self._runtime.wake(self.done)
 
     def wait_done(self) -> None:
         """Wait until every task of the replay has ended, well or not."""
@@ -169,6 +210,7 @@ class Ticket:
         """
         self.wait_done()
         if self.failure is not None:
+            self._instance.unseen = None
             raise self.failure
 
     def read(self, data: Any) -> Any:
@@ -178,7 +220,7 @@ class Ticket:
             data: a handle, or anything with ``gather(lend)`` such as a tile tensor; `lend` gives a context manager with the view of a handle.
 
         Raises:
-            TaskError: the replay failed before it wrote the data.
+            HandleLost: the replay failed before it wrote the data; ``__cause__`` says how.
             RecordingError: the handle died inside the step, or a later replay has overwritten it.
         """
         if isinstance(data, Handle):
@@ -189,11 +231,11 @@ class Ticket:
     def lend(self, handle: Handle) -> Any:
         """Like `Runtime.acquire(handle, "R")` for this replay's instance of an output."""
         record = handle.record
-        twin = self._twins.get(record)
+        twin = self._instance.twins.get(record)
         if twin is None:
             return self._runtime.acquire_record(record, R, self)
         if twin.released:
             raise RecordingError(f"{handle!r} is not an output of the step: nothing referenced it when the recording ended")
-        if self._replay.number != self.number:
-            raise RecordingError(f"{handle!r} of replay {self.number} was overwritten by replay {self._replay.number}; read it earlier")
+        if self._instance.replay.number != self.number:
+            raise RecordingError(f"{handle!r} of replay {self.number} was overwritten by replay {self._instance.replay.number}; read it earlier")
         return self._runtime.acquire_record(twin, R, self)

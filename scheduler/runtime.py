@@ -1,96 +1,34 @@
-"""The runtime: real workers around the state machine.
+"""The runtime as programs see it: data handles, tasks, recorded steps, waiting. The machine and its threads are in `engine`.
 
-Rules. One lock guards the machine. Whoever brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances
-the machine itself and carries out what it asks; nothing waits for a scheduler thread and nothing polls. Finalizers only append to an inbox that
-is drained at the next event, because a garbage collection may run while its own thread holds the lock.
+Rules. One program thread submits, records and replays; any thread may read through `acquire` and tickets. Submitting waits when too many tasks
+are unfinished, so a loop that submits forever uses bounded memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from .codelet import Codelet
-from .core.errors import HandleLost, SchedulerError, TaskError
-from .core.events import (
-    CopyFinished,
-    CopyTile,
-    Event,
-    HandleReleased,
-    ReportFailure,
-    ReportStepDone,
-    RunTask,
-    StepStarted,
-    TaskFailed,
-    TaskFinished,
-    TaskSubmitted,
-    WorkerJoined,
-)
-from .core.machine import Machine
-from .core.memory import MemoryNode, rounded
+from .core.errors import DoesNotFit, HandleLost
+from .core.events import TaskFinished, TaskSubmitted
+from .core.memory import rounded
 from .core.policies import DEFAULT_POLICY, POLICIES
-from .core.records import (
-    HOST,
-    RAM,
-    DataClass,
-    HandleId,
-    HandleRecord,
-    Kind,
-    Mode,
-    NodeId,
-    R,
-    Replay,
-    Task,
-    TaskId,
-    W,
-    Worker,
-    WorkerId,
-)
-from .core.records import WorkerKind as WorkerKind
+from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
 from .core.steps import StepPlan
-from .drivers.cpu import Inspect, WorkerThread
-from .drivers.sim import CopyEngine
+from .drivers.cpu import Inspect
+from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle, TaskRuntime, View
 from .recording import Recorder, RecordingError, Step, Ticket
-from .storage import HostArena
 from .storage.limits import default_ram_budget
 from .trace import Trace
+from .waiting import Waiter
 
-WINDOW: Final = 8192
-"""Unrecorded tasks that may be unfinished before `submit` waits."""
-
-SIM_DEPTH: Final = 2
-"""Tasks admitted to a simulated device at a time: one runs while the next one's data arrives."""
-
-
-class Waiter:
-    """Something a thread sleeps on until it happens, or until the runtime breaks."""
-
-    __slots__ = ("_event", "error")
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.error: BaseException | None = None
-
-    def set(self) -> None:
-        """It happened."""
-        self._event.set()
-
-    def wait(self) -> None:
-        """Sleep until it happened.
-
-        Raises:
-            SchedulerError: the runtime broke.
-        """
-        self._event.wait()
-        if self.error is not None:
-            raise self.error
+NEW: Final = TaskId(-1)
+"""Id of a task that has not been submitted yet."""
 
 
 class Runtime(TaskRuntime):
@@ -130,44 +68,38 @@ class Runtime(TaskRuntime):
         ram = default_ram_budget() if ram is None else ram
         budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory or ram) for i in range(sim_gpus)]
         self.policy_name = DEFAULT_POLICY if sched == "auto" else sched
-        self.inspect = inspect
-        self.trace = trace
-        self.closing = False
-        self.inbox: deque[HandleRecord] = deque()
-        self._lock = threading.Lock()
-        self._machine = Machine([MemoryNode(name, budget) for name, budget in budgets], POLICIES[self.policy_name]())
-        self._arenas = [HostArena(budget) for _, budget in budgets]
-        self._threads: dict[WorkerId, WorkerThread] = {}
-        self._engines: dict[tuple[NodeId, NodeId], CopyEngine] = {}
-        self._ids = itertools.count()
-        self._next_task = 0
-        self._tickets: dict[Replay, Ticket] = {}
-        self._drained: list[Waiter] = []
-        self._roomy: list[Waiter] = []
-        self._waiters: set[Waiter] = set()
-        self._failure: BaseException | None = None
-        self._broken: BaseException | None = None
+        self._engine = Engine(budgets, self.policy_name, trace, inspect)
+        self.inbox = self._engine.inbox
+        self._handle_ids = itertools.count()
         self._recorder: Recorder | None = None
-        self._started = perf_counter()
-        self._kinds: set[WorkerKind] = set()
-        self._hire(cpu_workers, sim_gpus, sim_bandwidth)
+        self._abilities: dict[tuple[bool, bool], tuple[tuple[WorkerKind, ...], int]] = {}
+        self._engine.hire(cpu_workers, sim_gpus, sim_bandwidth)
 
-    def _hire(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> None:
-        """Start the threads and let the workers join."""
-        workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
-        workers += [Worker(WorkerId(cpu_workers + i), "sim", NodeId(1 + i), depth=SIM_DEPTH) for i in range(sim_gpus)]
-        nodes = [RAM, *(NodeId(1 + i) for i in range(sim_gpus))]
-        for source, target in itertools.permutations(nodes, 2):
-            engine = self._engines[source, target] = CopyEngine(self._arenas, self._copied, bandwidth, f"copy {source}->{target}")
-            engine.start()
-        for worker in workers:
-            name = self.worker_name(worker)
-            thread = self._threads[worker.id] = WorkerThread(self, worker, self._arenas[worker.node].memory, name)
-            thread.start()
-            self._kinds.add(worker.kind)
-            self._bring(WorkerJoined(worker))
+    @property
+    def inspect(self) -> Inspect | None:
+        """Called after each kernel; may be set between tasks."""
+        return self._engine.inspect
 
-    # --- the program's side -------------------------------------------------------------------------------------------
+    @inspect.setter
+    def inspect(self, inspect: Inspect | None) -> None:
+        self._engine.inspect = inspect
+
+    @property
+    def trace(self) -> Trace | None:
+        """Records what runs when."""
+        return self._engine.trace
+
+    @property
+    def worker_names(self) -> dict[int, str]:
+        """Name of each worker, as `Trace.write` takes them."""
+        return {worker.id: worker_name(worker) for worker in self._engine.machine.dispatch.crew}
+
+    @property
+    def node_names(self) -> list[str]:
+        """Name of each memory node."""
+        return [node.name for node in self._engine.machine.nodes]
+
+    # --- data ---------------------------------------------------------------------------------------------------------
 
     def handle(
         self,
@@ -180,7 +112,7 @@ class Runtime(TaskRuntime):
         combine: Codelet | None = None,
     ) -> Handle:
         """Register data of `nbytes` bytes; no memory is taken before the first task writes it."""
-        record = HandleRecord(HandleId(next(self._ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
+        record = HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
         handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
         if self._recorder is not None:
             self._recorder.enter_handle(handle)
@@ -188,28 +120,18 @@ class Runtime(TaskRuntime):
 
     def clone_record(self, record: HandleRecord) -> HandleRecord:
         """A new record like `record`, without replicas."""
-        return HandleRecord(HandleId(next(self._ids)), record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
+        number = HandleId(next(self._handle_ids))
+        return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
 
-    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
-        kinds = self._kinds_of(codelet)
-        if self._recorder is not None:
-            self._recorder.enter_task(codelet, kinds, accesses, constants, priority)
-            return
-        plain = tuple((handle.record, mode) for handle, mode in accesses)
-        number = self._next_task
-        self._next_task = number + 1
-        task = Task(TaskId(number), codelet, codelet.name, kinds, plain, constants, priority, order=number)
-        self._bring(TaskSubmitted(task))
-        if self._machine.num_unfinished > WINDOW:
-            self._wait_for_room()
-
-    def acquire(self, handle: Handle, mode: Mode) -> Any:
+    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
         """Wait for the handle's data in host memory and lend it: ``with runtime.acquire(h, "R") as view``.
 
         Raises:
-            HandleLost: the data's producer failed (R and RW).
+            HandleLost: the data's producer failed, or there is none (R and RW).
+            DoesNotFit: the data does not fit host memory.
             RecordingError: a step is being recorded.
         """
+        self._refuse_while_recording(handle.record)
         if handle.lanes is not None:
             self._combine(handle, keep=mode != W)
         if mode != R:
@@ -219,23 +141,81 @@ class Runtime(TaskRuntime):
     @contextmanager
     def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> Iterator[Any]:
         """`acquire` for the runtime's own record; `ticket` is the replay whose failure would explain lost data."""
+        self._refuse_while_recording(record)
+        engine = self._engine
+        ready = engine.room.enter()
+        task = Task(NEW, None, "program", ("host",), ((record, mode),), {}, token=ready)
+        try:
+            engine.bring(TaskSubmitted(task), task)
+            ready.wait()
+            if task.state != "running":
+                raise self._refusal(ready, record, ticket)
+            view = engine.view_of(task.replicas[0])
+        except BaseException:
+            engine.room.leave(ready)
+            engine.abandon(task)
+            raise
+        try:
+            yield view
+        finally:
+            engine.bring(TaskFinished(task))
+
+    @staticmethod
+    def _refusal(ready: Waiter, record: HandleRecord, ticket: Ticket | None) -> Exception:
+        """Why the program cannot have the data."""
+        if isinstance(ready.refusal, DoesNotFit):
+            return ready.refusal
+        error = HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it; write it first'}")
+        error.__cause__ = ticket.failure if ticket is not None else None
+        return error
+
+    def _refuse_while_recording(self, record: HandleRecord) -> None:
         if self._recorder is not None:
             raise RecordingError(f"{record!r} was asked for while a step is being recorded; read values through the ticket of a replay")
-        ready = self.waiter()
-        task = Task(TaskId(self._next_task), None, "program", ("host",), ((record, mode),), {}, order=self._next_task, token=ready)
-        self._next_task += 1
-        self._bring(TaskSubmitted(task))
-        ready.wait()
-        if task.state != "running":
-            cause = ticket.failure if ticket is not None and ticket.failure is not None else None
-            raise HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it'}") from cause
-        try:
-            replica = task.replicas[0]
-            if replica.view is None:
-                replica.view = record.view(self._arenas[RAM].memory, replica.offset)  # type: ignore[operator]
-            yield replica.view
-        finally:
-            self._bring(TaskFinished(task))
+
+    # --- tasks --------------------------------------------------------------------------------------------------------
+
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
+        kinds, capacity = self._abilities.get((codelet.cpu is not None, codelet.cuda is not None)) or self._find_ability(codelet)
+        nbytes = 0
+        for handle, _ in accesses:
+            nbytes += handle.record.size
+        if nbytes > capacity:
+            raise self._too_large(codelet, accesses, kinds, nbytes, capacity)
+        if self._recorder is not None:
+            self._recorder.enter_task(codelet, kinds, accesses, constants, priority)
+            return
+        engine = self._engine
+        plain = tuple([(handle.record, mode) for handle, mode in accesses])
+        task = Task(NEW, codelet, codelet.name, kinds, plain, constants, priority)
+        engine.bring(TaskSubmitted(task), task)
+        if engine.machine.num_unfinished > WINDOW:
+            engine.wait_for_room()
+
+    def _find_ability(self, codelet: Codelet) -> tuple[tuple[WorkerKind, ...], int]:
+        """Worker kinds that can run codelets like this one, and the largest budget among their nodes.
+
+        Raises:
+            ValueError: no worker of this runtime can.
+        """
+        kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if codelet.cpu is not None else ()
+        if codelet.cuda is not None:
+            kinds = (*kinds, "cuda")
+        machine = self._engine.machine
+        budgets = [machine.nodes[worker.node].budget for worker in machine.dispatch.crew if worker.kind in kinds]
+        if not budgets:
+            present = ", ".join(sorted(self._engine.kinds))
+            raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {present} workers")
+        ability = self._abilities[codelet.cpu is not None, codelet.cuda is not None] = kinds, max(budgets)
+        return ability
+
+    @staticmethod
+    def _too_large(codelet: Codelet, accesses: Sequence[Access], kinds: Sequence[str], nbytes: int, capacity: int) -> DoesNotFit:
+        sizes = ", ".join(f"{mode} {handle.name or 'unnamed'} {handle.record.size:,} B" for handle, mode in accesses)
+        return DoesNotFit(
+            f"{codelet.name} needs {nbytes:,} B at once ({sizes}), more than the {capacity:,} B of the largest memory "
+            f"a worker of kind {' or '.join(kinds)} has here; raise the budget or use smaller tiles or minibatches"
+        )
 
     def wait(self) -> None:
         """Wait until every submitted task is done.
@@ -243,16 +223,11 @@ class Runtime(TaskRuntime):
         Raises:
             TaskError: a task failed since the last wait; it names the task and its data, ``__cause__`` is the kernel's exception.
         """
-        waiter = self.waiter()
-        with self._lock:
-            if self._machine.num_unfinished:
-                self._drained.append(waiter)
-            else:
-                waiter.set()
-        waiter.wait()
-        failure, self._failure = self._failure, None
+        failure = self._engine.wait()
         if failure is not None:
             raise failure
+
+    # --- recorded steps -----------------------------------------------------------------------------------------------
 
     @property
     def recording(self) -> bool:
@@ -268,32 +243,33 @@ class Runtime(TaskRuntime):
         """
         if self._recorder is not None:
             raise RecordingError("a step is already being recorded; recordings do not nest")
+        self._combine_all()
         step = Step(self)
         recorder = self._recorder = Recorder(self)
         try:
             yield step
+            self._combine_all()
         finally:
             self._recorder = None
-        step.plan = recorder.finish()
+        step.complete(recorder)
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Make one instance of a recorded step."""
-        first = self._next_task
-        self._next_task += len(plan.tasks)
-        return plan.instantiate(self.clone_record, first, 2 * len(plan.tasks))
-
-    def start_replay(self, replay: Replay, ticket: Ticket) -> None:
-        """Begin a replay; `ticket` learns how it ends."""
-        self._tickets[replay] = ticket
-        self._bring(StepStarted(replay))
+        return plan.instantiate(self.clone_record, self._engine.take_numbers(len(plan.tasks)))
 
     def waiter(self) -> Waiter:
         """A waiter that is woken if the runtime breaks."""
-        waiter = Waiter()
-        if self._broken is not None:
-            raise self._broken
-        self._waiters.add(waiter)
-        return waiter
+        return self._engine.room.enter()
+
+    def wake(self, waiter: Waiter) -> None:
+        """What the waiter stands for happened."""
+        self._engine.room.wake(waiter)
+
+    def start_replay(self, replay: Replay, ticket: Ticket) -> None:
+        """Begin a replay; `ticket` learns how it ends."""
+        self._engine.start_replay(replay, ticket.end)
+
+    # --- inspection and end -------------------------------------------------------------------------------------------
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """What happened so far: bytes per node and link, tasks, evictions, seconds in kernels.
@@ -301,46 +277,15 @@ class Runtime(TaskRuntime):
         Args:
             forget_recent_peak: begin a new period of "recent_peak_bytes".
         """
-        machine = self._machine
-        with self._lock:
-            nodes = machine.nodes
-            result: dict[str, Any] = {
-                "tasks": sum(thread.num_tasks for thread in self._threads.values()),
-                "evictions": machine.num_evictions,
-                "moved_bytes": {f"{nodes[a].name}->{nodes[b].name}": n for (a, b), n in machine.moved_bytes.items()},
-                "resident_bytes": {node.name: node.used for node in nodes},
-                "peak_bytes": {node.name: node.peak for node in nodes},
-                "peak_bytes_by_class": {node.name: dict(node.peak_by_class) for node in nodes},
-                "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
-                "budget_bytes": {node.name: node.budget for node in nodes},
-                "busy_seconds": {self.worker_name(t.worker): t.busy_ns / 1e9 for t in self._threads.values()},
-                "seconds": perf_counter() - self._started,
-                "policy": self.policy_name,
-            }
-            if forget_recent_peak:
-                for node in nodes:
-                    node.forget_recent_peak()
-        return result
+        return {**self._engine.stats(forget_recent_peak=forget_recent_peak), "policy": self.policy_name}
 
     def story(self, handle: Handle | None = None) -> str:
         """The last events, or those that touched `handle`."""
-        with self._lock:
-            return self._machine.story(None if handle is None else handle.record)
+        return self._engine.story(None if handle is None else handle.record)
 
     def close(self) -> None:
         """Stop the workers after the kernels they are in; tasks not yet run are abandoned. Idempotent."""
-        if self.closing:
-            return
-        self.closing = True
-        for worker in self._threads.values():
-            worker.mailbox.put(None)
-        for engine in self._engines.values():
-            engine.stop()
-        threads: list[threading.Thread] = [*self._threads.values(), *self._engines.values()]
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        self._break(SchedulerError("the runtime is closed"))
+        self._engine.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -352,143 +297,10 @@ class Runtime(TaskRuntime):
         finally:
             self.close()
 
-    # --- the machine's side -------------------------------------------------------------------------------------------
-
-    def advance(self, event: TaskFinished | TaskFailed, worker: Worker) -> Task | None:
-        """Advance the machine by a worker's event; return the worker's next task, if it has one now."""
-        try:
-            with self._lock:
-                if self.inbox:
-                    self._drain_inbox()
-                return self._carry_out(self._machine.handle(event), worker.id)
-        except BaseException as error:  # a bug of ours: nobody may be left waiting
-            self._break(error)
-            return None
-
-    def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Record a task in the trace."""
-        trace = self.trace
-        if trace is not None and trace.active:
-            machine = self._machine
-            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns)
-            trace.add_counters(end_ns, [node.used for node in machine.nodes], len(machine.policy))
-
-    def _copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
-        source, target = action.source, action.target
-        if self.trace is not None and self.trace.active:
-            self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns)
-        try:
-            self._bring(CopyFinished(source, target))
-        except BaseException as error:
-            self._break(error)
-
-    def _bring(self, event: Event) -> None:
-        """Advance the machine by an event of a thread that is not a worker."""
-        with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            if self.inbox:
-                self._drain_inbox()
-            self._carry_out(self._machine.handle(event), None)
-
-    def _drain_inbox(self) -> None:
-        inbox, machine = self.inbox, self._machine
-        while inbox:
-            self._carry_out(machine.handle(HandleReleased(inbox.popleft())), None)
-
-    def _carry_out(self, actions: Sequence[object], me: WorkerId | None) -> Task | None:
-        """Do what the machine asks; returns the task for the calling worker instead of posting it."""
-        mine: Task | None = None
-        for action in actions:
-            kind = type(action)
-            if kind is RunTask:
-                assert isinstance(action, RunTask)
-                if action.worker == me and mine is None:
-                    mine = action.task
-                elif action.worker == HOST:
-                    self._tell(action.task)
-                else:
-                    self._threads[action.worker].mailbox.put(action.task)
-            elif kind is CopyTile:
-                assert isinstance(action, CopyTile)
-                self._engines[action.source.node, action.target.node].mailbox.put(action)
-            elif kind is ReportFailure:
-                assert isinstance(action, ReportFailure)
-                self._note_failure(action)
-            else:
-                assert isinstance(action, ReportStepDone)
-                ticket = self._tickets.pop(action.replay)
-                ticket.failure = action.replay.failure
-                ticket.done.set()
-                self._waiters.discard(ticket.done)
-        remaining = self._machine.num_unfinished
-        if self._drained and not remaining:
-            self._wake(self._drained)
-        if self._roomy and remaining <= WINDOW // 2:
-            self._wake(self._roomy)
-        return mine
-
-    def _tell(self, task: Task) -> None:
-        waiter = task.token
-        assert isinstance(waiter, Waiter)
-        self._waiters.discard(waiter)
-        waiter.set()
-
-    def _wake(self, waiters: list[Waiter]) -> None:
-        for waiter in waiters:
-            self._waiters.discard(waiter)
-            waiter.set()
-        waiters.clear()
-
-    def _note_failure(self, action: ReportFailure) -> None:
-        """Keep the first failure for whoever waits; a cancelled acquisition wakes its program."""
-        task, error = action.task, action.error
-        if not isinstance(error, SchedulerError):
-            data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses)
-            named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data} raised {type(error).__name__}: {error}")
-            named.__cause__ = error
-            error = named
-        if task.step is not None:
-            if not isinstance(task.step.failure, SchedulerError):
-                task.step.failure = error
-        elif task.token is not None:
-            self._tell(task)
-        elif self._failure is None:
-            self._failure = error
-
-    def _wait_for_room(self) -> None:
-        waiter = self.waiter()
-        with self._lock:
-            if self._machine.num_unfinished <= WINDOW // 2:
-                return
-            self._roomy.append(waiter)
-        waiter.wait()
-
-    def _break(self, error: BaseException) -> None:
-        """Something is wrong with the runtime itself: wake everybody with the reason."""
-        if self._broken is None:
-            self._broken = error
-        for waiter in list(self._waiters):
-            waiter.error = self._broken
-            waiter.set()
-
-    def _kinds_of(self, codelet: Codelet) -> tuple[WorkerKind, ...]:
-        """Worker kinds that can run the codelet.
-
-        Raises:
-            ValueError: no worker of this runtime can.
-        """
-        kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if codelet.cpu is not None else ()
-        if codelet.cuda is not None:
-            kinds = (*kinds, "cuda")
-        if not self._kinds.intersection(kinds):
-            raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {', '.join(sorted(self._kinds))} workers")
-        return kinds
-
     @staticmethod
     def worker_name(worker: Worker) -> str:
         """A worker's name in reports: "cpu:0", "sim:1"."""
-        return f"cpu:{worker.id}" if worker.kind == "cpu" else f"{worker.kind}:{worker.node - 1}"
+        return worker_name(worker)
 
 
 def usable_cores() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from .errors import InvalidEvent
-from .records import RAM, HandleRecord, Replica, ReplicaState
+from .records import HandleRecord, Replica, ReplicaState
 
 ReplicaEvent = Literal["written", "copied from", "copy arrived"]
 
@@ -36,22 +36,22 @@ def step(replica: Replica, event: ReplicaEvent) -> None:
         raise InvalidEvent(f"{replica.handle!r} on node {replica.node}: {event!r} is impossible while {replica.state}") from None
 
 
-def stale_after_write(replica: Replica) -> list[Replica]:
-    """The other replicas of the handle, which a write to `replica` makes worthless."""
-    return [other for other in replica.handle.replicas.values() if other is not replica]
+def best_source(handle: HandleRecord, target: Replica | None) -> Replica | None:
+    """Where to copy a handle from: host memory if valid there, else the valid replica on the lowest node; None if there is none."""
+    valid = [replica for replica in handle.replicas.values() if replica.state != "reserved" and replica is not target]
+    return min(valid, key=lambda replica: replica.node, default=None)
 
 
-def best_source(handle: HandleRecord, target: Replica) -> Replica | None:
-    """Where to copy a handle from: host memory if valid there, else the valid replica on the lowest node."""
-    valid = [r for r in handle.replicas.values() if r.state != "reserved" and r is not target]
-    if not valid:
-        return None
-    return min(valid, key=lambda replica: (replica.node != RAM, replica.node))
+def is_needed(replica: Replica) -> bool:
+    """Whether dropping this replica would lose data that somebody may still read.
 
-
-def is_sole_copy(replica: Replica) -> bool:
-    """Whether dropping this replica would lose data."""
-    return replica.state != "reserved" and all(other is replica or other.state == "reserved" for other in replica.handle.replicas.values())
+    Lost data and data about to be overwritten (an admitted task has reserved room for it elsewhere without fetching it) are not needed.
+    """
+    handle = replica.handle
+    if replica.state == "reserved" or handle.lost is not None:
+        return False
+    others = [other for other in handle.replicas.values() if other is not replica]
+    return all(other.state == "reserved" and (other.arriving or not other.pins) for other in others)
 
 
 def validate(handle: HandleRecord) -> None:

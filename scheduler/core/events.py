@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .records import HandleRecord, Replay, Replica, Task, Worker, WorkerId
+from .records import HandleRecord, NodeId, Replay, Replica, Task, Worker, WorkerId
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +81,16 @@ class CopyTile:
 
 
 @dataclass(slots=True, eq=False)
+class MoveTile:
+    """Move `nbytes` bytes within a node now, before anything else happens; source and target may overlap."""
+
+    node: NodeId
+    source_offset: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
 class ReportFailure:
     """`task` failed with `error`, or was cancelled because of it."""
 
@@ -96,4 +106,4 @@ class ReportStepDone:
     number: int
 
 
-Action = RunTask | CopyTile | ReportFailure | ReportStepDone
+Action = RunTask | CopyTile | MoveTile | ReportFailure | ReportStepDone

@@ -2,14 +2,15 @@
 
 Theory of operation. A submitted task gets edges from earlier tasks (`graph`). Without unfinished predecessors it is ready and belongs to the
 policy. A worker with room takes a task from the policy; the task is *admitted* to the worker's memory node when all of its missing bytes are
-reserved in one step (`memory`), evicting unpinned replicas if need be; otherwise it is blocked, and no younger task is admitted to that node
-before it. Inputs that are not valid on the node are copied in (`coherence`); then the task is staged, and runs when its worker is free. A
-finished task unpins, invalidates what it overwrote, frees what died, and releases its successors.
+reserved in one step (`residency`); otherwise it is blocked, holds nothing and occupies no worker, and no younger task that needs new bytes is
+admitted to that node before it. Inputs that are not valid on the node are copied in; then the task is staged, and runs when its worker is
+free. A finished task unpins, invalidates what it overwrote, frees what died, and releases its successors.
 
 Promises:
   - an admitted task holds everything it needs, so it always finishes; blocked tasks hold nothing;
   - a pinned replica is never evicted, moved or freed;
-  - when tasks are blocked and nothing runs or moves, the oldest fails with `DoesNotFit`: nothing ever hangs;
+  - when nothing runs or moves, any task that fits anywhere is let through; if there is none, the oldest blocked one fails with `DoesNotFit`.
+    Nothing ever hangs, as long as the program gives back what it has acquired;
   - a task that fails makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it.
 
 No threads, clocks, I/O or arrays: the same machine serves real workers, virtual time and unit tests.
@@ -19,19 +20,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
-from . import coherence, graph
+from . import graph
+from .dispatch import Dispatch
 from .errors import DoesNotFit, InvalidEvent, Stalled, TaskError
 from .events import (
     Action,
     CopyFinished,
-    CopyTile,
     Event,
     HandleReleased,
     ReportFailure,
     ReportStepDone,
-    RunTask,
     StepStarted,
     TaskFailed,
     TaskFinished,
@@ -40,10 +40,11 @@ from .events import (
 )
 from .memory import MemoryNode
 from .policies import Policy
-from .records import HOST, RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W, Worker, WorkerId
+from .records import RW, SCRATCH, HandleRecord, NodeId, R, Task, W, Worker
+from .residency import Residency
 from .story import tell
 
-HISTORY = 512
+HISTORY: Final = 512
 """Events remembered for stories."""
 
 
@@ -56,25 +57,14 @@ class Machine:
     """
 
     def __init__(self, nodes: Sequence[MemoryNode], policy: Policy) -> None:
-        self.nodes = list(nodes)
-        self.policy = policy
-        self.host = Worker(HOST, "host", RAM, depth=1 << 60)
-        self.workers: dict[WorkerId, Worker] = {HOST: self.host}
-        self.resident: list[dict[Replica, None]] = [{} for _ in self.nodes]
-        self.blocked: list[list[Task]] = [[] for _ in self.nodes]
+        self.residency = Residency(nodes)
+        self.nodes = self.residency.nodes
+        self.dispatch = Dispatch(self.residency, policy)
         self.history: deque[Event] = deque(maxlen=HISTORY)
-        self.clock = 0
         self.num_unfinished = 0
         self.num_finished = 0
-        self.num_evictions = 0
         self.num_lost = 0
-        self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
-        self._crew: list[Worker] = []
-        self._num_active = 0  # tasks running, the program's included
-        self._arrivals: dict[Replica, list[Task]] = {}  # copies under way and who waits for them
-        self._outgoing: list[int] = [0 for _ in self.nodes]  # bytes being written back from each node
-        self._doomed: deque[tuple[Task, BaseException]] = deque()
-        self._freed = False  # something was freed or unpinned: blocked tasks may fit now
+        self._doomed = self.dispatch.doomed
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             TaskSubmitted: self._on_task_submitted,
@@ -86,6 +76,21 @@ class Machine:
             HandleReleased: self._on_handle_released,
         }
 
+    @property
+    def policy(self) -> Policy:
+        """Who chooses among ready tasks."""
+        return self.dispatch.policy
+
+    @property
+    def num_evictions(self) -> int:
+        """Replicas dropped so far to make room for others."""
+        return self.residency.num_evictions
+
+    @property
+    def moved_bytes(self) -> dict[tuple[NodeId, NodeId], int]:
+        """Bytes copied so far over each link."""
+        return self.residency.moved_bytes
+
     def handle(self, event: Event) -> list[Action]:
         """Advance by one event and return what has to be done now.
 
@@ -93,11 +98,13 @@ class Machine:
             InvalidEvent: the event is impossible in this state.
             Stalled: tasks remain although nothing is under way (a bug; the message carries the story).
         """
-        self.clock += 1
+        residency, dispatch = self.residency, self.dispatch
+        residency.clock += 1
         self.history.append(event)
-        actions = self._actions = []
+        actions: list[Action] = []
+        self._actions = residency.actions = dispatch.actions = actions
         self._handlers[type(event)](event)
-        if self._doomed or self.blocked[0] or len(self.nodes) > 1 or not self._num_active:
+        if not dispatch.num_active or dispatch.num_blocked or dispatch.doomed:
             self._settle()
         return actions
 
@@ -105,11 +112,9 @@ class Machine:
 
     def _on_worker_joined(self, event: WorkerJoined) -> None:
         worker = event.worker
-        if worker.id in self.workers:
+        if worker.id in self.dispatch.workers:
             raise InvalidEvent(f"worker {worker.id} joined twice")
-        self.workers[worker.id] = worker
-        self._crew.append(worker)
-        self._fill(worker)
+        self.dispatch.join(worker)
 
     def _on_task_submitted(self, event: TaskSubmitted) -> None:
         task = event.task
@@ -121,7 +126,8 @@ class Machine:
         graph.link(task)
         if not task.num_waiting:
             self._make_ready(task, None)
-            self._feed()
+            if self.dispatch.num_ready:
+                self.dispatch.feed()
 
     def _on_step_started(self, event: StepStarted) -> None:
         replay = event.replay
@@ -131,7 +137,7 @@ class Machine:
         replay.num_unfinished = len(replay.tasks)
         self.num_unfinished += len(replay.tasks)
         for handle, num_uses in replay.owned:
-            handle.num_uses = num_uses
+            handle.num_uses += num_uses
             if handle.lost is not None:
                 self._revive(handle)
         for use in replay.shared:
@@ -142,28 +148,27 @@ class Machine:
                 self._make_ready(task, None)
         if not replay.tasks:
             self._actions.append(ReportStepDone(replay, replay.number))
-        self._feed()
+        self.dispatch.feed()
 
     def _on_task_finished(self, event: TaskFinished) -> None:
         task = event.task
         if task.state != "running":
             raise InvalidEvent(f"{task!r} finished while {task.state}\n{tell(self.history, task)}")
-        worker = self.workers[task.worker]
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             replica.pins -= 1
-            handle.num_uses -= 1
+            uses = handle.num_uses = handle.num_uses - 1
             if mode != R:
                 if mode == SCRATCH:
-                    self._drop(replica)
-                    continue
-                replica.state = "modified"
-                if handle.lost is not None:
-                    self._revive(handle)
-            if handle.released and not handle.num_uses:
+                    self.residency.drop(replica)
+                else:
+                    replica.state = "modified"
+                    if handle.lost is not None:
+                        self._revive(handle)
+            if not uses and handle.released:
                 self._free(handle)
-        self._freed = True
+        self.residency.freed = True
         task.state = "done"
-        self._retire(task, worker)
+        self._retire(task)
 
     def _on_task_failed(self, event: TaskFailed) -> None:
         task = event.task
@@ -171,256 +176,58 @@ class Machine:
             raise InvalidEvent(f"{task!r} failed while {task.state}\n{tell(self.history, task)}")
         for replica in task.replicas:
             replica.pins -= 1
-        self._freed = True
+            if replica.state == "scratch":
+                self.residency.drop(replica)
+        self.residency.freed = True
         self._give_up(task, event.error, "failed")
-        self._retire(task, self.workers[task.worker])
+        self._retire(task)
 
     def _on_copy_finished(self, event: CopyFinished) -> None:
-        source, target = event.source, event.target
-        waiting = self._arrivals.pop(target, None)
-        if waiting is None:
-            raise InvalidEvent(f"a copy of {target.handle!r} to node {target.node} finished that was not under way")
-        handle = source.handle
-        source.pins -= 1
-        target.pins -= 1
-        target.arriving = False
-        coherence.step(source, "copied from")
-        coherence.step(target, "copy arrived")
-        if target.node == RAM:
-            self._outgoing[source.node] -= handle.size
-        handle.num_uses -= 1
-        self._freed = True
-        if handle.released and not handle.num_uses:
+        handle = event.source.handle
+        arrived = self.residency.finish_copy(event.source, event.target)
+        if not handle.num_uses and handle.released:
             self._free(handle)
-        for task in waiting:
-            task.num_arriving -= 1
-            if not task.num_arriving:
-                self._stage(task)
+        elif handle.lost is not None:
+            self.residency.drop_unpinned(handle)
+        for task in arrived:
+            self.dispatch.stage(task, self.dispatch.workers[task.worker])
 
     def _on_handle_released(self, event: HandleReleased) -> None:
         handle = event.handle
         handle.released = True
         if not handle.num_uses:
             self._free(handle)
-            if handle.lost is not None:
-                self._revive(handle)
-            self._freed = True
 
     # --- the life of a task -------------------------------------------------------------------------------------------
 
     def _make_ready(self, task: Task, worker: Worker | None) -> None:
-        if self.num_lost:
-            for handle, mode in task.accesses:
-                if handle.lost is not None and (mode == R or mode == RW):
-                    reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {handle.lost}"
-                    self._doomed.append((task, TaskError(reason)))
-                    return
-        task.state = "ready"
-        if task.kinds[0] == "host":
-            self._assign(task, self.host)
-        else:
-            self.policy.push(task, worker)
+        """The task waits for nobody; `worker` ran the last one it waited for."""
+        replay = task.step
+        if replay is not None:
+            task.order = replay.first_order + task.position
+        if self.num_lost and self._reads_lost_data(task):
+            return
+        self.dispatch.push(task, worker)
 
-    def _feed(self) -> None:
-        """Give ready tasks to workers with room."""
-        if self.policy:
-            for worker in self._crew:
-                if len(worker.assigned) < worker.depth:
-                    self._fill(worker)
-
-    def _fill(self, worker: Worker) -> None:
-        while len(worker.assigned) < worker.depth:
-            task = self.policy.pop(worker)
-            if task is None:
-                return
-            self._assign(task, worker)
-
-    def _assign(self, task: Task, worker: Worker) -> None:
-        task.worker = worker.id
-        task.node = worker.node
-        worker.assigned.append(task)
-        line = self.blocked[worker.node]
-        if (line and line[0].order < task.order) or not self._admit(task):
-            self._block(task)
-
-    def _block(self, task: Task) -> None:
-        task.state = "blocked"
-        line = self.blocked[task.node]
-        line.append(task)
-        line.sort(key=lambda waiting: waiting.order)
-
-    def _admit(self, task: Task) -> bool:
-        """Reserve everything the task misses on its node and start its copies; or change nothing and return False."""
-        node_id = task.node
-        node = self.nodes[node_id]
-        resident = self.resident[node_id]
-        replicas: list[Replica] = []
-        for handle, _ in task.accesses:
-            replica = handle.replicas.get(node_id)
-            if replica is None:
-                offset = node.take(handle.size, handle.data_class)
-                if offset is None:
-                    self._take_back(replicas)
-                    return self._admit_under_pressure(task)
-                replica = handle.replicas[node_id] = Replica(handle, node_id, offset)
-                resident[replica] = None
-            replica.pins += 1
-            replica.last_use = self.clock
-            replicas.append(replica)
-        task.replicas = replicas
-        self._fetch(task)
-        return True
-
-    def _take_back(self, replicas: list[Replica]) -> None:
-        """Undo a half-made reservation."""
-        for replica in replicas:
-            replica.pins -= 1
-            if replica.state == "reserved" and not replica.pins and not replica.arriving:
-                self._drop(replica)
-
-    def _admit_under_pressure(self, task: Task) -> bool:
-        """`_admit` when there is no hole: pin what is there first, then evict for what is not."""
-        node_id = task.node
-        present = [handle.replicas[node_id] for handle, _ in task.accesses if node_id in handle.replicas]
-        for replica in present:
-            replica.pins += 1
-        made: dict[HandleRecord, Replica] = {}
-        for handle, _ in task.accesses:
-            if node_id not in handle.replicas:
-                offset = self._take_by_eviction(node_id, handle)
-                if offset is None:
-                    break
-                made[handle] = handle.replicas[node_id] = Replica(handle, node_id, offset, pins=1)
-                self.resident[node_id][made[handle]] = None
-        else:
-            task.replicas = [handle.replicas[node_id] for handle, _ in task.accesses]
-            for replica in task.replicas:
-                replica.last_use = self.clock
-            self._fetch(task)
-            return True
-        for replica in made.values():
-            replica.pins -= 1
-            self._drop(replica)
-        for replica in present:
-            replica.pins -= 1
+    def _reads_lost_data(self, task: Task) -> bool:
+        for handle, mode in task.accesses:
+            if handle.lost is not None and (mode == R or mode == RW):
+                reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {handle.lost}"
+                self._doomed.append((task, TaskError(reason)))
+                return True
         return False
 
-    def _take_by_eviction(self, node_id: NodeId, handle: HandleRecord) -> int | None:
-        """An extent for `handle` after evicting least recently used replicas; None if none is free yet."""
-        node = self.nodes[node_id]
-        if len(self.nodes) == 1:
-            return node.take(handle.size, handle.data_class)
-        victims = sorted((r for r in self.resident[node_id] if not r.pins and r.state != "reserved"), key=lambda r: r.last_use)
-        for victim in victims:
-            if coherence.is_sole_copy(victim):
-                if node_id == RAM or self._outgoing[node_id] >= handle.size or not self._write_back(victim):
-                    continue
-            else:
-                self.num_evictions += 1
-                self._drop(victim)
-                offset = node.take(handle.size, handle.data_class)
-                if offset is not None:
-                    return offset
-        return node.take(handle.size, handle.data_class)
-
-    def _write_back(self, victim: Replica) -> bool:
-        """Start copying a sole copy to host memory, after which it can be dropped; False if there is no room there."""
-        handle = victim.handle
-        home = handle.replicas.get(RAM)
-        if home is None:
-            offset = self.nodes[RAM].take(handle.size, handle.data_class)
-            if offset is None:
-                return False
-            home = handle.replicas[RAM] = Replica(handle, RAM, offset)
-            self.resident[RAM][home] = None
-        if not home.arriving:
-            self._copy(victim, home)
-        return True
-
-    def _fetch(self, task: Task) -> None:
-        """Start the copies the admitted task needs, or stage it."""
-        for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
-            if replica.arriving:
-                self._arrivals[replica].append(task)
-                task.num_arriving += 1
-            elif replica.state == "reserved" and (mode == R or mode == RW):
-                source = coherence.best_source(handle, replica)
-                if source is None:
-                    error = TaskError(f"{task!r} reads {handle!r}, which nothing has written; write it first")
-                    self._fail_unwritten(task, error)
-                    return
-                self._copy(source, replica)
-                self._arrivals[replica].append(task)
-                task.num_arriving += 1
-            if mode != R and mode != SCRATCH and len(handle.replicas) > 1:
-                for other in handle.replicas.values():  # never write what a copy still reads
-                    if other.arriving and other is not replica:
-                        self._arrivals[other].append(task)
-                        task.num_arriving += 1
-        if task.num_arriving:
-            task.state = "fetching"
-        else:
-            self._stage(task)
-
-    def _fail_unwritten(self, task: Task, error: BaseException) -> None:
-        """Fail an admitted task before it runs; its copies under way, if any, end in shared replicas nobody waits for."""
-        for waiting in self._arrivals.values():
-            while task in waiting:
-                waiting.remove(task)
-        task.num_arriving = 0
-        self._take_back(task.replicas)
-        self._doomed.append((task, error))
-
-    def _copy(self, source: Replica, target: Replica) -> None:
-        source.pins += 1
-        target.pins += 1
-        target.arriving = True
-        source.handle.num_uses += 1
-        self._arrivals[target] = []
-        if target.node == RAM:
-            self._outgoing[source.node] += source.handle.size
-        link = (source.node, target.node)
-        self.moved_bytes[link] = self.moved_bytes.get(link, 0) + source.handle.nbytes
-        self._actions.append(CopyTile(source, target))
-
-    def _stage(self, task: Task) -> None:
-        """The task's data is in place: run it, or let it wait for its worker."""
-        worker = self.workers[task.worker]
-        task.state = "staged"
-        if worker.id == HOST:
-            self._run(task)
-        elif worker.running is None:
-            self._run(task)
-            worker.running = task
-
-    def _run(self, task: Task) -> None:
-        if len(self.nodes) > 1:
-            for (_, mode), replica in zip(task.accesses, task.replicas, strict=True):
-                if mode != R and mode != SCRATCH and len(replica.handle.replicas) > 1:
-                    for stale in coherence.stale_after_write(replica):
-                        self._drop(stale)
-        task.state = "running"
-        self._num_active += 1
-        self._actions.append(RunTask(task.worker, task))
-
-    def _retire(self, task: Task, worker: Worker) -> None:
-        """A task that ran has ended: free its worker, then release its successors."""
-        self._num_active -= 1
-        worker.assigned.remove(task)
-        if worker.running is task:
-            worker.running = None
-            for waiting in worker.assigned:
-                if waiting.state == "staged":
-                    self._run(waiting)
-                    worker.running = waiting
-                    break
+    def _retire(self, task: Task) -> None:
+        """A task that ran has ended: free its worker, release its successors, and give the worker something new."""
+        dispatch = self.dispatch
+        worker = dispatch.retire(task)
         self._release_successors(task, worker)
-        if worker.running is None and worker.id != HOST:
-            self._fill(worker)
-        self._feed()
+        if dispatch.num_ready:
+            dispatch.refill(worker)
 
     def _release_successors(self, task: Task, worker: Worker | None) -> None:
-        graph.unlink(task)
+        if task.is_exit:
+            graph.unlink(task)
         task.replicas = []
         self.num_unfinished -= 1
         self.num_finished += 1
@@ -430,40 +237,31 @@ class Machine:
             task.successors = []
         else:
             task.num_waiting = task.num_predecessors
-            task.order += replay.stride
             task.state = "waiting"
+            if task.late_successors:
+                successors = successors + task.late_successors
+                task.late_successors = []
         for after in successors:
             after.num_waiting -= 1
             if not after.num_waiting:
                 self._make_ready(after, worker)
         if replay is not None:
-            if task.late_successors:
-                late, task.late_successors = task.late_successors, []
-                for after in late:
-                    after.num_waiting -= 1
-                    if not after.num_waiting:
-                        self._make_ready(after, worker)
             replay.num_unfinished -= 1
             if not replay.num_unfinished:
                 self._actions.append(ReportStepDone(replay, replay.number))
 
     # --- failure ------------------------------------------------------------------------------------------------------
 
-    def _give_up(self, task: Task, error: BaseException, state: str) -> None:
+    def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
         """Mark what the task should have written as lost, and report."""
-        task.state = "failed" if state == "failed" else "cancelled"
+        task.state = state
         for handle, mode in task.accesses:
             handle.num_uses -= 1
             if mode == W or mode == RW:
-                for replica in list(handle.replicas.values()):
-                    if not replica.pins:  # else a copy is under way, whose result nobody will read
-                        self._drop(replica)
                 if handle.lost is None:
                     self.num_lost += 1
-                handle.lost = f"{task!r} {task.state}: {error}"
-            elif mode == SCRATCH:
-                for replica in list(handle.replicas.values()):
-                    self._drop(replica)
+                handle.lost = f"{task!r} {state}: {error}"
+                self.residency.drop_unpinned(handle)
             if handle.released and not handle.num_uses:
                 self._free(handle)
         if task.step is not None and task.step.failure is None:
@@ -471,64 +269,51 @@ class Machine:
         self._actions.append(ReportFailure(task, error))
 
     def _cancel(self, task: Task, error: BaseException) -> None:
-        if task.state in ("blocked", "ready", "fetching", "staged"):
-            worker = self.workers[task.worker]
-            if task in worker.assigned:
-                worker.assigned.remove(task)
-            line = self.blocked[task.node]
-            if task in line:
-                line.remove(task)
+        """End a task that has not been admitted."""
+        if task.state == "blocked":
+            self.dispatch.unblock(task)
         self._give_up(task, error, "cancelled")
         self._release_successors(task, None)
-        self._freed = True
+        self.residency.freed = True
 
     def _revive(self, handle: HandleRecord) -> None:
         handle.lost = None
         self.num_lost -= 1
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
-    def _drop(self, replica: Replica) -> None:
-        """Give a replica's extent back."""
-        if replica.pins:
-            raise InvalidEvent(f"{replica.handle!r} on node {replica.node} would be freed while pinned\n{tell(self.history, replica.handle)}")
-        handle = replica.handle
-        del handle.replicas[replica.node]
-        del self.resident[replica.node][replica]
-        replica.view = None
-        self.nodes[replica.node].give(replica.offset, handle.size, handle.data_class)
-
     def _free(self, handle: HandleRecord) -> None:
         """The handle is dead: drop every replica; nothing is written back."""
         for replica in list(handle.replicas.values()):
-            self._drop(replica)
+            self.residency.drop(replica)
+        if handle.lost is not None:
+            self._revive(handle)
+
+    # --- shortage -----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Cancel what is doomed, retry what is blocked, and make sure that something is under way while tasks remain."""
+        residency, dispatch = self.residency, self.dispatch
         while True:
-            while self._doomed:
-                task, error = self._doomed.popleft()
-                self._cancel(task, error)
-            if self._freed:
-                self._freed = False
-                for line in self.blocked:
-                    self._retry(line)
-                self._feed()
-                if self._doomed:
+            while dispatch.doomed:
+                self._cancel(*dispatch.doomed.pop(0))
+            if residency.freed:
+                residency.freed = False
+                if dispatch.num_blocked:
+                    dispatch.retry()
+                if dispatch.num_ready:
+                    dispatch.feed()
+                if dispatch.doomed or residency.freed:
                     continue
-            if self._num_active or self._arrivals or not self.num_unfinished:
+            if dispatch.num_active or residency.copies or not self.num_unfinished:
                 return
-            oldest = min((line[0] for line in self.blocked if line), key=lambda task: task.order, default=None)
-            if oldest is None:
+            if dispatch.rescue():
+                continue
+            oldest = dispatch.oldest_blocked()
+            if oldest is not None:
+                dispatch.doomed.append((oldest, self._does_not_fit(oldest)))
+            elif dispatch.crew:
                 self._raise_stalled()
+            else:
                 return
-            self._doomed.append((oldest, self._does_not_fit(oldest)))
-
-    def _retry(self, line: list[Task]) -> None:
-        while line:
-            if not self._admit(line[0]):
-                return
-            line.pop(0)
 
     def _does_not_fit(self, task: Task) -> DoesNotFit:
         node = self.nodes[task.node]
@@ -541,13 +326,10 @@ class Machine:
         )
 
     def _raise_stalled(self) -> None:
-        if not self._crew:
-            return
-        waiting = len(self.policy)
-        kinds = sorted({worker.kind for worker in self._crew})
+        kinds = sorted({worker.kind for worker in self.dispatch.crew})
         raise Stalled(
-            f"{self.num_unfinished} tasks remain, {waiting} of them ready, but nothing runs or moves; workers are of kind {', '.join(kinds)}\n"
-            f"{tell(self.history)}"
+            f"{self.num_unfinished} tasks remain, {self.dispatch.num_ready} of them ready, but nothing runs or moves; "
+            f"workers are of kind {', '.join(kinds)}\n{tell(self.history)}"
         )
 
     # --- inspection ---------------------------------------------------------------------------------------------------
@@ -558,19 +340,8 @@ class Machine:
         Raises:
             InvalidEvent: one is broken.
         """
-        for node, resident in zip(self.nodes, self.resident, strict=True):
-            node.validate([(replica.offset, replica.handle.size) for replica in resident])
-            for replica in resident:
-                coherence.validate(replica.handle)
-                if replica.handle.replicas.get(replica.node) is not replica:
-                    raise InvalidEvent(f"{replica.handle!r} has an orphaned replica on node {replica.node}")
-                if replica.arriving != (replica in self._arrivals):
-                    raise InvalidEvent(f"{replica.handle!r} on node {replica.node}: lost track of a copy")
-        for worker in self._crew:
-            if worker.running is not None and worker.running.state != "running":
-                raise InvalidEvent(f"worker {worker.id} runs {worker.running!r}, which is {worker.running.state}")
-            if len(worker.assigned) > worker.depth:
-                raise InvalidEvent(f"worker {worker.id} holds {len(worker.assigned)} tasks, more than {worker.depth}")
+        self.residency.validate(list(self.dispatch.admitted()))
+        self.dispatch.validate()
 
     def story(self, subject: Task | HandleRecord | None = None) -> str:
         """What happened lately, to one task or handle or in general."""

@@ -61,6 +61,27 @@ class ExtentAllocator:
         self.used += size
         return offset
 
+    def claim(self, offset: int, size: int) -> None:
+        """Take the extent [offset, offset + size), which must be free.
+
+        Raises:
+            InvalidEvent: some of it is not.
+        """
+        self._flush()
+        end = offset + size
+        if end > self.high_water:
+            self._coalesce(self.high_water, end - self.high_water)
+            self.high_water = end
+        start = max((start for start in self._starts if start <= offset), default=-1)
+        if start < 0 or start + self._starts[start] < end or end > self.capacity:
+            raise InvalidEvent(f"the extent of {size} B at byte {offset} was claimed, but it is not free")
+        hole = self._remove(start)
+        if offset > start:
+            self._insert(start, offset - start)
+        if start + hole > end:
+            self._insert(end, start + hole - end)
+        self.used += size
+
     def free(self, offset: int, size: int) -> None:
         """Give an extent back, with the size it was taken with."""
         self.used -= size
@@ -71,17 +92,30 @@ class ExtentAllocator:
         else:
             bin_.append(offset)
 
+    def compact(self, nbytes: int) -> None:
+        """The extents in use now fill [0, nbytes): everything above is untouched again."""
+        self.used = self.high_water = nbytes
+        self.binned = 0
+        self._bins, self._starts, self._ends, self._by_size = {}, {}, {}, []
+
     def largest_hole(self) -> int:
         """Size of the largest extent that could be allocated now."""
-        self._flush()
-        top = self._ends.get(self.high_water)
-        beyond = self.capacity - (self.high_water if top is None else top)
-        return max(beyond, self._by_size[-1][0] if self._by_size else 0)
+        return max((size for _, size in self.all_free()), default=0)
 
     def free_extents(self) -> list[tuple[int, int]]:
         """(offset, size) of every free or binned extent below the high-water mark, sorted."""
         binned = [(offset, size) for size, offsets in self._bins.items() for offset in offsets]
         return sorted([*self._starts.items(), *binned])
+
+    def all_free(self) -> list[tuple[int, int]]:
+        """(offset, size) of everything that is free, coalesced and sorted, up to the capacity."""
+        self._flush()
+        found = sorted(self._starts.items())
+        top = self._ends.get(self.high_water)
+        if top is not None:
+            found.pop()
+        start = self.high_water if top is None else top
+        return [*found, (start, self.capacity - start)] if start < self.capacity else found
 
     def _best_fit(self, size: int) -> int | None:
         at = bisect_left(self._by_size, (size, -1))
@@ -167,14 +201,22 @@ class MemoryNode:
         """Offset of a new extent, entered in the ledger; None when no hole is large enough."""
         offset = self.extents.allocate(size)
         if offset is not None:
-            self.by_class[data_class] += size
-            used = self.extents.used
-            if used > self.recent_peak:
-                self.recent_peak = used
-                if used > self.peak:
-                    self.peak = used
-                    self.peak_by_class.update(self.by_class)
+            self._enter(size, data_class)
         return offset
+
+    def claim(self, offset: int, size: int, data_class: DataClass) -> None:
+        """Take a free extent of one's choice, entered in the ledger."""
+        self.extents.claim(offset, size)
+        self._enter(size, data_class)
+
+    def _enter(self, size: int, data_class: DataClass) -> None:
+        self.by_class[data_class] += size
+        used = self.extents.used
+        if used > self.recent_peak:
+            self.recent_peak = used
+            if used > self.peak:
+                self.peak = used
+                self.peak_by_class.update(self.by_class)
 
     def give(self, offset: int, size: int, data_class: DataClass) -> None:
         """Give an extent back."""

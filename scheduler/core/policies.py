@@ -28,24 +28,32 @@ class Policy(Protocol):
 
 
 class Eager:
-    """One queue, first ready first served."""
+    """First ready, first served."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[WorkerKind, ...], deque[Task]] = {}
+        self._queues: dict[tuple[WorkerKind, ...], deque[tuple[int, Task]]] = {}
         self._num = 0
+        self._num_pushed = 0
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Append the task."""
-        self._queues.setdefault(task.kinds, deque()).append(task)
+        queue = self._queues.get(task.kinds)
+        if queue is None:
+            queue = self._queues[task.kinds] = deque()
+        self._num_pushed += 1
+        queue.append((self._num_pushed, task))
         self._num += 1
 
     def pop(self, worker: Worker) -> Task | None:
-        """The oldest ready task the worker can run."""
+        """The task the worker can run that has been ready longest."""
+        first: deque[tuple[int, Task]] | None = None
         for kinds, queue in self._queues.items():
-            if queue and worker.kind in kinds:
-                self._num -= 1
-                return queue.popleft()
-        return None
+            if queue and worker.kind in kinds and (first is None or queue[0][0] < first[0][0]):
+                first = queue
+        if first is None:
+            return None
+        self._num -= 1
+        return first.popleft()[1]
 
     def __len__(self) -> int:
         return self._num

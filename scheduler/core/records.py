@@ -26,7 +26,7 @@ Kind = Literal["persistent", "temporary", "input"]
 DataClass = Literal["parameters", "gradients", "optimizer", "activations", "scratch", "data"]
 DATA_CLASSES: Final[tuple[DataClass, ...]] = ("parameters", "gradients", "optimizer", "activations", "scratch", "data")
 WorkerKind = Literal["cpu", "cuda", "sim", "host"]
-ReplicaState = Literal["reserved", "shared", "modified"]
+ReplicaState = Literal["reserved", "shared", "modified", "scratch"]
 TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "running", "done", "failed", "cancelled"]
 
 RAM: Final = NodeId(0)
@@ -42,7 +42,8 @@ class Replica:
 
     Attributes:
         offset: where the extent begins in the node's memory, bytes.
-        state: "reserved" holds no valid data yet; "shared" equals every other valid replica; "modified" is the only valid one.
+        state: "reserved" holds no valid data yet; "shared" equals every other valid replica; "modified" is the only valid one;
+            "scratch" is one task's private working memory, which its handle does not list.
         pins: tasks and copies that use the extent now; a pinned replica is never evicted.
         arriving: whether a copy into it is under way.
         last_use: the machine's event count at the last use (for LRU).
@@ -95,14 +96,17 @@ class Task:
 
     Attributes:
         codelet: opaque; only `name` and `kinds` matter to the core.
-        order: place in the order of submission; decides ties everywhere.
+        order: place in the order of submission; decides ties everywhere; of a recorded task, set anew in every replay.
         num_waiting: unfinished predecessors (an edge counts once each time it was added).
         successors: tasks waiting for this one; of a recorded task, those of the same replay.
         late_successors: of a recorded task, tasks outside its replay.
         replicas: one per access while admitted.
         num_arriving: inputs still on their way to `node`.
         step: the replay it belongs to.
+        position: of a recorded task, its place in the step.
         num_predecessors: what `num_waiting` starts from in every replay.
+        is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
+        token: who waits for the task to run, when that is the program.
     """
 
     id: TaskId
@@ -122,7 +126,9 @@ class Task:
     worker: WorkerId = HOST
     node: NodeId = RAM
     step: Replay | None = None
+    position: int = 0
     num_predecessors: int = 0
+    is_exit: bool = True
     token: object | None = None
 
     def __repr__(self) -> str:
@@ -139,14 +145,14 @@ class Replay:
         num_unfinished: tasks of this replay that are neither done nor cancelled.
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
-        stride: by how much a task's `order` grows from one replay of this instance to its next.
+        first_order: `order` of the first task of this replay.
     """
 
     tasks: list[Task]
     roots: list[Task]
     owned: list[tuple[HandleRecord, int]]
     shared: list[SharedUse]
-    stride: int = 0
+    first_order: int = 0
     number: int = 0
     num_unfinished: int = 0
     failure: BaseException | None = None
@@ -159,6 +165,7 @@ class SharedUse:
     Attributes:
         first_readers: tasks that read it before the step writes it.
         first_writer, last_writer: the first and last task that write it.
+        needs_data: whether the first access reads what was there before the step.
         last_readers: tasks that read it after the last write.
         num_uses: accesses of all tasks of the step.
     """
@@ -169,6 +176,7 @@ class SharedUse:
     last_writer: Task | None
     last_readers: list[Task]
     num_uses: int
+    needs_data: bool
 
 
 @dataclass(slots=True, eq=False)

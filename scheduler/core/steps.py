@@ -35,6 +35,7 @@ class _Use:
     last_writer: int | None = None
     readers: list[int] = field(default_factory=list)  # since the last writer
     num_uses: int = 0
+    needs_data: bool = False
 
 
 class StepPlan:
@@ -65,6 +66,8 @@ class StepPlan:
     @staticmethod
     def _enter(use: _Use, position: int, mode: Mode, waits: set[int]) -> None:
         """Enter one access and collect what it waits for; the same rule as `graph.link`."""
+        if use.first_writer is None and not use.readers and (mode == R or mode == RW):
+            use.needs_data = True
         use.num_uses += 1
         if mode == R:
             if use.last_writer is not None:
@@ -92,15 +95,12 @@ class StepPlan:
                 seen.add(handle)
         return found
 
-    def instantiate(
-        self, clone: Callable[[HandleRecord], HandleRecord], first_id: int, stride: int
-    ) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
+    def instantiate(self, clone: Callable[[HandleRecord], HandleRecord], first_id: int) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Tasks and own handles of one instance.
 
         Args:
             clone: makes a new record like the one given.
-            first_id: id and order of the first task.
-            stride: growth of the tasks' order between two replays of this instance.
+            first_id: id of the first task.
 
         Returns:
             The replay, and the instance's record of each owned one.
@@ -111,32 +111,37 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], stride=stride)
-        for position, recorded in enumerate(self.tasks):
-            number = len(self.predecessors[position])
-            task = Task(
-                TaskId(first_id + position),
-                recorded.codelet,
-                recorded.name,
-                recorded.kinds,
-                tuple((twins.get(handle, handle), mode) for handle, mode in recorded.accesses),
-                recorded.constants,
-                recorded.priority,
-                order=first_id + position,
-                num_waiting=number,
-                num_predecessors=number,
-                step=replay,
-            )
-            replay.tasks.append(task)
-            if not number:
-                replay.roots.append(task)
+        replay = Replay(tasks=[], roots=[], owned=dying, shared=[])
+        replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
+        replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         for task, successors in zip(replay.tasks, self.successors, strict=True):
             task.successors = [replay.tasks[after] for after in successors]
         for handle, use in self.uses.items():
             twin_or_shared = twins.get(handle, handle)
             if handle not in twins or not twin_or_shared.released:
                 replay.shared.append(self._share(twin_or_shared, use, replay))
+        for shared in replay.shared:
+            for task in (*shared.last_readers, *([shared.last_writer] if shared.last_writer else [])):
+                task.is_exit = True
         return replay, twins
+
+    def _twin_task(self, position: int, twins: Mapping[HandleRecord, HandleRecord], first_id: int, replay: Replay) -> Task:
+        recorded = self.tasks[position]
+        number = len(self.predecessors[position])
+        return Task(
+            TaskId(first_id + position),
+            recorded.codelet,
+            recorded.name,
+            recorded.kinds,
+            tuple((twins.get(handle, handle), mode) for handle, mode in recorded.accesses),
+            recorded.constants,
+            recorded.priority,
+            num_waiting=number,
+            num_predecessors=number,
+            step=replay,
+            position=position,
+            is_exit=False,
+        )
 
     @staticmethod
     def _share(handle: HandleRecord, use: _Use, replay: Replay) -> SharedUse:
@@ -148,4 +153,5 @@ class StepPlan:
             None if use.last_writer is None else tasks[use.last_writer],
             [tasks[at] for at in use.readers],
             use.num_uses,
+            use.needs_data,
         )

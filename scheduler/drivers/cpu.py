@@ -28,6 +28,9 @@ class Engine(Protocol):
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker) -> Task | None:
         """Advance the machine; return the worker's next task, if it has one now."""
 
+    def fail(self, error: BaseException) -> None:
+        """The runtime is broken: wake everybody with the reason."""
+
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Take note of a task's duration, if anybody wants to know."""
 
@@ -53,9 +56,16 @@ class WorkerThread(threading.Thread):
         """Run tasks until told to stop."""
         engine, worker = self.engine, self.worker
         while (task := self.mailbox.get()) is not None:
-            while task is not None and not engine.closing:
-                task = engine.advance(self._execute(task), worker)
+            try:
+                while task is not None and not engine.closing:
+                    task = engine.advance(self._execute(task), worker)
+            except BaseException as error:  # not of a kernel: a bug of ours, and nobody may be left waiting
+                engine.fail(error)
             del task
+
+    def stop(self) -> None:
+        """End the thread after the kernel it is in."""
+        self.mailbox.put(None)
 
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
         engine = self.engine

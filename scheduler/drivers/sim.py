@@ -17,13 +17,22 @@ class CopyEngine(threading.Thread):
     Args:
         arenas: memory of every node.
         done: called after each copy with the action, its start and end.
+        fail: called with what a copy raised, if anything.
         bandwidth: bytes per second the link is slowed down to; None for as fast as memory goes.
     """
 
-    def __init__(self, arenas: Sequence[HostArena], done: Callable[[CopyTile, int, int], None], bandwidth: float | None, name: str) -> None:
+    def __init__(
+        self,
+        arenas: Sequence[HostArena],
+        done: Callable[[CopyTile, int, int], None],
+        fail: Callable[[BaseException], None],
+        bandwidth: float | None,
+        name: str,
+    ) -> None:
         super().__init__(name=f"nntask {name}", daemon=True)
         self.arenas = arenas
         self.done = done
+        self.fail = fail
         self.bandwidth = bandwidth
         self.mailbox: SimpleQueue[CopyTile | None] = SimpleQueue()
         self._pace = threading.Event()
@@ -31,17 +40,24 @@ class CopyEngine(threading.Thread):
     def run(self) -> None:
         """Copy until told to stop."""
         while (action := self.mailbox.get()) is not None:
-            source, target = action.source, action.target
-            nbytes = source.handle.nbytes
-            start = perf_counter_ns()
-            self.arenas[target.node].copy_from(self.arenas[source.node], source.offset, target.offset, nbytes)
-            if self.bandwidth is not None:
-                remaining = nbytes / self.bandwidth - (perf_counter_ns() - start) / 1e9
-                if remaining > 0:
-                    self._pace.wait(remaining)  # the simulated link is busy for that long
-            self.done(action, start, perf_counter_ns())
-            del action, source, target
+            try:
+                self._copy(action)
+            except BaseException as error:  # nobody may be left waiting
+                self.fail(error)
+            del action
+
+    def _copy(self, action: CopyTile) -> None:
+        source, target = action.source, action.target
+        nbytes = source.handle.nbytes
+        start = perf_counter_ns()
+        self.arenas[target.node].copy_from(self.arenas[source.node], source.offset, target.offset, nbytes)
+        if self.bandwidth is not None:
+            remaining = nbytes / self.bandwidth - (perf_counter_ns() - start) / 1e9
+            if remaining > 0:
+                self._pace.wait(remaining)  # the simulated link is busy for that long
+        self.done(action, start, perf_counter_ns())
 
     def stop(self) -> None:
-        """End the thread after the copies already asked for."""
+        """End the thread after the copies already asked for, which no longer take their time."""
+        self._pace.set()
         self.mailbox.put(None)

@@ -32,5 +32,5 @@ class HostArena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def copy_from(self, source: HostArena, source_offset: int, offset: int, nbytes: int) -> None:
-        """Copy bytes between arenas; other threads run meanwhile."""
+        """Copy bytes between arenas, or within one even where they overlap; other threads run meanwhile."""
         ctypes.memmove(self.address + offset, source.address + source_offset, nbytes)

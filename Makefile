@@ -1,0 +1,67 @@
+# make train   create .venv, install nntask, train a small GPT-2 (make train ARGS="--steps 40")
+# make test    create .venv with the development tools; lint, types, contracts, the whole suite
+# make lint    the first three of those
+# make bench   measurements beside peers; writes benchmarks/results and the table in README.md
+# make clean   remove .venv and caches; runs/ stays
+#
+# Installing happens again only when pyproject.toml is newer than the last installation.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
+
+.PHONY: train test lint style types contracts suite bench clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/installed-train
+	$(BIN)/nntask train --model tiny $(ARGS)
+
+test: style types contracts suite
+
+lint: style types contracts
+
+style: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+contracts: $(VENV)/installed-dev
+	$(BIN)/lint-imports
+
+# One BLAS thread for each of our workers; torch, the oracle, gets the same.
+suite: export OPENBLAS_NUM_THREADS = 1
+suite: export OMP_NUM_THREADS = 1
+suite: export MKL_NUM_THREADS = 1
+suite: export TOKENIZERS_PARALLELISM = false
+suite: export HF_HUB_OFFLINE = 1
+suite: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/gpt2_step.py
+	$(BIN)/python benchmarks/table.py
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "nntask needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing);" \
+	       "name another one, e.g.: make $(or $(MAKECMDGOALS),train) PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/installed-train: $(VENV)/created pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[text]"
+	@touch $@
+
+# The development extra contains what training needs, so one installation serves both.
+$(VENV)/installed-dev: $(VENV)/created pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@ $(VENV)/installed-train
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,282 @@
+"""Who runs what, and when there is memory for it: from ready tasks to running ones.
+
+A worker with room draws a task from the policy; the task is admitted to the worker's node if everything it misses there can be reserved in one
+step (`residency`), else it is blocked: it joins the node's line, holds nothing and occupies no worker. Behind the oldest of a line only tasks
+that need no new memory are admitted. Knows workers, policy and residency; does not know dependencies, failures or replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Final, Literal
+
+from .errors import InvalidEvent, TaskError
+from .events import Action, RunTask
+from .policies import Policy
+from .records import HOST, RAM, NodeId, Task, TaskState, Worker, WorkerId
+from .residency import NothingToRead, Residency
+
+TaskEvent = Literal[
+    "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no room", "inputs arrived", "worker free", "finished",
+    "raised", "reads lost data", "never fits",
+]  # fmt: skip
+
+TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
+    ("waiting", "freed"): "ready",
+    ("waiting", "reads lost data"): "cancelled",
+    ("ready", "drawn, no room"): "blocked",
+    ("ready", "drawn, inputs missing"): "fetching",
+    ("ready", "drawn, fits"): "staged",
+    ("ready", "reads lost data"): "cancelled",
+    ("blocked", "drawn, inputs missing"): "fetching",
+    ("blocked", "drawn, fits"): "staged",
+    ("blocked", "never fits"): "cancelled",
+    ("blocked", "reads lost data"): "cancelled",
+    ("fetching", "inputs arrived"): "staged",
+    ("staged", "worker free"): "running",
+    ("running", "finished"): "done",
+    ("running", "raised"): "failed",
+}
+"""(state, event) -> next state of a task. A recorded task starts over as waiting. "ready" and "staged" may be passed within one event."""
+
+
+class Dispatch:
+    """Workers, ready tasks and blocked tasks.
+
+    Attributes:
+        doomed: tasks found to have nothing to read, and why; whoever owns the dispatch cancels them.
+        blocked: per node, tasks waiting for memory, oldest first.
+        num_active: tasks running, the program's included.
+        num_ready: tasks the policy holds.
+    """
+
+    def __init__(self, residency: Residency, policy: Policy) -> None:
+        self.residency = residency
+        self.policy = policy
+        self.host = Worker(HOST, "host", RAM, depth=1 << 60)
+        self.workers: dict[WorkerId, Worker] = {HOST: self.host}
+        self.crew: list[Worker] = []
+        self.blocked: list[list[Task]] = [[] for _ in residency.nodes]
+        self.doomed: list[tuple[Task, BaseException]] = []
+        self.actions: list[Action] = []
+        self.num_active = 0
+        self.num_blocked = 0
+        self.num_ready = 0
+        self._room: list[int] = [0 for _ in residency.nodes]  # tasks the workers of each node can hold together
+        self._invalidates = len(residency.nodes) > 1
+
+    def join(self, worker: Worker) -> None:
+        """A worker joins the crew."""
+        self.workers[worker.id] = worker
+        self.crew.append(worker)
+        self._room[worker.node] += worker.depth
+        if self.num_ready:
+            self._fill(worker)
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Take a task that waits for nobody; `worker` ran the last one it waited for."""
+        task.state = "ready"
+        if task.kinds[0] == "host":
+            self._assign(task, self.host)
+        else:
+            self.num_ready += 1
+            self.policy.push(task, worker)
+
+    def feed(self) -> None:
+        """Give ready tasks to workers with room."""
+        for worker in self.crew:
+            if not self.num_ready:
+                return
+            if len(worker.assigned) < worker.depth:
+                self._fill(worker)
+
+    def _fill(self, worker: Worker) -> None:
+        """Draw ready tasks for a worker while it has room; not many more while its memory is short."""
+        assigned, depth = worker.assigned, worker.depth
+        line, limit = self.blocked[worker.node], self._room[worker.node]
+        while len(assigned) < depth and len(line) < limit:
+            task = self.policy.pop(worker)
+            if task is None:
+                return
+            self.num_ready -= 1
+            self._assign(task, worker)
+
+    def _assign(self, task: Task, worker: Worker) -> None:
+        """Admit the task for the worker, or let it wait for memory."""
+        line = self.blocked[worker.node]
+        if line and line[0].order < task.order and not self.residency.is_at_home(task, worker.node):
+            admitted = False
+        else:
+            admitted = self._admit(task, worker, urgent=False)
+        if not admitted:
+            task.state = "blocked"
+            task.worker = worker.id
+            task.node = worker.node
+            line.append(task)
+            line.sort(key=_order)
+            self.num_blocked += 1
+            self.residency.freed = True  # let _settle try once more: it may be the oldest, and urgent
+
+    def _admit(self, task: Task, worker: Worker, *, urgent: bool) -> bool:
+        """Admit the task to the worker's node if it fits; a task found to have nothing to read counts as dealt with."""
+        task.worker = worker.id
+        task.node = worker.node
+        try:
+            if not self.residency.admit(task, urgent=urgent):
+                return False
+        except NothingToRead as unwritten:
+            reason = f"{task!r} reads {unwritten.handle!r}, which nothing has written; write it first"
+            self.doomed.append((task, TaskError(reason)))
+            return True
+        worker.assigned.append(task)
+        if task.num_arriving:
+            task.state = "fetching"
+        else:
+            self.stage(task, worker)
+        return True
+
+    def stage(self, task: Task, worker: Worker) -> None:
+        """The task's data is in place: run it, or let it wait for its worker."""
+        if worker.running is None:
+            self._run(task, worker)
+        else:
+            task.state = "staged"
+
+    def _run(self, task: Task, worker: Worker) -> None:
+        if self._invalidates:
+            self.residency.invalidate_others(task)
+        task.state = "running"
+        if worker is not self.host:
+            worker.running = task
+        self.num_active += 1
+        self.actions.append(RunTask(worker.id, task))
+
+    def retire(self, task: Task) -> Worker:
+        """A task that ran has ended: free its worker for the next one that is staged. Returns the worker."""
+        worker = self.workers[task.worker]
+        self.num_active -= 1
+        worker.assigned.remove(task)
+        if worker.running is task:
+            worker.running = None
+            for waiting in worker.assigned:
+                if waiting.state == "staged":
+                    self._run(waiting, worker)
+                    break
+        return worker
+
+    def refill(self, worker: Worker) -> None:
+        """Give ready tasks out, to `worker` first."""
+        if worker is not self.host:
+            if worker.running is None:
+                self._fill(worker)
+            if len(self.crew) == 1:
+                return
+        self.feed()
+
+    # --- shortage -----------------------------------------------------------------------------------------------------
+
+    def retry(self) -> None:
+        """Admit blocked tasks from the oldest on; behind one that does not fit, only those that need no new memory."""
+        for line in sorted(filter(None, self.blocked), key=lambda line: line[0].order):
+            is_head = True
+            for task in list(line):
+                worker = self._find_worker(task)
+                if worker is None or not (is_head or self.residency.is_at_home(task, task.node)):
+                    is_head = False
+                    continue
+                urgent = is_head and all(not other or task.order <= other[0].order for other in self.blocked)
+                if not self._admit_blocked(task, worker, urgent=urgent):
+                    is_head = False
+
+    def oldest_blocked(self) -> Task | None:
+        """The oldest task that waits for memory."""
+        return min(chain.from_iterable(self.blocked), key=_order, default=None)
+
+    def rescue(self) -> bool:
+        """When nothing runs or moves: let through any task that fits anywhere, oldest first, then any the policy holds.
+
+        Returns:
+            Whether something is under way now.
+        """
+        for task in sorted(chain.from_iterable(self.blocked), key=_order):
+            if self._place_anywhere(task):
+                return True
+        for worker in self.crew:
+            while self.num_ready and (drawn := self.policy.pop(worker)) is not None:
+                self.num_ready -= 1
+                self._assign(drawn, worker)
+                if drawn.state != "blocked" or self._place_anywhere(drawn):
+                    return True
+        return False
+
+    def _place_anywhere(self, task: Task) -> bool:
+        """Admit a blocked task on whatever node it fits; True if that, or a write-back towards it, is under way.
+
+        When only fragmentation is in the way, the node is compacted first.
+        """
+        tried: set[NodeId] = set()
+        for worker in (self.host, *self.crew):
+            if worker.kind in task.kinds and worker.node not in tried:
+                tried.add(worker.node)
+                if self._admit_blocked(task, worker, urgent=False) or self.residency.copies:
+                    return True
+                if self.residency.compact_for(task, worker.node):
+                    return self._admit_blocked(task, worker, urgent=False)
+        return False
+
+    def _find_worker(self, task: Task) -> Worker | None:
+        """A worker with room on the node the blocked task waits for, preferably the one that drew it."""
+        drawer = self.workers[task.worker]
+        if len(drawer.assigned) < drawer.depth:
+            return drawer
+        for worker in self.crew:
+            if worker.node == task.node and worker.kind in task.kinds and len(worker.assigned) < worker.depth:
+                return worker
+        return None
+
+    def _admit_blocked(self, task: Task, worker: Worker, *, urgent: bool) -> bool:
+        home = task.worker, task.node
+        dealt_with = self._admit(task, worker, urgent=urgent)
+        if task.state == "blocked":
+            task.worker, task.node = home
+        else:
+            self.unblock(task, home[1])
+        return dealt_with
+
+    def unblock(self, task: Task, node_id: NodeId | None = None) -> None:
+        """Take a task out of its line, or of another node's."""
+        self.blocked[task.node if node_id is None else node_id].remove(task)
+        self.num_blocked -= 1
+
+    # --- inspection ---------------------------------------------------------------------------------------------------
+
+    def admitted(self) -> Iterator[Task]:
+        """Tasks that hold memory now."""
+        for worker in self.workers.values():
+            yield from worker.assigned
+
+    def validate(self) -> None:
+        """Check the books at rest between two events.
+
+        Raises:
+            InvalidEvent: something does not add up.
+        """
+        if self.num_ready != len(self.policy):
+            raise InvalidEvent(f"{self.num_ready} tasks were given to the policy, which holds {len(self.policy)}")
+        if self.num_blocked != sum(map(len, self.blocked)):
+            raise InvalidEvent(f"{self.num_blocked} tasks were blocked, the lines hold {sum(map(len, self.blocked))}")
+        for worker in self.crew:
+            if worker.running is not None and (worker.running.state != "running" or worker.running not in worker.assigned):
+                raise InvalidEvent(f"worker {worker.id} runs {worker.running!r}, which is {worker.running.state}")
+            if worker.running is None and any(task.state == "staged" for task in worker.assigned):
+                raise InvalidEvent(f"worker {worker.id} idles although a task is staged")
+            if len(worker.assigned) > worker.depth:
+                raise InvalidEvent(f"worker {worker.id} holds {len(worker.assigned)} tasks, more than {worker.depth}")
+        num_active = sum(task.state == "running" for task in self.admitted())
+        if num_active != self.num_active:
+            raise InvalidEvent(f"{num_active} tasks run, {self.num_active} were counted")
+
+
+def _order(task: Task) -> int:
+    return task.order

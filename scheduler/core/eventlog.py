@@ -1,0 +1,192 @@
+"""Event logs: what happened to a machine as plain tuples, and the same again on a fresh machine.
+
+A log holds everything that decides what a machine does (sizes, access modes, orders, completion order) and nothing else: no codelets, views
+or times. Replaying it must give the same actions in the same order, which turns a recorded failure into a unit test. Entries:
+
+    ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
+    ("task", id, name, kinds, ((handle, mode), ...), priority, order)      TaskSubmitted
+    ("instance", key, tasks, owned, shared)                                first mention of a recorded step's instance
+    ("step", key, number, first_order)                                     StepStarted
+    ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("joined", worker, kind, node, depth) ("released", handle)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, assert_never
+
+from .events import (
+    Action,
+    CopyFinished,
+    CopyTile,
+    Event,
+    HandleReleased,
+    MoveTile,
+    ReportFailure,
+    ReportStepDone,
+    RunTask,
+    StepStarted,
+    TaskFailed,
+    TaskFinished,
+    TaskSubmitted,
+    WorkerJoined,
+)
+from .records import HandleId, HandleRecord, Replay, SharedUse, Task, TaskId, Worker, WorkerId
+
+Entry = tuple[Any, ...]
+
+
+class LoggedError(Exception):
+    """Stands for a kernel's exception when a log is replayed."""
+
+
+class EventLog:
+    """Turns events into entries; `entries` holds what was added so far."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._handles: set[HandleId] = set()
+        self._steps: dict[Replay, int] = {}
+
+    def add(self, event: Event) -> None:
+        """Append an event, before the machine handles it."""
+        match event:
+            case TaskSubmitted(task):
+                self._mention(handle for handle, _ in task.accesses)
+                self.entries.append(("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order))
+            case StepStarted(replay):
+                if replay not in self._steps:
+                    self._enter_instance(replay)
+                self.entries.append(("step", self._steps[replay], replay.number, replay.first_order))
+            case TaskFinished(task):
+                self.entries.append(("finished", task.id))
+            case TaskFailed(task, error):
+                self.entries.append(("failed", task.id, str(error)))
+            case CopyFinished(source, target):
+                self.entries.append(("copied", source.handle.id, source.node, target.node))
+            case WorkerJoined(worker):
+                self.entries.append(("joined", worker.id, worker.kind, worker.node, worker.depth))
+            case HandleReleased(handle):
+                self._mention([handle])
+                self.entries.append(("released", handle.id))
+            case _:
+                assert_never(event)
+
+    def _mention(self, handles: Iterable[HandleRecord]) -> None:
+        for h in handles:
+            if h.id not in self._handles:
+                self._handles.add(h.id)
+                self.entries.append(("handle", h.id, h.nbytes, h.size, h.name, h.kind, h.data_class, h.released))
+
+    def _enter_instance(self, replay: Replay) -> None:
+        key = self._steps[replay] = len(self._steps)
+        self._mention(handle for task in replay.tasks for handle, _ in task.accesses)
+        at = {task: position for position, task in enumerate(replay.tasks)}
+        tasks = tuple(
+            (task.id, task.name, task.kinds, _plain(task), task.priority, task.num_predecessors, tuple(at[t] for t in task.successors), task.is_exit)
+            for task in replay.tasks
+        )
+        owned = tuple((handle.id, num_uses) for handle, num_uses in replay.owned)
+        shared = tuple(
+            (
+                use.handle.id,
+                tuple(at[task] for task in use.first_readers),
+                None if use.first_writer is None else at[use.first_writer],
+                None if use.last_writer is None else at[use.last_writer],
+                tuple(at[task] for task in use.last_readers),
+                use.num_uses,
+                use.needs_data,
+            )
+            for use in replay.shared
+        )
+        self.entries.append(("instance", key, tasks, owned, shared))
+
+
+class Revival:
+    """Fresh records and events from a log's entries."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, HandleRecord] = {}
+        self._tasks: dict[int, Task] = {}
+        self._steps: dict[int, Replay] = {}
+
+    def events(self, entries: Iterable[Entry]) -> Iterator[Event]:
+        """The events of a log, over new records, in order."""
+        for kind, *rest in entries:
+            event = getattr(self, f"_on_{kind}")(*rest)
+            if event is not None:
+                yield event
+
+    def _on_handle(self, number: int, nbytes: int, size: int, name: str, kind: Any, data_class: Any, released: bool) -> None:
+        self._handles[number] = HandleRecord(HandleId(number), nbytes, size, None, name, kind, data_class, released=released)
+
+    def _task(self, number: int, name: str, kinds: Any, accesses: Any, priority: int, **fields: Any) -> Task:
+        plain = tuple((self._handles[handle], mode) for handle, mode in accesses)
+        task = self._tasks[number] = Task(TaskId(number), None, name, kinds, plain, {}, priority, **fields)
+        return task
+
+    def _on_task(self, number: int, name: str, kinds: Any, accesses: Any, priority: int, order: int) -> TaskSubmitted:
+        return TaskSubmitted(self._task(number, name, kinds, accesses, priority, order=order))
+
+    def _on_instance(self, key: int, tasks: Any, owned: Any, shared: Any) -> None:
+        replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [])
+        for position, (number, name, kinds, accesses, priority, waits, _, is_exit) in enumerate(tasks):
+            fields = {"num_waiting": waits, "num_predecessors": waits, "step": replay, "position": position, "is_exit": is_exit}
+            replay.tasks.append(self._task(number, name, kinds, accesses, priority, **fields))
+        for task, (*_, successors, _) in zip(replay.tasks, tasks, strict=True):
+            task.successors = [replay.tasks[after] for after in successors]
+        replay.roots = [task for task in replay.tasks if not task.num_predecessors]
+        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data in shared:
+            replay.shared.append(
+                SharedUse(
+                    self._handles[handle],
+                    [replay.tasks[at] for at in first_readers],
+                    None if first_writer is None else replay.tasks[first_writer],
+                    None if last_writer is None else replay.tasks[last_writer],
+                    [replay.tasks[at] for at in last_readers],
+                    uses,
+                    needs_data,
+                )
+            )
+
+    def _on_step(self, key: int, number: int, first_order: int) -> StepStarted:
+        replay = self._steps[key]
+        replay.number, replay.first_order = number, first_order
+        return StepStarted(replay)
+
+    def _on_finished(self, number: int) -> TaskFinished:
+        return TaskFinished(self._tasks[number])
+
+    def _on_failed(self, number: int, message: str) -> TaskFailed:
+        return TaskFailed(self._tasks[number], LoggedError(message))
+
+    def _on_copied(self, number: int, source: Any, target: Any) -> CopyFinished:
+        replicas = self._handles[number].replicas
+        return CopyFinished(replicas[source], replicas[target])
+
+    def _on_joined(self, number: int, kind: Any, node: Any, depth: int) -> WorkerJoined:
+        return WorkerJoined(Worker(WorkerId(number), kind, node, depth))
+
+    def _on_released(self, number: int) -> HandleReleased:
+        return HandleReleased(self._handles[number])
+
+
+def describe(action: Action) -> Entry:
+    """An action as a plain tuple, equal for equal actions of different machines."""
+    match action:
+        case RunTask(worker, task):
+            return ("run", worker, task.id, tuple((replica.node, replica.offset) for replica in task.replicas))
+        case CopyTile(source, target):
+            return ("copy", source.handle.id, source.node, source.offset, target.node, target.offset)
+        case MoveTile(node, source_offset, offset, nbytes):
+            return ("move", node, source_offset, offset, nbytes)
+        case ReportFailure(task, error):
+            return ("failure", task.id, str(error))
+        case ReportStepDone(_, number):
+            return ("step done", number)
+        case _:
+            assert_never(action)
+
+
+def _plain(task: Task) -> tuple[tuple[int, str], ...]:
+    return tuple((handle.id, mode) for handle, mode in task.accesses)

@@ -1,0 +1,208 @@
+"""Virtual time: the same machine without threads or data, with durations instead of kernels.
+
+Drives `nntask plan` and experiments on imaginary machines. Time is a number that jumps to the next end of a task or copy; ties are broken by the
+order in which things began, so a simulation always gives the same result. Copies over one link follow one another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..core.errors import DoesNotFit, SchedulerError
+from ..core.events import CopyFinished, CopyTile, Event, ReportFailure, RunTask, StepStarted, TaskFinished, TaskSubmitted, WorkerJoined
+from ..core.machine import Machine
+from ..core.memory import MemoryNode
+from ..core.policies import POLICIES
+from ..core.records import HandleId, HandleRecord, NodeId, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.steps import RecordedTask, StepPlan
+
+Duration = Callable[[Task, WorkerKind], float]
+"""Seconds a task takes on a kind of worker; `task.codelet`, `task.constants` and the views of its handles say what it is."""
+
+
+@dataclass(slots=True)
+class Simulation:
+    """What a simulated step costs.
+
+    Attributes:
+        seconds: from the end of the previous replay to the end of the last one.
+        busy_seconds: per worker, in that time.
+        peak_bytes: most bytes in use on each node, from the start on.
+        peak_bytes_by_class: the same at that moment, by data class.
+        moved_bytes: over each link "a->b", in the last replay.
+        num_tasks: tasks of one replay.
+        num_evictions: replicas dropped for others in the last replay.
+    """
+
+    seconds: float
+    busy_seconds: list[float]
+    peak_bytes: dict[str, int]
+    peak_bytes_by_class: dict[str, dict[str, int]]
+    moved_bytes: dict[str, int]
+    num_tasks: int
+    num_evictions: int
+
+
+class VirtualDriver:
+    """Carries out a machine's actions in virtual time.
+
+    Args:
+        machine: without workers yet.
+        workers: (kind, node, depth) of each worker.
+        duration: of a task on a kind of worker.
+        bandwidth: bytes per second of each link; None for copies that take no time.
+
+    Attributes:
+        now: seconds since the start.
+        busy_seconds: of each worker.
+    """
+
+    def __init__(
+        self, machine: Machine, workers: Sequence[tuple[WorkerKind, int, int]], duration: Duration, *, bandwidth: float | None = None
+    ) -> None:
+        self.machine = machine
+        self.duration = duration
+        self.bandwidth = bandwidth
+        self.now = 0.0
+        self.busy_seconds = [0.0 for _ in workers]
+        self._kinds = [kind for kind, _, _ in workers]
+        self._agenda: list[tuple[float, int, Event]] = []
+        self._links: dict[tuple[NodeId, NodeId], float] = {}
+        self._num_begun = 0
+        for number, (kind, node, depth) in enumerate(workers):
+            self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth)))
+
+    def bring(self, event: Event) -> None:
+        """Let something happen now.
+
+        Raises:
+            DoesNotFit: a task cannot run within the budgets.
+        """
+        for action in self.machine.handle(event):
+            if isinstance(action, RunTask):
+                self._begin_task(action.task)
+            elif isinstance(action, CopyTile):
+                self._begin_copy(action)
+            elif isinstance(action, ReportFailure):
+                raise action.error
+
+    def run(self) -> None:
+        """Let time pass until nothing is under way."""
+        while self._agenda:
+            self.now, _, event = heapq.heappop(self._agenda)
+            self.bring(event)
+
+    def _begin_task(self, task: Task) -> None:
+        seconds = 0.0
+        if task.worker >= 0:  # else it is the program, which takes no time
+            seconds = self.duration(task, self._kinds[task.worker])
+            self.busy_seconds[task.worker] += seconds
+        self._enter(self.now + seconds, TaskFinished(task))
+
+    def _begin_copy(self, copy: CopyTile) -> None:
+        link = (copy.source.node, copy.target.node)
+        seconds = copy.source.handle.nbytes / self.bandwidth if self.bandwidth else 0.0
+        end = self._links[link] = max(self.now, self._links.get(link, 0.0)) + seconds
+        self._enter(end, CopyFinished(copy.source, copy.target))
+
+    def _enter(self, at: float, event: Event) -> None:
+        self._num_begun += 1
+        heapq.heappush(self._agenda, (at, self._num_begun, event))
+
+
+def simulate(
+    plan: StepPlan,
+    *,
+    workers: Sequence[tuple[WorkerKind, int, int]],
+    nodes: Sequence[tuple[str, int]],
+    policy: str,
+    duration: Duration,
+    bandwidth: float | None = None,
+    replays: int = 2,
+) -> Simulation:
+    """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
+
+    What the step reads without writing it first lies in host memory at the start.
+
+    Args:
+        workers: (kind, node, depth) of each worker.
+        nodes: (name, budget in bytes) of each memory node, host memory first.
+        policy: name of a scheduling policy.
+        duration: of a task on a kind of worker, seconds.
+        bandwidth: of each link, bytes per second; None for copies that take no time.
+        replays: how often the step runs; the last one is reported, when devices hold what fits.
+
+    Raises:
+        DoesNotFit: a task or the persistent data exceeds the budgets.
+        ValueError: the policy is unknown or `replays` is not positive.
+    """
+    if policy not in POLICIES or replays < 1:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)} and replays at least 1, got {policy!r} and {replays}")
+    machine = Machine([MemoryNode(name, budget) for name, budget in nodes], POLICIES[policy]())
+    driver = VirtualDriver(machine, workers, duration, bandwidth=bandwidth)
+    twin = _detached(plan)
+    _load(driver, twin)
+    num_tasks = len(twin.tasks)
+    instances = [twin.instantiate(_clone, num_tasks * (1 + which))[0] for which in range(min(replays, 2))]
+    for number in range(replays):
+        before = _measure(driver, num_tasks)
+        replay = instances[number % 2]
+        replay.number, replay.first_order = number, num_tasks * (3 + number)
+        driver.bring(StepStarted(replay))
+        driver.run()
+        if replay.num_unfinished:
+            raise SchedulerError(f"{replay.num_unfinished} tasks of the simulated step never ran\n{machine.story()}")
+    return _difference(before, _measure(driver, num_tasks))
+
+
+def _measure(driver: VirtualDriver, num_tasks: int) -> Simulation:
+    """Everything counted since the start."""
+    machine = driver.machine
+    names = [node.name for node in machine.nodes]
+    return Simulation(
+        seconds=driver.now,
+        busy_seconds=list(driver.busy_seconds),
+        peak_bytes={node.name: node.peak for node in machine.nodes},
+        peak_bytes_by_class={node.name: {str(name): size for name, size in node.peak_by_class.items()} for node in machine.nodes},
+        moved_bytes={f"{names[a]}->{names[b]}": nbytes for (a, b), nbytes in machine.moved_bytes.items()},
+        num_tasks=num_tasks,
+        num_evictions=machine.num_evictions,
+    )
+
+
+def _difference(before: Simulation, after: Simulation) -> Simulation:
+    """What happened in between; peaks count from the start."""
+    after.seconds -= before.seconds
+    after.busy_seconds = [now - then for then, now in zip(before.busy_seconds, after.busy_seconds, strict=True)]
+    after.moved_bytes = {link: nbytes - before.moved_bytes.get(link, 0) for link, nbytes in after.moved_bytes.items()}
+    after.num_evictions -= before.num_evictions
+    return after
+
+
+def _load(driver: VirtualDriver, plan: StepPlan) -> None:
+    """The program writes what the step expects to find."""
+    for number, (handle, use) in enumerate(plan.uses.items()):
+        if use.needs_data and handle not in plan.owned:
+            task = Task(TaskId(-1 - number), None, "load", ("host",), ((handle, W),), {}, order=number - len(plan.uses))
+            driver.bring(TaskSubmitted(task))
+            driver.run()
+            if task.state != "done":
+                raise DoesNotFit(f"{handle!r} does not fit host memory at the start of the step")
+
+
+def _detached(plan: StepPlan) -> StepPlan:
+    """The same plan over records of its own."""
+    twins = {handle: _clone(handle) for handle in plan.uses}
+    tasks = [
+        RecordedTask(
+            task.codelet, task.name, task.kinds, tuple((twins[handle], mode) for handle, mode in task.accesses), task.constants, task.priority
+        )
+        for task in plan.tasks
+    ]
+    return StepPlan(tasks, {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins})
+
+
+def _clone(handle: HandleRecord) -> HandleRecord:
+    return HandleRecord(HandleId(handle.id), handle.nbytes, handle.size, handle.view, handle.name, handle.kind, handle.data_class)

@@ -1,0 +1,319 @@
+"""The machine's side of the runtime: one lock around the state machine, and the threads that carry out what it asks.
+
+Rules. Whoever brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and
+carries out its actions; nothing waits for a scheduler thread and nothing polls. Finalizers only append to an inbox that is drained at the next
+event, because a garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an
+interrupt inside it leaves it half advanced: either breaks the engine for good, and everybody who waits is woken with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Final
+
+from .core.errors import SchedulerError, TaskError
+from .core.events import (
+    CopyFinished,
+    CopyTile,
+    Event,
+    HandleReleased,
+    MoveTile,
+    ReportFailure,
+    RunTask,
+    StepStarted,
+    TaskFailed,
+    TaskFinished,
+    WorkerJoined,
+)
+from .core.machine import Machine
+from .core.memory import MemoryNode
+from .core.policies import POLICIES
+from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from .drivers.cpu import Inspect, WorkerThread
+from .drivers.sim import CopyEngine
+from .storage import HostArena
+from .trace import Trace
+from .waiting import Waiter, WaitingRoom
+
+WINDOW: Final = 8192
+"""Unrecorded tasks that may be unfinished before `submit` waits."""
+
+SIM_DEPTH: Final = 2
+"""Tasks admitted to a simulated device at a time: one runs while the next one's data arrives."""
+
+ABANDONED: Final = object()
+"""Token of a program's task whose program was interrupted while it waited."""
+
+
+class Engine:
+    """Machine, memory and threads.
+
+    Args:
+        budgets: (name, bytes) of each memory node, host memory first.
+        policy: name of the scheduling policy.
+        trace: records what runs when; None for no tracing.
+        inspect: called after each kernel.
+
+    Attributes:
+        inbox: handles whose finalizer has run.
+        closing: whether workers should stop after the kernel they are in.
+        endings: what to call with the first error, or None, when a replay has ended.
+    """
+
+    def __init__(self, budgets: Sequence[tuple[str, int]], policy: str, trace: Trace | None, inspect: Inspect | None) -> None:
+        self.trace = trace
+        self.inspect = inspect
+        self.inbox: deque[HandleRecord] = deque()
+        self.closing = False
+        self.room = WaitingRoom()
+        self.machine = Machine([MemoryNode(name, budget) for name, budget in budgets], POLICIES[policy]())
+        self.arenas = [HostArena(budget) for _, budget in budgets]
+        self.kinds: set[WorkerKind] = set()
+        self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
+        self._lock = threading.Lock()
+        self._threads: dict[WorkerId, WorkerThread] = {}
+        self._copiers: dict[tuple[NodeId, NodeId], CopyEngine] = {}
+        self._drained: list[Waiter] = []
+        self._roomy: list[Waiter] = []
+        self._failure: BaseException | None = None
+        self._num_tasks = 0
+        self._started = perf_counter()
+
+    def hire(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> None:
+        """Start the threads and let the workers join."""
+        workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
+        workers += [Worker(WorkerId(cpu_workers + i), "sim", NodeId(1 + i), depth=SIM_DEPTH) for i in range(sim_gpus)]
+        nodes = [RAM, *(NodeId(1 + i) for i in range(sim_gpus))]
+        for source, target in itertools.permutations(nodes, 2):
+            copier = self._copiers[source, target] = CopyEngine(self.arenas, self.copied, self.fail, bandwidth, f"copy {source}->{target}")
+            copier.start()
+        for worker in workers:
+            thread = self._threads[worker.id] = WorkerThread(self, worker, self.arenas[worker.node].memory, worker_name(worker))
+            thread.start()
+            self.kinds.add(worker.kind)
+            self.bring(WorkerJoined(worker))
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def advance(self, event: TaskFinished | TaskFailed, worker: Worker) -> Task | None:
+        """Advance the machine by a worker's event; return the worker's next task, if it has one now."""
+        with self._lock:
+            if self.inbox:
+                self._drain_inbox()
+            return self._carry_out(self.machine.handle(event), worker.id)
+
+    def bring(self, event: Event, newcomer: Task | None = None) -> None:
+        """Advance the machine by an event of a thread that is not a worker.
+
+        Args:
+            newcomer: the task submitted, which gets its number here.
+
+        Raises:
+            SchedulerError: the runtime is broken or closed.
+        """
+        with self._lock:
+            if self.room.broken is not None:
+                raise self.room.broken
+            try:
+                if self.inbox:
+                    self._drain_inbox()
+                if newcomer is not None:
+                    newcomer.id = TaskId(self._num_tasks)
+                    newcomer.order = self._num_tasks
+                    self._num_tasks += 1
+                self._carry_out(self.machine.handle(event), None)
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
+        """A copy engine has carried out a copy."""
+        source, target = action.source, action.target
+        if self.trace is not None and self.trace.active:
+            self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns)
+        if not self.closing:
+            self.bring(CopyFinished(source, target))
+
+    def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
+        """Record a task in the trace."""
+        trace = self.trace
+        if trace is not None and trace.active:
+            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns)
+            trace.add_counters(end_ns, [node.used for node in self.machine.nodes], self.machine.dispatch.num_ready)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine itself is broken: wake everybody with the reason."""
+        self.room.close(error)
+
+    def take_numbers(self, count: int) -> int:
+        """The first of `count` task numbers nobody else gets."""
+        with self._lock:
+            first = self._num_tasks
+            self._num_tasks = first + count
+        return first
+
+    def _drain_inbox(self) -> None:
+        inbox, machine = self.inbox, self.machine
+        while inbox:
+            self._carry_out(machine.handle(HandleReleased(inbox.popleft())), None)
+
+    def _carry_out(self, actions: Sequence[object], me: WorkerId | None) -> Task | None:
+        """Do what the machine asks; returns the task for the calling worker instead of posting it."""
+        mine: Task | None = None
+        for action in actions:
+            if type(action) is RunTask:
+                if action.worker == me and mine is None:
+                    mine = action.task
+                elif action.worker == HOST:
+                    self._lend(action.task)
+                else:
+                    self._threads[action.worker].mailbox.put(action.task)
+            elif type(action) is CopyTile:
+                self._copiers[action.source.node, action.target.node].mailbox.put(action)
+            elif type(action) is MoveTile:
+                arena = self.arenas[action.node]
+                arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
+            elif type(action) is ReportFailure:
+                self._note_failure(action)
+            else:
+                replay: Replay = action.replay  # type: ignore[attr-defined]
+                self.endings.pop(replay)(replay.failure)
+        if self._drained or self._roomy:
+            remaining = self.machine.num_unfinished
+            if not remaining:
+                self._wake(self._drained)
+            if remaining <= WINDOW // 2:
+                self._wake(self._roomy)
+        return mine
+
+    def _wake(self, waiters: list[Waiter]) -> None:
+        for waiter in waiters:
+            self.room.wake(waiter)
+        waiters.clear()
+
+    def _note_failure(self, action: ReportFailure) -> None:
+        """Keep the first failure for whoever waits; a cancelled acquisition wakes its program."""
+        task, error = action.task, action.error
+        if not isinstance(error, SchedulerError):
+            data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses)
+            named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data} raised {type(error).__name__}: {error}")
+            named.__cause__ = error
+            error = named
+        if task.step is not None:
+            if not isinstance(task.step.failure, SchedulerError):
+                task.step.failure = error
+        elif isinstance(task.token, Waiter):
+            task.token.refusal = error
+            self.room.wake(task.token)
+        elif self._failure is None and task.token is None:
+            self._failure = error
+
+    # --- the program's tasks and waits --------------------------------------------------------------------------------
+
+    def start_replay(self, replay: Replay, ending: Callable[[BaseException | None], None]) -> None:
+        """Begin a replay."""
+        replay.first_order = self.take_numbers(len(replay.tasks))
+        self.endings[replay] = ending
+        self.bring(StepStarted(replay))
+
+    def _lend(self, task: Task) -> None:
+        """The program may use the data it asked for; give it back at once if the program was interrupted meanwhile."""
+        if isinstance(task.token, Waiter):
+            self.room.wake(task.token)
+        else:
+            self._give_back(task)
+
+    def _give_back(self, task: Task) -> None:
+        _, mode = task.accesses[0]
+        event = TaskFailed(task, KeyboardInterrupt("the program was interrupted before it wrote")) if mode == W else TaskFinished(task)
+        self._carry_out(self.machine.handle(event), None)
+
+    def abandon(self, task: Task) -> None:
+        """The program was interrupted while it waited for `task`: see that nobody waits for the program."""
+        with self._lock:
+            if self.room.broken is None:
+                task.token = ABANDONED
+                if task.state == "running":
+                    self._give_back(task)
+
+    def view_of(self, replica: Replica) -> Any:
+        """The program's view of data in host memory."""
+        if replica.view is None:
+            replica.view = replica.handle.view(self.arenas[RAM].memory, replica.offset)  # type: ignore[operator]
+        return replica.view
+
+    def wait(self) -> BaseException | None:
+        """Sleep until no task is left; returns the first failure since the last wait."""
+        self._sleep(self._drained, 0)
+        failure, self._failure = self._failure, None
+        return failure
+
+    def wait_for_room(self) -> None:
+        """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
+        if not self.machine.dispatch.host.assigned:
+            self._sleep(self._roomy, WINDOW // 2)
+
+    def _sleep(self, waiters: list[Waiter], target: int) -> None:
+        waiter = self.room.enter()
+        try:
+            with self._lock:
+                if self.machine.num_unfinished <= target:
+                    return
+                waiters.append(waiter)
+            waiter.wait()
+        finally:
+            self.room.leave(waiter)
+
+    # --- inspection and end -------------------------------------------------------------------------------------------
+
+    def stats(self, *, forget_recent_peak: bool) -> dict[str, Any]:
+        """What happened so far."""
+        machine = self.machine
+        with self._lock:
+            nodes = machine.nodes
+            result: dict[str, Any] = {
+                "tasks": sum(thread.num_tasks for thread in self._threads.values()),
+                "evictions": machine.num_evictions,
+                "moved_bytes": {f"{nodes[a].name}->{nodes[b].name}": n for (a, b), n in machine.moved_bytes.items()},
+                "resident_bytes": {node.name: node.used for node in nodes},
+                "peak_bytes": {node.name: node.peak for node in nodes},
+                "peak_bytes_by_class": {node.name: dict(node.peak_by_class) for node in nodes},
+                "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
+                "budget_bytes": {node.name: node.budget for node in nodes},
+                "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in self._threads.values()},
+                "seconds": perf_counter() - self._started,
+            }
+            if forget_recent_peak:
+                for node in nodes:
+                    node.forget_recent_peak()
+        return result
+
+    def story(self, record: HandleRecord | None) -> str:
+        """The last events, or those that touched one handle."""
+        with self._lock:
+            return self.machine.story(record)
+
+    def close(self) -> None:
+        """Stop the threads after the kernels and copies they are in."""
+        if self.closing:
+            return
+        self.closing = True
+        threads: list[WorkerThread | CopyEngine] = [*self._threads.values(), *self._copiers.values()]
+        for thread in threads:
+            thread.stop()
+        for thread in threads:
+            thread.join()
+        self.room.close(SchedulerError("the runtime is closed"))
+        self.endings.clear()
+        for resident in self.machine.residency.resident:
+            for replica in resident:
+                replica.view = None
+
+
+def worker_name(worker: Worker) -> str:
+    """A worker's name in reports: "cpu:0", "sim:1"."""
+    return f"cpu:{worker.id}" if worker.kind == "cpu" else f"{worker.kind}:{worker.node - 1}"

@@ -1,0 +1,373 @@
+"""Fakes for tests: a driver without threads or time, real little buffers, and the sequential truth to compare with.
+
+`FakeDriver` holds a `Machine`; a test submits tasks and chooses which running task or copy ends next. Every handle holds one 64-bit number,
+written at the start of each page of its extent, so that overlapping extents, early evictions and stale replicas show as wrong numbers:
+
+  - a task's inputs are read when it starts and again when it ends, and must not have changed in between;
+  - what it is about to overwrite is filled with garbage when it starts;
+  - a copy's source must not change while it is under way.
+
+After every event `machine.validate()` runs, and every task is held against `TASK_TRANSITIONS`. `FakeDriver.check` compares what the buffers
+hold at the end with `truth`, which runs the same tasks one after another in submission order.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from ..core.dispatch import TASK_TRANSITIONS
+from ..core.eventlog import Entry, EventLog, Revival, describe
+from ..core.events import (
+    Action,
+    CopyFinished,
+    CopyTile,
+    Event,
+    HandleReleased,
+    MoveTile,
+    ReportFailure,
+    ReportStepDone,
+    RunTask,
+    StepStarted,
+    TaskFailed,
+    TaskFinished,
+    TaskSubmitted,
+    WorkerJoined,
+)
+from ..core.machine import Machine
+from ..core.memory import PAGE, MemoryNode, rounded
+from ..core.policies import POLICIES
+from ..core.records import (
+    RW,
+    SCRATCH,
+    HandleId,
+    HandleRecord,
+    Mode,
+    NodeId,
+    R,
+    Replay,
+    Replica,
+    Task,
+    TaskId,
+    Worker,
+    WorkerId,
+    WorkerKind,
+)
+from ..core.steps import RecordedTask, StepPlan
+from .truth import Run, Wrong, mix, truth
+
+GARBAGE: Final = 0xDEADBEEFDEADBEEF
+CPU: Final[tuple[WorkerKind, ...]] = ("cpu", "sim")
+
+
+class FakeDriver:
+    """A machine whose tasks and copies end when the test says so.
+
+    Args:
+        pages: budget of each node in pages, host memory first.
+        workers: (kind, node, depth) of each worker.
+        policy: name of a scheduling policy.
+        collect: force a garbage collection inside every handler of the machine.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[int],
+        workers: Sequence[tuple[WorkerKind, int, int]],
+        policy: str = "prio",
+        *,
+        collect: bool = False,
+    ) -> None:
+        self.pages = list(pages)
+        self.policy = policy
+        self.machine = fresh_machine(pages, policy)
+        self.memory = [bytearray(number * PAGE) for number in pages]
+        self.log = EventLog()
+        self.actions: list[Entry] = []
+        self.runs: list[Run] = []
+        self.running: list[Task] = []
+        self.copying: dict[CopyTile, int] = {}
+        self.handles: list[HandleRecord] = []
+        self.inbox: list[HandleRecord] = []
+        self.steps_done: list[tuple[Replay, int]] = []
+        self._current: dict[Task, Run] = {}
+        self._states: dict[Task, str] = {}
+        self._num_tasks = 0
+        if collect:
+            collect_inside(self.machine)
+        for number, (kind, node, depth) in enumerate(workers):
+            self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth)))
+
+    # --- what a program does ------------------------------------------------------------------------------------------
+
+    def handle(self, pages: int = 1, name: str = "") -> HandleRecord:
+        """A handle of some pages."""
+        number = HandleId(len(self.handles))
+        record = HandleRecord(number, pages * PAGE - 8, pages * PAGE, None, name or f"h{number}", "temporary", "activations")
+        self.handles.append(record)
+        return record
+
+    def submit(self, *accesses: tuple[HandleRecord, Mode], salt: int = 0, priority: int = 0, kinds: tuple[WorkerKind, ...] = CPU) -> Run:
+        """Submit a plain task."""
+        number = self._take_numbers(1)
+        task = Task(TaskId(number), None, f"t{number}", kinds, tuple(accesses), {}, priority, order=number)
+        run = self._enter(task, salt or number)
+        self.bring(TaskSubmitted(task))
+        return run
+
+    def release(self, handle: HandleRecord) -> None:
+        """The program forgets a handle; the machine hears of it at the next event, as from a finalizer."""
+        self.inbox.append(handle)
+
+    def record(
+        self, tasks: Sequence[Sequence[tuple[HandleRecord, Mode]]], owned: Mapping[HandleRecord, bool], kinds: tuple[WorkerKind, ...] = CPU
+    ) -> FakeStep:
+        """Capture tasks over handles; `owned` as in `StepPlan`."""
+        recorded = [RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, 0) for at, accesses in enumerate(tasks)]
+        return FakeStep(self, StepPlan(recorded, owned))
+
+    def start(self, replay: Replay, number: int) -> None:
+        """Begin a replay."""
+        replay.number = number
+        replay.first_order = self._take_numbers(len(replay.tasks))
+        for task in replay.tasks:
+            salt = task.constants["salt"]
+            assert isinstance(salt, int)
+            self._enter(task, salt)
+        self.bring(StepStarted(replay))
+
+    def _enter(self, task: Task, salt: int) -> Run:
+        run = self._current[task] = Run(task, task.accesses, salt)
+        self.runs.append(run)
+        return run
+
+    def _take_numbers(self, count: int) -> int:
+        self._num_tasks += count
+        return self._num_tasks - count
+
+    # --- what the world does ------------------------------------------------------------------------------------------
+
+    def bring(self, event: Event) -> None:
+        """Bring one event, the inbox first, and carry out what the machine asks."""
+        while self.inbox:
+            self._bring(HandleReleased(self.inbox.pop(0)))
+        self._bring(event)
+
+    def _bring(self, event: Event) -> None:
+        self.log.add(event)
+        actions = self.machine.handle(event)
+        self.actions += map(describe, actions)
+        for action in actions:
+            self._carry_out(action)
+        self.machine.validate()
+        self._check_transitions()
+
+    def _carry_out(self, action: Action) -> None:
+        if isinstance(action, RunTask):
+            self._begin(action.task)
+        elif isinstance(action, CopyTile):
+            self.copying[action] = self.load(action.source)
+            self._store(action.target, GARBAGE)
+        elif isinstance(action, MoveTile):
+            if self.num_under_way:
+                raise Wrong("tiles were moved while something was under way")
+            memory = self.memory[action.node]
+            size = rounded(action.nbytes)
+            memory[action.offset : action.offset + size] = memory[action.source_offset : action.source_offset + size]
+        elif isinstance(action, ReportFailure):
+            run = self._current[action.task]
+            run.error, run.ended = action.error, True
+        else:
+            assert isinstance(action, ReportStepDone)
+            self.steps_done.append((action.replay, action.number))
+
+    def _begin(self, task: Task) -> None:
+        run = self._current[task]
+        if run.ended or task in self.running:
+            raise Wrong(f"{task!r} was started twice")
+        self.running.append(task)
+        run.before = [self.load(r) for (_, mode), r in zip(task.accesses, task.replicas, strict=True) if mode == R or mode == RW]
+        for (_, mode), replica in zip(task.accesses, task.replicas, strict=True):
+            if mode != R and mode != RW:
+                self._store(replica, GARBAGE)
+
+    @property
+    def num_under_way(self) -> int:
+        """Running tasks and copies."""
+        return len(self.running) + len(self.copying)
+
+    def end(self, which: int, error: BaseException | None = None) -> None:
+        """End one of the running tasks or copies, chosen by number; a task may fail."""
+        which %= self.num_under_way
+        if which >= len(self.running):
+            self._end_copy(list(self.copying)[which - len(self.running)])
+            return
+        task = self.running.pop(which)
+        run = self._current[task]
+        now = [self.load(r) for (_, mode), r in zip(task.accesses, task.replicas, strict=True) if mode == R or mode == RW]
+        if now != run.before:
+            raise Wrong(f"the inputs of {task!r} changed while it ran: {run.before} became {now}")
+        if error is not None:
+            self.bring(TaskFailed(task, error))
+            return
+        run.ended = True
+        for position, ((_, mode), replica) in enumerate(zip(task.accesses, task.replicas, strict=True)):
+            if mode != R:
+                self._store(replica, GARBAGE if mode == SCRATCH else mix(run.salt + position, now))
+        self.bring(TaskFinished(task))
+
+    def _end_copy(self, copy: CopyTile) -> None:
+        value = self.copying.pop(copy)
+        if self.load(copy.source) != value:
+            raise Wrong(f"{copy.source.handle!r} changed while it was copied")
+        self._store(copy.target, value)
+        self.bring(CopyFinished(copy.source, copy.target))
+
+    def drain(self, choose: Callable[[int], int] = lambda number: 0) -> None:
+        """End everything, in the order `choose` picks."""
+        while self.num_under_way:
+            self.end(choose(self.num_under_way))
+
+    # --- buffers ------------------------------------------------------------------------------------------------------
+
+    def load(self, replica: Replica) -> int:
+        """The number in a replica.
+
+        Raises:
+            Wrong: its pages disagree, so something else has written there.
+        """
+        memory = self.memory[replica.node]
+        pages = range(replica.offset, replica.offset + replica.handle.size, PAGE)
+        values = {int.from_bytes(memory[page : page + 8], "little") for page in pages}
+        if len(values) != 1:
+            raise Wrong(f"the pages of {replica.handle!r} on node {replica.node} disagree: {sorted(values)}")
+        return values.pop()
+
+    def _store(self, replica: Replica, value: int) -> None:
+        for page in range(replica.offset, replica.offset + replica.handle.size, PAGE):
+            self.memory[replica.node][page : page + 8] = value.to_bytes(8, "little")
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_transitions(self) -> None:
+        for task, run in list(self._current.items()):
+            before, now = self._states.get(task, "waiting"), task.state
+            if now != before and now not in REACHABLE[before] and task.step is None:
+                raise Wrong(f"{task!r} went from {before} to {now}")
+            self._states[task] = now
+            if run.ended and task.step is None:
+                del self._current[task], self._states[task]
+
+    def check(self) -> None:
+        """At the end: everything ended, as it would have one after another, and the buffers hold what they should.
+
+        Raises:
+            Wrong: they do not.
+        """
+        self._flush_inbox()
+        if self.machine.num_unfinished or any(not run.ended for run in self.runs):
+            raise Wrong(f"tasks never ended: {[run.task for run in self.runs if not run.ended]}")
+        values = truth(self.runs)
+        for handle in {handle for run in self.runs for handle, mode in run.accesses if mode != SCRATCH}:
+            if handle.released:
+                if handle.replicas:
+                    raise Wrong(f"{handle!r} was released but still has {handle.replicas}")
+                continue
+            expected = values.get(handle)
+            if (handle.lost is not None) != isinstance(expected, str):
+                raise Wrong(f"{handle!r}: lost is {handle.lost!r}, but it should hold {expected}")
+            held = {replica.node: self.load(replica) for replica in handle.replicas.values()}
+            if isinstance(expected, int) and (not held or set(held.values()) != {expected}):
+                raise Wrong(f"{handle!r} should hold {expected:#x} but the nodes hold {held}")
+
+    def _flush_inbox(self) -> None:
+        while self.inbox:
+            self._bring(HandleReleased(self.inbox.pop(0)))
+
+    def check_log(self) -> None:
+        """The event log, replayed on a fresh machine, gives the same actions.
+
+        Raises:
+            Wrong: it does not.
+        """
+        machine = fresh_machine(self.pages, self.policy)
+        actions = [describe(action) for event in Revival().events(self.log.entries) for action in machine.handle(event)]
+        if actions != self.actions:
+            at = next(
+                (i for i, pair in enumerate(zip(actions, self.actions, strict=False)) if pair[0] != pair[1]), min(len(actions), len(self.actions))
+            )
+            raise Wrong(f"the replayed log differs at action {at}: {actions[at : at + 1]} instead of {self.actions[at : at + 1]}")
+
+
+class FakeStep:
+    """A recorded step of a `FakeDriver`: two instances, at most two replays in flight."""
+
+    def __init__(self, driver: FakeDriver, plan: StepPlan) -> None:
+        self.driver = driver
+        self.plan = plan
+        self.instances: list[tuple[Replay, dict[HandleRecord, HandleRecord]]] = []
+        self.number = 0
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether fewer than two replays are in flight."""
+        return self.number < 2 or not self.instances[self.number % 2][0].num_unfinished
+
+    def replay(self) -> dict[HandleRecord, HandleRecord]:
+        """Begin the next replay; returns the instance's own records."""
+        if len(self.instances) <= self.number % 2:
+            first = self.driver._take_numbers(len(self.plan.tasks))
+            self.instances.append(self.plan.instantiate(self._clone, first))
+        replay, twins = self.instances[self.number % 2]
+        self.driver.start(replay, self.number)
+        self.number += 1
+        return twins
+
+    def release(self) -> None:
+        """The program forgets the step."""
+        for _, twins in self.instances:
+            for twin in twins.values():
+                self.driver.release(twin)
+
+    def _clone(self, handle: HandleRecord) -> HandleRecord:
+        return self.driver.handle(handle.size // PAGE, f"{handle.name}'")
+
+
+def fresh_machine(pages: Sequence[int], policy: str) -> Machine:
+    """A machine with nodes of so many pages."""
+    return Machine([MemoryNode(f"node {at}", number * PAGE) for at, number in enumerate(pages)], POLICIES[policy]())
+
+
+def collect_inside(machine: Machine) -> None:
+    """Make every handler of a machine begin and end with a garbage collection."""
+    handlers: dict[type, Callable[[Any], None]] = machine._handlers
+
+    def wrapped(handler: Callable[[Any], None]) -> Callable[[Any], None]:
+        def run(event: Any) -> None:
+            gc.collect(0)
+            handler(event)
+            gc.collect(0)
+
+        return run
+
+    for kind in list(handlers):
+        handlers[kind] = wrapped(handlers[kind])
+
+
+def _closure() -> dict[str, set[str]]:
+    reach: dict[str, set[str]] = {}
+    for (before, _), after in TASK_TRANSITIONS.items():
+        reach.setdefault(before, set()).add(after)
+    grown = True
+    while grown:
+        grown = False
+        for states in reach.values():
+            more = set().union(*(reach.get(state, set()) for state in states)) - states
+            states |= more
+            grown = grown or bool(more)
+    return reach
+
+
+REACHABLE: Final = _closure()
+"""States a task may be seen in after each state, when several transitions happen within one event."""

@@ -1,0 +1,57 @@
+"""The sequential truth: what a program's tasks leave behind when they run one after another in submission order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..core.errors import DoesNotFit, SchedulerError
+from ..core.records import RW, SCRATCH, HandleRecord, Mode, R, Task
+
+MASK: Final = (1 << 64) - 1
+
+
+class Wrong(AssertionError):
+    """The machine did something it must not do."""
+
+
+def mix(salt: int, inputs: Iterable[int]) -> int:
+    """What a fake kernel computes: a number that depends on every input and on their order."""
+    value = (salt * 0x9E3779B97F4A7C15 + 1) & MASK
+    for number in inputs:
+        value = ((value ^ number) * 0x100000001B3 + 0x9E37) & MASK
+    return value
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One task as the program submitted it, in submission order, and how it ended."""
+
+    task: Task
+    accesses: tuple[tuple[HandleRecord, Mode], ...]
+    salt: int
+    error: BaseException | None = None
+    ended: bool = False
+    before: list[int] = field(default_factory=list)
+
+
+def truth(runs: Sequence[Run]) -> dict[HandleRecord, int | str]:
+    """Run tasks one after another in submission order: what each handle holds at the end, or why it is lost.
+
+    Root failures are taken from the runs (a kernel raised, or the task did not fit); that the others were cancelled exactly when they read
+    lost data is checked.
+    """
+    values: dict[HandleRecord, int | str] = {}
+    for run in runs:
+        inputs = [values.get(handle, "nothing has written it") for handle, mode in run.accesses if mode == R or mode == RW]
+        known = [value for value in inputs if isinstance(value, int)]
+        is_root = run.error is not None and (not isinstance(run.error, SchedulerError) or isinstance(run.error, DoesNotFit))
+        if len(known) < len(inputs) and run.error is None:
+            raise Wrong(f"{run.task!r} read data that does not exist")
+        if len(known) == len(inputs) and run.error is not None and not is_root:
+            raise Wrong(f"{run.task!r} was cancelled without a reason: {run.error}")
+        for position, (handle, mode) in enumerate(run.accesses):
+            if mode != R and mode != SCRATCH:
+                values[handle] = str(run.error) if run.error is not None else mix(run.salt + position, known)
+    return values

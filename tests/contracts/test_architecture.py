@@ -1,0 +1,71 @@
+"""The architecture: imports run one way, the core is pure, every module says what it is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = ("wrappers", "nntask", "tiles", "scheduler")
+"""From the top floor down."""
+MODULES = sorted(path for package in FLOORS for path in (ROOT / package).rglob("*.py"))
+CORE = sorted((ROOT / "scheduler" / "core").glob("*.py"))
+PURE = {"__future__", "bisect", "collections", "dataclasses", "heapq", "itertools", "typing"}
+"""What the core may import of the standard library; nothing of it knows threads, time, chance or the outside."""
+INDEPENDENT = ("graph", "coherence", "memory", "perf")
+
+
+def imports(path: Path) -> set[str]:
+    """Names of the modules a file imports; relative ones begin with a dot."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            dots, base = "." * node.level, node.module or ""
+            found.update([dots + base] if base else [dots + alias.name for alias in node.names])
+    return found
+
+
+def test_import_contracts_hold() -> None:
+    """import-linter finds every contract of pyproject.toml kept."""
+    tool = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([tool], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+def test_core_is_pure(path: Path) -> None:
+    """A module of the core imports pure modules of the standard library and its neighbours, nothing else."""
+    foreign = {name for name in imports(path) if not name.startswith(".") and name.partition(".")[0] not in PURE}
+    outside = {name for name in imports(path) if name.startswith("..")}
+    assert not foreign | outside, f"{path.name} imports {sorted(foreign | outside)}"
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_parts_of_the_core_are_independent(name: str) -> None:
+    """graph, coherence, memory and perf know records and errors, not each other."""
+    assert imports(ROOT / "scheduler" / "core" / f"{name}.py") & {f".{other}" for other in INDEPENDENT} == set()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_say_what_they_are(path: Path) -> None:
+    """The first statement of a module is a docstring, and imports run from the floor above to the one below."""
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path} has no docstring"
+    package = path.relative_to(ROOT).parts[0]
+    above = set(FLOORS[: FLOORS.index(package)]) - ({"wrappers"} if path == ROOT / "nntask" / "__main__.py" else set())
+    found = {name.partition(".")[0] for name in imports(path)}
+    assert not found & above, f"{path} imports {sorted(found & above)}"
+
+
+def test_torch_stays_outside() -> None:
+    """torch is imported by tests, benchmarks and wrappers/torch.py only."""
+    for path in MODULES:
+        if path != ROOT / "wrappers" / "torch.py":
+            found = {name.partition(".")[0] for name in imports(path)} & {"torch"}
+            assert not found, f"{path} imports torch"

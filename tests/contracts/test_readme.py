@@ -1,0 +1,92 @@
+"""What the README says is true: its Python runs, its commands and flags exist, its tables show what they are made from."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nntask.environment import VARIABLES
+from nntask.trainer.settings import TrainSettings
+from wrappers.cli import COMMANDS
+from wrappers.cli.flags import table_of
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = sorted(path for path in ROOT.glob("*.md")) + [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+OTHER_FLAGS = {"help", "check", "rounds", "steps", "output", "peers", "json", "keep-going"}
+"""Flags of make, of the other commands and of the benchmark scripts."""
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the table under a heading of the README, head and rule left out."""
+    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=[f"block {number}" for number in range(len(BLOCKS))])
+def test_python_runs(code: str, tmp_path: Path) -> None:
+    """Every Python block of the README runs as printed, in a directory of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "NNTASK_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_is_an_example() -> None:
+    """The README shows a recorded step."""
+    assert any("record()" in code for code in BLOCKS)
+
+
+def test_commands_table() -> None:
+    """The table of commands is the command line's own."""
+    assert rows("Commands") == [[f"`nntask {name}`", text] for name, text in COMMANDS.items()]
+
+
+def test_environment_table() -> None:
+    """The table of environment variables is made from the registry."""
+    assert rows("Environment") == [[f"`{v.name}`", f"`--{v.flag}`" if v.flag else "", v.help] for v in VARIABLES]
+
+
+def test_tiling_flags() -> None:
+    """The table of tile flags lists exactly the flags of that group."""
+    named = [flag for cells in rows("Tiles") for flag in re.findall(r"--([a-z-]+)", cells[0])]
+    assert sorted(named) == sorted(flag.name for flag in table_of(TrainSettings).values() if flag.group == "tiling")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_flags_exist(page: Path) -> None:
+    """Flags a page names in code are flags that are accepted."""
+    known = {*table_of(TrainSettings), *OTHER_FLAGS, "config"}
+    shell = " ".join(re.findall(r"`[^`]+`|```(?:sh|text)?\n.*?```", page.read_text(), re.DOTALL))
+    named = {flag.removeprefix("no-") if flag.removeprefix("no-") in known else flag for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", shell)}
+    assert named <= known, f"{page.name} names flags that nothing accepts: {sorted(named - known)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_files_exist(page: Path) -> None:
+    """Relative links, and paths in code that look like files of this repository, lead somewhere."""
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    files = re.findall(r"`((?:nntask|tiles|scheduler|wrappers|examples|tests|benchmarks)/[\w/.]+\.(?:py|md|json))`", text)
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_make_targets() -> None:
+    """`make X` anywhere in a page is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"`make ([a-z]+)", page.read_text())) | set(re.findall(r"^make ([a-z]+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, f"{page.name}: {sorted(named - targets)}"
+
+
+def test_benchmark_table_is_current() -> None:
+    """The benchmark table shows the committed results, losses included."""
+    done = subprocess.run([sys.executable, "benchmarks/table.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

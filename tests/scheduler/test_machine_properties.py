@@ -1,0 +1,202 @@
+"""The state machine against the sequential truth: random graphs, budgets, completion orders, failures, releases and recorded steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from scheduler.core import coherence, graph
+from scheduler.core.errors import SchedulerError
+from scheduler.core.machine import Machine
+from scheduler.core.memory import ExtentAllocator
+from scheduler.core.policies import POLICIES
+from scheduler.core.records import RW, SCRATCH, HandleRecord, Mode, R, Task, W
+from scheduler.core.residency import Residency
+from scheduler.testing import FakeDriver, FakeStep, Wrong
+
+MODES: tuple[Mode, ...] = (R, W, RW)
+LAYOUTS = (
+    ((8,), (("cpu", 0, 1), ("cpu", 0, 1))),
+    ((5,), (("cpu", 0, 1),)),
+    ((14, 6), (("cpu", 0, 1), ("sim", 1, 2))),
+    ((12, 5, 7), (("cpu", 0, 1), ("sim", 1, 2), ("sim", 2, 2))),
+    ((16, 4, 4), (("sim", 1, 2), ("sim", 2, 1))),
+)
+
+
+class Programs(RuleBasedStateMachine):
+    """A random program against a fake driver."""
+
+    collect = False
+
+    @initialize(layout=st.sampled_from(LAYOUTS), policy=st.sampled_from(sorted(POLICIES)), roomy=st.booleans())
+    def begin(self, layout: tuple, policy: str, roomy: bool) -> None:
+        pages, workers = layout
+        self.driver = FakeDriver([page * (3 if roomy else 1) for page in pages], workers, policy, collect=self.collect)
+        self.handles: list[HandleRecord] = [self.driver.handle(1 + at % 3) for at in range(4)]
+        self.written: set[HandleRecord] = set()
+        self.step: FakeStep | None = None
+        self.num_salts = 0
+
+    def accesses(self, picks: list[tuple[int, Mode]], handles: list[HandleRecord]) -> list[tuple[HandleRecord, Mode]]:
+        """Distinct handles with modes; what was never written is written."""
+        found: dict[HandleRecord, Mode] = {}
+        for pick, mode in picks:
+            handle = handles[pick % len(handles)]
+            if handle not in found:
+                found[handle] = mode if handle in self.written or mode == W else W
+        self.written.update(handle for handle, mode in found.items() if mode != R)
+        return list(found.items())
+
+    @rule(pages=st.integers(1, 3))
+    def make_handle(self, pages: int) -> None:
+        if len(self.handles) < 8:
+            self.handles.append(self.driver.handle(pages))
+
+    @rule(
+        picks=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(MODES)), min_size=1, max_size=4),
+        scratch=st.integers(0, 2),
+        priority=st.integers(0, 1),
+        only=st.sampled_from([("cpu", "sim"), ("cpu", "sim"), ("cpu", "sim"), ("host",), ("cpu",), ("sim",)]),
+    )
+    def submit(self, picks: list[tuple[int, Mode]], scratch: int, priority: int, only: tuple) -> None:
+        kinds = {worker.kind for worker in self.driver.machine.dispatch.workers.values()}
+        only = only if kinds.intersection(only) else ("cpu", "sim")
+        accesses = self.accesses(picks[:1] if only == ("host",) else picks, self.handles)
+        if scratch:
+            accesses.append((self.driver.handle(scratch, "scratch"), SCRATCH))
+            self.driver.handles[-1].released = True
+        self.driver.submit(*accesses, priority=priority, kinds=only)
+
+    @rule(which=st.integers(0, 9))
+    def release(self, which: int) -> None:
+        if len(self.handles) > 2 and self.step is None:
+            handle = self.handles.pop(which % len(self.handles))
+            self.driver.release(handle)
+
+    @rule(which=st.integers(0, 9), count=st.integers(1, 4), fails=st.integers(0, 30))
+    @precondition(lambda self: hasattr(self, "driver") and self.driver.num_under_way)
+    def end(self, which: int, count: int, fails: int) -> None:
+        for _ in range(count):
+            if self.driver.num_under_way:
+                self.driver.end(which, ZeroDivisionError("planted") if fails == 30 else None)
+
+    @rule(tasks=st.lists(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(MODES)), min_size=1, max_size=3), min_size=1, max_size=6))
+    def record(self, tasks: list) -> None:
+        if self.step is not None:
+            return
+        temporary, output = self.driver.handle(1, "tmp"), self.driver.handle(2, "out")
+        shared = [handle for handle in self.handles if handle in self.written]
+        recorded = [self.accesses(picks, [*shared, temporary, output]) for picks in tasks]
+        self.written -= {temporary, output}
+        self.step = self.driver.record(recorded, {temporary: False, output: True})
+
+    @rule()
+    @precondition(lambda self: getattr(self, "step", None) is not None)
+    def replay(self) -> None:
+        if self.step.can_replay:
+            self.step.replay()
+
+    @rule()
+    @precondition(lambda self: getattr(self, "step", None) is not None and self.step.number > 1)
+    def forget_step(self) -> None:
+        self.step.release()
+        self.step = None
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
+            self.driver.check()
+            self.driver.check_log()
+
+
+class CollectingPrograms(Programs):
+    """The same with garbage collections inside every handler."""
+
+    collect = True
+
+
+def run(machine: type[RuleBasedStateMachine], examples: int, steps: int, *, shrink: bool = True) -> None:
+    """Run so many random programs of so many steps, the same ones every time."""
+    profile = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+    )
+    run_state_machine_as_test(machine, settings=profile)
+
+
+def test_random_programs_end_as_the_sequential_truth() -> None:
+    """Whatever the completion order, budgets, failures and replays: everything ends, values are those of sequential execution."""
+    run(Programs, 150, 40)
+
+
+def test_garbage_collections_inside_every_handler_change_nothing() -> None:
+    """A collection may run anywhere in the machine; finalizers only reach the inbox."""
+    run(CollectingPrograms, 40, 30)
+
+
+def no_write_after_read(task: Task) -> None:
+    """`graph.link` without edges from readers to the next writer."""
+    for handle, mode in task.accesses:
+        if mode != SCRATCH and handle.last_writer is not None:
+            graph._edge(handle.last_writer, task)
+        if mode == R:
+            handle.readers[task] = None
+        elif mode != SCRATCH:
+            handle.readers = {}
+            handle.last_writer = task
+
+
+def price_without_pins(replica, keep):  # type: ignore[no-untyped-def]
+    """`Residency._price` that lets pinned replicas go."""
+    return True, 0, replica.last_use
+
+
+def drop_pinned(self, replica):  # type: ignore[no-untyped-def]
+    """`Residency.drop` that does not look at pins."""
+    pins, replica.pins = replica.pins, 0
+    if replica in self.resident[replica.node]:
+        honest_drop(self, replica)
+    replica.pins = pins
+    if replica.state != "scratch":
+        replica.handle.replicas.setdefault(replica.node, replica)
+
+
+honest_drop = Residency.drop
+honest_free = ExtentAllocator.free
+
+
+def free_twice(self: ExtentAllocator, offset: int, size: int) -> None:
+    """`ExtentAllocator.free` that hands an extent out twice."""
+    honest_free(self, offset, size)
+    self._bins[size].append(offset)
+
+
+MUTANTS = {
+    "no write-after-read edge": [(graph, "link", no_write_after_read)],
+    "evicts pinned replicas": [(Residency, "_price", staticmethod(price_without_pins)), (Residency, "drop", drop_pinned)],
+    "no invalidation on write": [(Residency, "invalidate_others", lambda self, task: None)],
+    "hands an extent out twice": [(ExtentAllocator, "free", free_twice)],
+    "drops dirty data without writing it back": [(coherence, "is_needed", lambda replica: False)],
+    "lost data stays readable": [
+        (Machine, "_reads_lost_data", lambda self, task: False),
+        (Residency, "drop_unpinned", lambda self, handle: None),
+    ],
+    "a copy keeps no pin": [(Residency, "_await", lambda self, target, task: None)],
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_planted_bugs_die(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each planted bug is noticed by the property test: a wrong value, a broken invariant or an impossible event."""
+    for owner, name, bug in MUTANTS[mutant]:
+        monkeypatch.setattr(owner, name, bug)
+    with pytest.raises((Wrong, SchedulerError, KeyError, ValueError, AssertionError)):
+        run(Programs, 150, 40, shrink=False)

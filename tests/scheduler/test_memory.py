@@ -1,0 +1,125 @@
+"""Extents and windows: allocation against a model that remembers every byte."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.core.errors import InvalidEvent
+from scheduler.core.memory import PAGE, ExtentAllocator, MemoryNode, rounded
+from scheduler.core.windows import Span, best_window
+from scheduler.storage import HostArena
+from scheduler.storage.limits import default_ram_budget, memory_limit
+
+OPERATIONS = st.lists(st.tuples(st.sampled_from(["take", "take", "give", "claim"]), st.integers(0, 63), st.integers(1, 5)), max_size=80)
+
+
+@given(pages=st.integers(1, 24), operations=OPERATIONS)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_extents_partition_the_memory(pages: int, operations: list) -> None:
+    """No byte is handed out twice, a request fails only if no hole is large enough, and the ledger adds up after every step."""
+    node = MemoryNode("ram", pages * PAGE)
+    owner: list[int | None] = [None] * pages
+    taken: list[tuple[int, int]] = []
+    for number, (what, pick, size) in enumerate(operations):
+        holes = [size for _, size in node.extents.all_free()]
+        if what == "give":
+            if taken:
+                offset, size = taken.pop(pick % len(taken))
+                node.give(offset, size * PAGE, "activations")
+                for page in range(offset // PAGE, offset // PAGE + size):
+                    owner[page] = None
+            continue
+        offset: int | None
+        if what == "take":
+            offset = node.take(size * PAGE, "activations")
+            assert (offset is None) == (max(holes, default=0) < size * PAGE)
+            if offset is None:
+                continue
+        else:
+            offset = pick % pages * PAGE
+            place = owner[offset // PAGE : offset // PAGE + size]
+            if len(place) < size or any(page is not None for page in place):
+                with pytest.raises(InvalidEvent, match=r"not free"):
+                    fresh_like(node, taken).claim(offset, size * PAGE)
+                continue
+            node.claim(offset, size * PAGE, "activations")
+        for page in range(offset // PAGE, offset // PAGE + size):
+            assert owner[page] is None
+            owner[page] = number
+        taken.append((offset, size))
+        node.validate([(offset, size * PAGE) for offset, size in taken])
+    assert node.used == sum(page is not None for page in owner) * PAGE <= node.peak <= pages * PAGE
+    assert node.extents.largest_hole() == longest_run(owner) * PAGE
+
+
+def fresh_like(node: MemoryNode, taken: list[tuple[int, int]]) -> ExtentAllocator:
+    """An allocator of the same layout, which a refused claim may spoil."""
+    twin = ExtentAllocator(node.budget)
+    for offset, size in taken:
+        twin.claim(offset, size * PAGE)
+    return twin
+
+
+def longest_run(owner: list[int | None]) -> int:
+    """Most pages in a row that nobody owns."""
+    best = run = 0
+    for page in owner:
+        run = 0 if page is not None else run + 1
+        best = max(best, run)
+    return best
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=9), need=st.integers(1, 8)
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_windows_are_the_cheapest_runs(sizes: list, need: int) -> None:
+    """The chosen run of neighbours is movable, large enough, and no other run is cheaper."""
+    spans, offset = [], 0
+    for size, movable, dirty, last_use in sizes:
+        spans.append(Span(offset, size, None, movable, dirty, last_use))
+        offset += size
+    runs = {}
+    for first in range(len(spans)):
+        for last in range(first, len(spans)):
+            run = spans[first : last + 1]
+            if all(span.movable for span in run) and sum(span.size for span in run) >= need:
+                runs[first, last] = (sum(span.dirty_bytes for span in run), max(span.last_use for span in run))
+    found = best_window(spans, need)
+    assert (found is None) == (not runs)
+    if found is not None:
+        assert runs[found] == min(runs.values())
+
+
+def test_sizes_round_up_to_pages() -> None:
+    """The ledger counts whole pages, at least one."""
+    assert [rounded(nbytes) for nbytes in (0, 1, 4096, 4097)] == [4096, 4096, 4096, 8192]
+
+
+def test_peak_is_kept_by_class() -> None:
+    """The classes at the moment of the highest use are remembered, and a recent peak can begin anew."""
+    node = MemoryNode("ram", 10 * PAGE)
+    first = node.take(2 * PAGE, "parameters")
+    second = node.take(3 * PAGE, "activations")
+    assert first is not None
+    assert second is not None
+    node.give(second, 3 * PAGE, "activations")
+    node.forget_recent_peak()
+    node.take(PAGE, "gradients")
+    assert (node.peak, node.recent_peak) == (5 * PAGE, 3 * PAGE)
+    assert {name: size for name, size in node.peak_by_class.items() if size} == {"parameters": 2 * PAGE, "activations": 3 * PAGE}
+
+
+def test_arenas_copy_bytes_between_each_other() -> None:
+    """A copy moves exactly the bytes asked for."""
+    one, two = HostArena(2 * PAGE), HostArena(2 * PAGE)
+    one.memory[10:14] = b"tile"
+    two.copy_from(one, 10, 100, 4)
+    assert two.memory[99:105] == b"\0tile\0"
+
+
+def test_default_budget_stays_below_the_limit() -> None:
+    """The default budget leaves room for what the process uses already."""
+    assert 0 < default_ram_budget() <= 0.9 * memory_limit()

@@ -1,0 +1,102 @@
+"""Policies as pure queues, and the median of measured durations."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.core.memory import PAGE
+from scheduler.core.perf import History
+from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Prio
+from scheduler.core.records import HandleId, HandleRecord, NodeId, Replica, Task, TaskId, Worker, WorkerId, WorkerKind
+
+CPU = Worker(WorkerId(0), "cpu", NodeId(0), depth=1)
+CPU2 = Worker(WorkerId(1), "cpu", NodeId(0), depth=1)
+SIM = Worker(WorkerId(2), "sim", NodeId(1), depth=2)
+
+
+def task(number: int, priority: int = 0, kinds: tuple[WorkerKind, ...] = ("cpu", "sim"), on: int | None = None) -> Task:
+    """A task; `on` is the node that holds its data."""
+    handle = HandleRecord(HandleId(number), PAGE, PAGE, None, "", "temporary", "activations")
+    if on is not None:
+        handle.replicas[NodeId(on)] = Replica(handle, NodeId(on), 0, "modified")
+    return Task(TaskId(number), None, f"t{number}", kinds, ((handle, "R"),), {}, priority, order=number)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    pushes=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([("cpu", "sim"), ("cpu",), ("sim",)]), st.sampled_from([None, 0, 1])), max_size=30),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_every_task_comes_out_once_at_a_worker_that_can_run_it(name: str, pushes: list, order) -> None:  # type: ignore[no-untyped-def]
+    """Nothing is lost, doubled or given to the wrong kind; the length is right; an idle worker finds work if there is any for it."""
+    policy = POLICIES[name]()
+    inside: set[Task] = set()
+    for number, (priority, kinds, on) in enumerate(pushes):
+        new = task(number, priority, kinds, on)
+        policy.push(new, order.choice([None, CPU, SIM]))
+        inside.add(new)
+        if order.random() < 0.4:
+            take(policy, order.choice([CPU, CPU2, SIM]), inside)
+    while inside:
+        before = len(inside)
+        for worker in (CPU, SIM):
+            take(policy, worker, inside)
+        assert len(inside) < before
+    assert policy.pop(CPU) is policy.pop(SIM) is None
+
+
+def take(policy, worker: Worker, inside: set[Task]) -> None:  # type: ignore[no-untyped-def]
+    """Pop once and hold the result against what is inside."""
+    assert len(policy) == len(inside)
+    found = policy.pop(worker)
+    if found is None:
+        assert not any(worker.kind in task.kinds for task in inside)
+    else:
+        assert worker.kind in found.kinds
+        inside.remove(found)
+
+
+def test_eager_is_first_in_first_out_across_kinds() -> None:
+    """The oldest ready task comes first, whatever kinds can run it."""
+    policy = Eager()
+    for number, kinds in enumerate([("cpu", "sim"), ("cpu",), ("cpu", "sim"), ("cpu",)]):
+        policy.push(task(number, kinds=kinds), None)  # type: ignore[arg-type]
+    assert [found.id for _ in range(4) if (found := policy.pop(CPU))] == [0, 1, 2, 3]
+
+
+def test_prio_takes_the_most_urgent_then_the_oldest() -> None:
+    """Priority first, submission order second, across kinds."""
+    policy = Prio()
+    policy.push(task(0, 1), None)
+    policy.push(task(1, 5, ("cpu",)), None)
+    policy.push(task(3, 5), None)
+    policy.push(task(2, 5), None)
+    assert [found.id for _ in range(4) if (found := policy.pop(CPU))] == [1, 2, 3, 0]
+
+
+def test_stealing_keeps_tasks_where_their_data_is() -> None:
+    """A worker takes its own newest task; a task joins the node of its data; an idle worker steals the oldest of the longest queue."""
+    policy = LocalityStealing()
+    for worker in (CPU, CPU2, SIM):
+        assert policy.pop(worker) is None
+    for number in range(4):
+        policy.push(task(number, on=1), CPU)
+    policy.push(task(4, on=0), CPU)
+    policy.push(task(5, on=0), CPU)
+    found = [policy.pop(SIM), policy.pop(CPU), policy.pop(CPU2), policy.pop(CPU2)]
+    assert [one.id for one in found if one] == [3, 5, 0, 1]
+
+
+def test_history_is_a_median_without_the_first_sample() -> None:
+    """The cold first sample is dropped and a spike moves nothing."""
+    history = History()
+    key = ("gemm", 1, "cpu")
+    assert history.estimate(key) is None
+    for seconds in (9.0, 1.0, 1.2, 50.0, 1.1):
+        history.add(key, seconds)
+    assert history.estimate(key) == pytest.approx(1.15)
+    history.add(key, 1.0)
+    assert history.estimate(key) == 1.1

@@ -1,0 +1,102 @@
+"""Virtual time: known schedules take their known time, move their known bytes, and match what the real runtime needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler import DoesNotFit, Runtime
+from scheduler.core.memory import PAGE
+from scheduler.core.records import Task, WorkerKind
+from scheduler.drivers.virtual import simulate
+
+MIB = 1 << 20
+
+
+def one_second(task: Task, kind: WorkerKind) -> float:
+    """Every task takes a second, on a device half of that."""
+    return 1.0 if kind == "cpu" else 0.5
+
+
+def record(kit, width: int, depth: int):  # type: ignore[no-untyped-def]
+    """The plan of `width` chains of `depth` tasks over a shared weight of one page each."""
+    with Runtime(1, ram=MIB) as runtime:
+        weight = kit.filled(runtime, 1, "weight", 512, kind="persistent", data_class="parameters")
+        with runtime.record() as step:
+            ends = []
+            for _ in range(width):
+                now = kit.handle(runtime, "start", 512)
+                runtime.submit(kit.plus, [(weight, "R"), (kit.handle(runtime, "", 512), "SCRATCH"), (now, "W")])
+                for _ in range(depth - 1):
+                    after = kit.handle(runtime, "next", 512)
+                    runtime.submit(kit.plus, [(weight, "R"), (now, "R"), (after, "W")])
+                    now = after
+                ends.append(now)
+        assert step.plan is not None
+        before = {handle: dict(handle.replicas) for handle in step.plan.uses}
+        yield step.plan
+        assert before == {handle: dict(handle.replicas) for handle in step.plan.uses}
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 24.0), (2, 12.0), (4, 6.0), (9, 6.0)])
+def test_makespan_of_independent_chains(workers: int, seconds: float, kit) -> None:  # type: ignore[no-untyped-def]
+    """Four chains of six one-second tasks: bounded by work, then by the chain."""
+    for plan in record(kit, 4, 6):
+        result = simulate(plan, workers=[("cpu", 0, 1)] * workers, nodes=[("ram", MIB)], policy="eager", duration=one_second)
+        assert result.seconds == seconds
+        assert sum(result.busy_seconds) == 24.0
+        assert (result.num_tasks, result.moved_bytes, result.num_evictions) == (24, {}, 0)
+
+
+def test_peak_and_classes(kit) -> None:  # type: ignore[no-untyped-def]
+    """One worker in submission order: the weight, two instances of the outputs, and the two ends of the running task."""
+    for plan in record(kit, 4, 6):
+        result = simulate(plan, workers=[("cpu", 0, 1)], nodes=[("ram", MIB)], policy="prio", duration=one_second)
+        assert result.peak_bytes == {"ram": (1 + 4 + 4 + 1) * PAGE}
+        assert result.peak_bytes_by_class["ram"]["parameters"] == PAGE
+
+
+def test_copies_take_their_links_time(kit) -> None:  # type: ignore[no-untyped-def]
+    """A device without data fetches the weight once, at the bandwidth of the link; in the second replay it has it."""
+    for plan in record(kit, 1, 4):
+        machine = {"workers": [("sim", 1, 1)], "nodes": [("ram", MIB), ("gpu", MIB)], "policy": "prio", "duration": one_second}
+        first = simulate(plan, **machine, bandwidth=PAGE / 3, replays=1)
+        assert first.seconds == pytest.approx(3.0 + 4 * 0.5)
+        assert first.moved_bytes == {"ram->gpu": PAGE}
+        second = simulate(plan, **machine, bandwidth=PAGE / 3)
+        assert second.seconds == pytest.approx(4 * 0.5)
+        assert second.moved_bytes == {"ram->gpu": 0}
+
+
+def test_budgets_bind(kit) -> None:  # type: ignore[no-untyped-def]
+    """With the peak as budget the step runs in the same time; with too little it is refused by name."""
+    for plan in record(kit, 4, 6):
+        machine = {"workers": [("cpu", 0, 1)], "policy": "prio", "duration": one_second}
+        peak = simulate(plan, nodes=[("ram", MIB)], **machine).peak_bytes["ram"]
+        assert simulate(plan, nodes=[("ram", peak)], **machine).seconds == 24.0
+        with pytest.raises(DoesNotFit, match=r"plus needs .* on node ram"):
+            simulate(plan, nodes=[("ram", 2 * PAGE)], **machine)
+
+
+def test_the_real_runtime_runs_within_the_simulated_peak(kit) -> None:  # type: ignore[no-untyped-def]
+    """One worker, prio: the real peak is the simulated one."""
+    with Runtime(1, ram=MIB) as runtime:
+        weight = kit.filled(runtime, 1, "weight", 512, kind="persistent")
+        with runtime.record() as step:
+            parts = [kit.handle(runtime, f"part {at}", 512) for at in range(5)]
+            for part in parts:
+                runtime.submit(kit.fill, [(part, "W")], {"value": 1.0})
+            for part in parts:
+                runtime.submit(kit.add, [(weight, "RW"), (part, "R")])
+            del part, parts
+        result = simulate(step.plan, workers=[("cpu", 0, 1)], nodes=[("ram", MIB)], policy="prio", duration=one_second)
+        for _ in range(3):
+            step.replay().wait()
+        assert runtime.stats()["peak_bytes"] == result.peak_bytes == {"ram": 6 * PAGE}
+        assert kit.value(runtime, weight) == 16
+
+
+def test_bad_arguments_are_refused(kit) -> None:  # type: ignore[no-untyped-def]
+    """An unknown policy or no replay at all."""
+    for plan in record(kit, 1, 1):
+        with pytest.raises(ValueError, match=r"one of eager, prio, lws .* got 'best' and 2"):
+            simulate(plan, workers=[("cpu", 0, 1)], nodes=[("ram", MIB)], policy="best", duration=one_second)

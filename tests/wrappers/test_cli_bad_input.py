@@ -1,0 +1,208 @@
+"""Bad input: one plain sentence, the right exit code, no traceback, nothing overwritten, within two seconds."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wrappers.cli import main
+
+SMALL = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory of its own with a small config and training tokens."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
+    for name in list(os.environ):
+        if name.startswith(("NNTASK_N", "NNTASK_R", "NNTASK_S", "STARPU_")):
+            monkeypatch.delenv(name)
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.bin").write_bytes((np.arange(2000) % 61).astype("<u2").tobytes())
+    return tmp_path
+
+
+DATA = ["--dataset=train.bin", "--dataset-path=data"]
+BASE = ["train", "--config-path=small.json", *DATA, "--batch=4", "--steps=2", "--lr=1e-3", "--warmup-steps=0", "--ncpu=1", "--sample-tokens=0"]
+
+
+def refuse(capsys, argv: list[str]) -> tuple[int, str]:
+    """Run a command line that must be refused; returns exit code and message."""
+    begin = time.perf_counter()
+    code = main(argv)
+    seconds = time.perf_counter() - begin
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert seconds < 2
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--minibatch=3"], 2, "--minibatch must divide --batch = 4, got 3; the nearest legal value is 2"),
+        (["--minibatch=2", "--minibatch-tile=3"], 2, "--minibatch-tile must divide --minibatch = 2, got 3"),
+        (["--bach=3"], 2, "did you mean --batch"),
+        (["--config-path=none.json"], 4, "none.json"),
+        (["--seq-len=17"], 2, "--seq-len must be at most n_positions = 16, got 17; the nearest legal value is 16"),
+        (["--seq-tile=17"], 2, "--seq-tile must be at most"),
+        (["--ram=12XB"], 2, "12XB"),
+        (["--batch=0"], 2, "--batch must be at least 1, got 0"),
+        (["--steps=-1"], 2, "--steps must be at least 1, got -1"),
+        (["--batch=500"], 4, "too short"),
+        (["--restrict=cuda"], 2, "drop --restrict=cuda"),
+        (["--dataset=WikiText-103"], 4, "--dataset WikiText-103 is not available"),
+        (["--dataset-path=nowhere"], 4, "--dataset-path nowhere does not exist"),
+        (["--run-dir=/proc/none/run"], 4, "--run-dir /proc/none/run cannot be written"),
+        (["--run-dir=small.json"], 4, "is a file"),
+        (["--run-dir=data"], 2, "not empty"),
+        (["--resume=data"], 4, "holds no checkpoint"),
+        (["--resume"], 4, "found no checkpoint"),
+        (["--load-checkpoint=none.safetensors"], 4, "none.safetensors"),
+        (["--eval-every=1"], 2, "needs validation data"),
+        (["--logger"], 2, "--logger is not offered"),
+        (["--min-lr=1", "--schedule=cosine"], 2, "min_lr"),
+        (["--config=none.toml"], 4, "none.toml"),
+    ],
+)
+def test_refusals(here, capsys, argv, code, words):
+    """The message names what was given and what would be legal."""
+    found, err = refuse(capsys, [*BASE, *argv])
+    assert words in err
+    assert found == code
+    assert not (here / "runs").exists()
+    assert (here / "small.json").read_text() == json.dumps(SMALL)
+
+
+def test_unknown_model_and_command(here, capsys):
+    """A preset or a command that is nearly right is suggested."""
+    assert refuse(capsys, ["train", "--model=gpt2-big"])[0] == 2
+    code, err = refuse(capsys, ["trian"])
+    assert (code, "did you mean train?" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", 4),
+        ('{"vocab_size": 61, "n_pos', 4),
+        ("[1, 2]", 2),
+        (json.dumps({**SMALL, "n_embd": "12"}), 2),
+        (json.dumps({**SMALL, "n_layer": 1.5}), 2),
+        (json.dumps({**SMALL, "n_head": 5}), 2),
+        (json.dumps({**SMALL, "n_layer": 0}), 2),
+        (json.dumps({k: v for k, v in SMALL.items() if k != "n_embd"}), 2),
+    ],
+)
+def test_configs_that_are_none(here, capsys, text, code):
+    """Truncated files, wrong types, missing keys and widths that heads do not divide."""
+    (here / "bad.json").write_text(text)
+    found, err = refuse(capsys, ["train", "--config-path=bad.json", *DATA])
+    assert found == code
+    assert "bad.json" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"\1\0\2", "not a multiple of 2"),
+        (b"\1\0" * 40, "too short"),
+        (np.array([1] * 100 + [61] + [1] * 500, "<u2").tobytes(), "token id 61 at position 100"),
+    ],
+)
+def test_token_files_that_are_none(here, capsys, content, words):
+    """Empty, odd-sized, too short and out of the vocabulary; the file stays as it is."""
+    (here / "data" / "train.bin").write_bytes(content)
+    code, err = refuse(capsys, BASE)
+    assert code == 4
+    assert words in err
+    assert (here / "data" / "train.bin").read_bytes() == content
+
+
+def test_weights_that_do_not_fit(here, capsys):
+    """Missing and misshapen tensors name both shapes; corrupt files and torch pickles are refused."""
+    from safetensors.numpy import load_file, save_file
+
+    assert main([*BASE, "--steps=1", "--save-checkpoint=w.safetensors", "--run-dir=first"]) == 0
+    capsys.readouterr()
+    weights = load_file(here / "w.safetensors")
+    name = max(weights, key=lambda key: weights[key].size)
+    cases = {
+        "missing": ({k: v for k, v in weights.items() if k != name}, [name, str(weights[name].shape)]),
+        "shape": ({**weights, name: np.zeros((3, 5), np.float32)}, [name, "(3, 5)", str(weights[name].shape)]),
+    }
+    for case, (tensors, words) in cases.items():
+        save_file(tensors, here / f"{case}.safetensors")
+        code, err = refuse(capsys, [*BASE, f"--load-checkpoint={case}.safetensors", "--run-dir=second"])
+        assert code == 4
+        assert all(word in err for word in words)
+    for content, words in ((b"\0" * 30, "not a whole safetensors file"), (b"PK\x03\x04" + b"\0" * 30, "torch pickle")):
+        (here / "bad").write_bytes(content)
+        code, err = refuse(capsys, [*BASE, "--load-checkpoint=bad", "--run-dir=second"])
+        assert code == 4
+        assert words in err
+    assert not (here / "second").exists()
+
+
+def test_resuming_another_run_names_every_difference(here, capsys):
+    """Model, tiling, data and optimizer are fixed; resources are free; a finished run says how to go on."""
+    assert main([*BASE, "--run-dir=run"]) == 0
+    capsys.readouterr()
+    before = (here / "run" / "metrics.jsonl").read_text()
+    (here / "other.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    resume = ["train", "--resume=run", "--steps=4"]
+    for argv, words in (
+        (["--config-path=other.json"], ["n_layer (was 1, is 2)"]),
+        (["--seq-tile=8", "--lanes=2"], ["--seq-tile (was", "--lanes (was 1, is 2)"]),
+        (["--lr=1", "--batch=2", "--minibatch=2"], ["--lr (was 0.001, is 1.0)", "--batch (was 4, is 2)"]),
+        (["--seed=3"], ["--seed (was 0, is 3)"]),
+        (["--run-dir=elsewhere"], ["drop --run-dir"]),
+        (["--steps=2"], ["--steps must be above the 2 steps"]),
+    ):
+        code, err = refuse(capsys, [*resume, *argv])
+        assert code == 2
+        assert all(word in err for word in words), err
+    assert (here / "run" / "metrics.jsonl").read_text() == before
+    assert main([*resume, "--ncpu=2", "--sched=eager"]) == 0
+    assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["generate"], 2),
+        (["generate", "nowhere"], 4),
+        (["generate", "x", "--temperature=-1"], 2),
+        (["generate", "x", "--top-p=0"], 2),
+        (["generate", "x", "--max-new-tokens=0"], 2),
+        (["report", "nowhere"], 4),
+        (["bench", "speed"], 2),
+        (["plan", "--batch=3", "--minibatch=2"], 2),
+        (["devices", "--jsn"], 2),
+    ],
+)
+def test_other_commands_refuse_alike(here, capsys, argv, code):
+    """Every command has the same manners."""
+    assert refuse(capsys, argv)[0] == code
+
+
+def test_as_a_process(here):
+    """The whole process, imports included, answers a mistake within two seconds and prints no traceback; --help is quick."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    for argv, code in ((["train", "--bach=3"], 2), (["train", "--model=tiny", "--ram=12XB"], 2), (["--help"], 0), (["train", "--help"], 0)):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "nntask", *argv], capture_output=True, text=True, env=env, timeout=30, check=False)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+        assert time.perf_counter() - begin < 2
+    assert "--minibatch-tile" in done.stdout

@@ -1,0 +1,105 @@
+"""Flags as text: the command line, TOML and the environment accept and refuse the same things."""
+
+import pytest
+
+from nntask.environment import flags_from, unknown_variables
+from nntask.errors import UsageError
+from nntask.sizes import format_count, format_duration, format_size, parse_size
+from nntask.trainer.settings import TrainSettings
+from nntask.trainer.text import to_toml
+from wrappers.cli.flags import build, from_toml, merge, scan, table_of
+
+TABLE = table_of(TrainSettings)
+
+
+def test_dashes_underscores_and_equals_are_one():
+    """The four ways to write a flag set the same field; the last of equal flags wins."""
+    for argv in (["--seq-tile", "64"], ["--seq_tile=64"], ["--seq_tile", "64"], ["--seq-tile=1", "--seq-tile=64"]):
+        values, _ = scan(argv, TABLE)
+        assert build(TrainSettings(), values, TABLE).tiling.seq_tile == 64
+    values, _ = scan(["--minibatch", "-1", "--no-flashattention", "--redux", "--prompt=--x"], TABLE)
+    assert values == {"minibatch": -1, "flashattention": False, "redux": True, "prompt": "--x"}
+
+
+def test_resume_alone_means_auto():
+    """``--resume`` needs no value, at the end or before another flag."""
+    assert scan(["--resume"], TABLE)[0] == {"resume": "auto"}
+    assert scan(["--resume", "--steps", "3"], TABLE)[0] == {"resume": "auto", "steps": 3}
+    assert scan(["--resume", "runs/a"], TABLE)[0] == {"resume": "runs/a"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--minbatch=4"], "unknown flag --minbatch; did you mean --minibatch?"),
+        (["--zzz"], "unknown flag --zzz; see --help"),
+        (["--lr=fast"], "--lr must be a number, got 'fast'"),
+        (["--batch=1.5"], "--batch must be a whole number, got '1.5'"),
+        (["--dtype=fp23"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'fp23'; did you mean"),
+        (["--redux=maybe"], "--redux must be true or false"),
+        (["--batch"], "--batch needs a value"),
+        (["8"], "unexpected word '8'"),
+        (["--logger"], "--logger is not offered"),
+    ],
+)
+def test_mistakes_get_one_sentence(argv, words):
+    """Each message names the flag, the value and what is legal."""
+    with pytest.raises(UsageError) as error:
+        scan(argv, TABLE)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_survive_a_trip_through_toml():
+    """config.toml of a run reads back into the same settings, odd strings included."""
+    argv = ["--batch=4", "--lr=3e-4", "--no-flashattention", '--prompt=a "quoted" \\ \n line', "--steps=7", "--dropout=0.1"]
+    values, _ = scan(argv, TABLE)
+    settings = build(TrainSettings(), values, TABLE)
+    back = build(TrainSettings(), from_toml(to_toml(settings), "x.toml", TABLE), TABLE)
+    assert back == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("batch = ", "x.toml is not a TOML file"), ("bach = 3", "unknown key 'bach' in x.toml; did you mean --batch?"), ("batch = [1]", "single value")],
+)
+def test_a_broken_config_file_is_named(text, words):
+    """The file and the key are in the message."""
+    with pytest.raises(UsageError) as error:
+        from_toml(text, "x.toml", TABLE)
+    assert words in str(error.value)
+
+
+def test_naming_the_model_another_way_forgets_the_weaker_name():
+    """--config-path on the command line replaces model = ... of a file, and the other way round."""
+    assert merge({"model": "tiny", "batch": 2}, {"config-path": "x.json"}) == {"batch": 2, "config-path": "x.json"}
+    assert merge({"config-path": "x.json"}, {"model": "gpt2"}) == {"model": "gpt2"}
+
+
+def test_environment_variables_stand_in_for_flags():
+    """NNTASK_NCPU is stronger than its alias; an unknown NNTASK_ variable is pointed out."""
+    found = flags_from({"STARPU_NCPU": "1", "NNTASK_NCPU": "2", "NNTASK_RAM": ""})
+    assert found == {"ncpu": ("2", "NNTASK_NCPU")}
+    assert unknown_variables({"NNTASK_NCPUS": "1", "PATH": ""}) == ["NNTASK_NCPUS is set but nothing reads it; did you mean NNTASK_NCPU?"]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("12", 12), ("1KiB", 1024), ("2GiB", 2 << 30), ("1.5 MB", 1_500_000), ("3gb", 3_000_000_000), ("7B", 7)]
+)
+def test_sizes(text, nbytes):
+    """Binary and decimal units, in any case."""
+    assert parse_size(text, "--ram") == nbytes
+
+
+@pytest.mark.parametrize("text", ["12XB", "", "GiB", "-1GiB", "0", "1e9"])
+def test_sizes_that_are_none(text):
+    """The message names the flag and gives an example."""
+    with pytest.raises(UsageError, match=r"--ram must be .*for example"):
+        parse_size(text, "--ram")
+
+
+def test_numbers_for_people():
+    """Sizes, counts and durations are short."""
+    assert [format_size(n) for n in (12, 2048, 3 << 30)] == ["12 B", "2 KiB", "3 GiB"]
+    assert [format_count(n) for n in (12, 2000, 1_300_000)] == ["12", "2.0k", "1.3M"]
+    assert [format_duration(n) for n in (12, 96, 7500)] == ["12s", "1m36s", "2h05m"]

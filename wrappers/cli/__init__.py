@@ -1,0 +1,80 @@
+"""The `nntask` command.
+
+Each subcommand lives in a module of its own that is imported only when it is asked for, so ``--help`` and mistakes answer at once. Errors that
+nntask raises on purpose become one line on stderr and their exit code; anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+COMMANDS: Final = {
+    "train": "train a GPT-2, or continue a run",
+    "generate": "sample text from a run or a checkpoint",
+    "plan": "parameters, bytes and tasks of a training run, without running it",
+    "report": "loss and memory of a run as one HTML file",
+    "devices": "what this machine offers",
+    "bench": "measure the task runtime (bench overhead)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("nntask: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        code = exit_code(error)
+        if code == 1:
+            raise
+        print(f"nntask: {error}", file=sys.stderr)
+        return code
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code an error ends the command with; 1 for a bug."""
+    from nntask.errors import NntaskError
+    from scheduler.core.errors import DoesNotFit
+
+    if isinstance(error, NntaskError):
+        return error.exit_code
+    return 3 if isinstance(error, DoesNotFit) else 1
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"nntask {version('nntask')}")
+        return 0
+    command = args[0]
+    if command not in COMMANDS:
+        import difflib
+
+        from nntask.errors import UsageError
+
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        raise UsageError(f"unknown command {command!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"))
+    return int(importlib.import_module(f".{command}", __name__).run(args[1:]))
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: nntask COMMAND [flags]", "", "Trains transformers as tasks over tiles.", ""]
+    lines += [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", "nntask COMMAND --help lists the flags of a command."])

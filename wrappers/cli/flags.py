@@ -1,0 +1,189 @@
+"""Flags as text: one table made from a settings dataclass, and plain messages for what does not fit it.
+
+The same table reads the command line, a TOML file and the environment, so all three accept the same names and values and complain alike. Tyro
+builds the help and the final object; what it would refuse is refused here first, in one sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from nntask.errors import UsageError
+
+OPTIONAL_VALUE: Final = {"resume": "auto"}
+RENAMED: Final = {
+    "logger": "--logger is not offered: metrics.jsonl in the run directory holds the same numbers; drop the flag",
+    "logger-server-addr": "--logger-server-addr is not offered: metrics.jsonl in the run directory holds the same numbers; drop the flag",
+    "logger-server-port": "--logger-server-port is not offered: metrics.jsonl in the run directory holds the same numbers; drop the flag",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: its name without dashes, its group in the settings, its field and its type."""
+
+    name: str
+    group: str
+    field: str
+    kind: Any
+
+    @property
+    def base(self) -> Any:
+        """The type without ``None``."""
+        if isinstance(self.kind, types.UnionType) or typing.get_origin(self.kind) is typing.Union:
+            return next(k for k in typing.get_args(self.kind) if k is not type(None))
+        return self.kind
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Allowed words, if only some are allowed."""
+        return typing.get_args(self.base) if typing.get_origin(self.base) is Literal else ()
+
+    def convert(self, text: str, source: str) -> Any:
+        """The value that `text` stands for.
+
+        Raises:
+            UsageError: it stands for none.
+        """
+        if self.choices:
+            if text not in self.choices:
+                near = difflib.get_close_matches(text, self.choices, 1)
+                raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            return text
+        if self.base is bool:
+            word = text.lower()
+            if word not in ("true", "false", "1", "0", "yes", "no"):
+                raise UsageError(f"{source} must be true or false, got {text!r}")
+            return word in ("true", "1", "yes")
+        if self.base in (int, float):
+            try:
+                return self.base(text)
+            except ValueError:
+                what = "a whole number" if self.base is int else "a number"
+                raise UsageError(f"{source} must be {what}, got {text!r}") from None
+        return text
+
+
+Table = dict[str, Flag]
+
+
+def table_of(settings: type[Any]) -> Table:
+    """Flags of a dataclass whose fields are values or dataclasses of values."""
+    table: Table = {}
+    for name, kind in typing.get_type_hints(settings).items():
+        if dataclasses.is_dataclass(kind):
+            for inner, inner_kind in typing.get_type_hints(kind).items():
+                flag = inner.replace("_", "-")
+                table[flag] = Flag(flag, name, inner, inner_kind)
+        else:
+            flag = name.replace("_", "-")
+            table[flag] = Flag(flag, "", name, kind)
+    return table
+
+
+def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
+    """The error for a flag that does not exist, with the nearest one that does."""
+    if name in RENAMED:
+        return UsageError(RENAMED[name])
+    near = difflib.get_close_matches(name, list(table), 1)
+    return UsageError(f"unknown {source}" + (f"; did you mean --{near[0]}?" if near else "; see --help for all flags"))
+
+
+def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[str, Any], list[str]]:
+    """Read a command line: flag -> value, and the words that are not flags; the last of equal flags wins.
+
+    Underscores equal dashes, ``--flag=value`` equals ``--flag value``, ``--no-flag`` turns a switch off.
+
+    Raises:
+        UsageError: an unknown flag, a missing or wrong value, or more words than `positional`.
+    """
+    values: dict[str, Any] = {}
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--") or token == "--":
+            words.append(token)
+            if len(words) > positional:
+                raise UsageError(f"unexpected word {token!r}; flags begin with --, see --help")
+            continue
+        name, equals, text = token[2:].partition("=")
+        name = name.replace("_", "-")
+        switch = table.get(name.removeprefix("no-")) if name.startswith("no-") else None
+        if switch is not None and switch.base is bool and not equals:
+            values[switch.name] = False
+            continue
+        flag = table.get(name)
+        if flag is None:
+            raise unknown(name, table, f"flag --{name}")
+        if flag.base is bool and not equals:
+            values[name] = True
+            continue
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                text = rest.pop(0)
+            elif name in OPTIONAL_VALUE:
+                text = OPTIONAL_VALUE[name]
+            else:
+                raise UsageError(f"--{name} needs a value, as in --{name}={_example(flag)}")
+        values[name] = flag.convert(text, f"--{name}")
+    return values, words
+
+
+def _example(flag: Flag) -> str:
+    if flag.choices:
+        return flag.choices[0]
+    return {int: "1", float: "0.1"}.get(flag.base, "VALUE")
+
+
+def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
+    """Flags set in a TOML file, flat or in sections; sections are for the reader only.
+
+    Raises:
+        UsageError: it is not TOML, a key is no flag, or a value does not fit.
+    """
+    import tomllib
+
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not a TOML file: {error}") from None
+    pairs: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        pairs += value.items() if isinstance(value, dict) else [(key, value)]
+    values = {}
+    for key, value in pairs:
+        name = key.replace("_", "-")
+        if name not in table:
+            raise unknown(name, table, f"key {key!r} in {path}")
+        if isinstance(value, (dict, list)):
+            raise UsageError(f"{key} in {path} must be a single value, got {value!r}")
+        word = str(value).lower() if isinstance(value, bool) else str(value)
+        values[name] = table[name].convert(word, f"{key} in {path}")
+    return values
+
+
+def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """`upper` over `lower`; naming the model one way up there forgets the other way down here."""
+    merged = dict(lower)
+    for one, other in (("model", "config-path"), ("config-path", "model")):
+        if one in upper and other not in upper:
+            merged.pop(other, None)
+    merged.update(upper)
+    return merged
+
+
+def build(settings: Any, values: Mapping[str, Any], table: Table) -> Any:
+    """A copy of the dataclass `settings` with `values` set."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        groups.setdefault(table[name].group, {})[table[name].field] = value
+    changes = groups.pop("", {})
+    changes.update({group: dataclasses.replace(getattr(settings, group), **inner) for group, inner in groups.items()})
+    return dataclasses.replace(settings, **changes)

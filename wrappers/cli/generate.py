@@ -1,0 +1,127 @@
+"""``nntask generate``: text from a run or a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .help import parse
+
+if TYPE_CHECKING:
+    from nntask.checkpoints import Checkpoint
+    from nntask.data import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """Continue a prompt with a trained model. RUN is a run directory or one of its checkpoints."""
+
+    prompt: str = ""
+    """beginning of the text (default: the beginning of a new one)"""
+    max_new_tokens: int = 100
+    """tokens to add, fewer when the text ends"""
+    temperature: float = 0.8
+    """scores are divided by it; 0 takes the best token always"""
+    top_k: int = 0
+    """only the k best tokens; 0 for all"""
+    top_p: float = 1.0
+    """only the best tokens that together have this probability"""
+    seed: int = 0
+    """of the draws"""
+    ncpu: int | None = None
+    """CPU workers (default: the cores this process may use)"""
+    ram: str = ""
+    """byte budget of RAM, e.g. 2GiB"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Sample text and print it as it comes."""
+    settings, words = parse(GenerateSettings, argv, "nntask generate", words=("RUN",))
+    check(settings)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from nntask.checkpoints import find_checkpoint
+
+    checkpoint = find_checkpoint(words[0])
+    tokenizer = tokenizer_of(checkpoint)
+    _generate(settings, checkpoint, tokenizer)
+    return 0
+
+
+def check(settings: GenerateSettings) -> None:
+    """Check the values.
+
+    Raises:
+        UsageError: the first one that breaks its rule.
+    """
+    from nntask.errors import UsageError
+    from nntask.sizes import parse_size
+
+    rules = (
+        ("--max-new-tokens", settings.max_new_tokens, settings.max_new_tokens >= 1, "at least 1", "1"),
+        ("--temperature", settings.temperature, 0 <= settings.temperature < float("inf"), "0 or more", "0"),
+        ("--top-k", settings.top_k, settings.top_k >= 0, "0 or more", "0"),
+        ("--top-p", settings.top_p, 0 < settings.top_p <= 1, "above 0 and at most 1", "1"),
+        ("--seed", settings.seed, settings.seed >= 0, "0 or more", "0"),
+        ("--ncpu", settings.ncpu, settings.ncpu is None or settings.ncpu >= 1, "at least 1", "1"),
+    )
+    for flag, value, ok, rule, near in rules:
+        if not ok:
+            raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+    if settings.ram:
+        parse_size(settings.ram, "--ram")
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer a checkpoint was trained with.
+
+    Raises:
+        DataError: it was trained on bare token ids.
+    """
+    from nntask.data import ByteTokenizer, load_tokenizer
+    from nntask.errors import DataError
+
+    kind = checkpoint.state.get("tokenizer")
+    if kind == "bytes":
+        return ByteTokenizer(checkpoint.state["model"]["vocab_size"])
+    if kind is None:
+        raise DataError(f"{checkpoint.path} was trained on token ids without a tokenizer; train with --tokenizer-path to generate text")
+    return load_tokenizer(checkpoint.path)
+
+
+def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    from nntask.models.config import GPT2Config
+    from nntask.sizes import parse_size
+    from nntask.trainer.gpt2 import Inference
+    from nntask.trainer.prepare import with_tiles
+    from nntask.trainer.sampling import Sampling, sample
+    from nntask.trainer.settings import from_dict
+    from scheduler.runtime import Runtime
+
+    config = GPT2Config.from_dict(checkpoint.state["model"], str(checkpoint.path))
+    trained, tiling = with_tiles(from_dict(checkpoint.state["settings"]), config)
+    end = tokenizer.end_of_text
+    prompt = [int(i) for i in tokenizer.encode([settings.prompt])[0]] if settings.prompt else []
+    how = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
+    with Runtime(settings.ncpu, ram=parse_size(settings.ram, "--ram") if settings.ram else None) as runtime:
+        inference = Inference(config, tiling, runtime, trained)
+        checkpoint.load(inference.model_tensors())
+        shown, ids = "", list(prompt)
+        for token in sample(
+            inference.next_logits,
+            [end, *prompt],
+            settings.max_new_tokens,
+            how,
+            context=inference.context,
+            vocab_size=tokenizer.vocab_size,
+            stop=end,
+        ):
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character: wait for the rest
+                sys.stdout.write(text[len(shown) :])
+                sys.stdout.flush()
+                shown = text
+    sys.stdout.write(tokenizer.decode(ids)[len(shown) :] + "\n")

@@ -1,0 +1,61 @@
+"""Flags to settings: plain checks first, then tyro for the help and the final object."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from .flags import build, scan, table_of
+
+S = TypeVar("S")
+
+
+def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequence[str] = ()) -> tuple[S, list[str]]:
+    """Parse a command line.
+
+    Args:
+        settings: dataclass of flags, or of groups of flags.
+        words: names of the positional arguments; all are required.
+
+    Returns:
+        The settings and the positional words.
+
+    Raises:
+        UsageError: see `flags.scan`, or a positional word is missing.
+    """
+    from nntask.errors import UsageError
+
+    if any(token in ("-h", "--help") for token in argv):
+        show_help(settings, program, words)
+    table = table_of(settings)
+    values, found = scan(argv, table, len(words))
+    if len(found) < len(words):
+        raise UsageError(f"{program} needs {' '.join(words)}; see {program} --help")
+    return build(settings(), values, table), found
+
+
+def show_help(settings: type[Any], program: str, words: Sequence[str] = ()) -> None:
+    """Print the help that tyro makes of the fields' docstrings, and leave.
+
+    Raises:
+        SystemExit: always, with code 0.
+    """
+    import tyro
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        usage = " ".join([program, *words])
+        tyro.cli(settings, prog=usage, args=["--help"], config=(tyro.conf.OmitArgPrefixes,), description=settings.__doc__)
+    print(_without_none(text.getvalue()), end="")
+    raise SystemExit(0)
+
+
+def _without_none(text: str) -> str:
+    """Help without the words that tyro has for unset values, and without the name of the outermost group."""
+    text = re.sub(r"\{None\}\|(\S+)( *)", lambda match: match[1] + match[2] + " " * 7, text)
+    text = re.sub(r" *\(default:\s+(?:None|'')\)", "", text)
+    text = re.sub(r"^ train\.(\w+ options)", r" \1", text, flags=re.MULTILINE)
+    return "".join(line.rstrip() + "\n" for line in text.splitlines())

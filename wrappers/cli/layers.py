@@ -1,0 +1,128 @@
+"""Where training settings come from, weakest first: defaults, the run that is resumed, a TOML file, the environment, the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from .flags import Flag, Table, build, from_toml, merge, scan, table_of
+
+if TYPE_CHECKING:
+    from nntask.checkpoints import Checkpoint
+    from nntask.models.config import GPT2Config
+    from nntask.trainer.settings import TrainSettings
+
+CONFIG: Final = "config"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a command line asks for.
+
+    Args:
+        settings: all values; unset ones are None.
+        config: of the model, with --dropout applied.
+        resumed: the checkpoint to continue from, if any.
+        extra: values of flags beside the settings.
+    """
+
+    settings: TrainSettings
+    config: GPT2Config
+    resumed: Checkpoint | None
+    extra: Mapping[str, Any]
+
+
+def request(argv: Sequence[str], environ: Mapping[str, str], extra: Sequence[str] = ()) -> Request:
+    """Settings and model config of a command line.
+
+    Args:
+        extra: names of switches that the command has besides.
+
+    Raises:
+        UsageError: a flag or value is wrong.
+        DataError: a file that is named is missing or broken.
+    """
+    from nntask.environment import flags_from, unknown_variables
+    from nntask.trainer.rules import check_values
+    from nntask.trainer.settings import TrainSettings
+
+    table = table_of(TrainSettings)
+    known: Table = {**table, CONFIG: Flag(CONFIG, "", CONFIG, str), **{name: Flag(name, "", name, bool) for name in extra}}
+    typed, _ = scan(argv, known)
+    file = typed.pop(CONFIG, "")
+    besides = {name: typed.pop(name, False) for name in extra}
+    explicit: dict[str, Any] = _read_config(file, table) if file else {}
+    for name, (text, variable) in flags_from(environ).items():
+        explicit[name] = table[name].convert(text, variable)
+    for sentence in unknown_variables(environ):
+        print(f"nntask: {sentence}", file=sys.stderr)
+    explicit = merge(explicit, typed)
+    check_values(build(TrainSettings(), explicit, table))
+    resumed = _resumed(explicit)
+    values = merge(_stored(resumed, table), explicit) if resumed else explicit
+    settings = build(TrainSettings(), values, table)
+    check_values(settings)
+    return Request(settings, _model_config(settings, explicit, resumed), resumed, besides)
+
+
+def _read_config(file: str, table: Table) -> dict[str, Any]:
+    from nntask.errors import DataError
+
+    try:
+        return from_toml(Path(file).read_text(encoding="utf-8"), file, table)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or error}; give an existing TOML file") from None
+
+
+def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
+    """The checkpoint that --resume names."""
+    resume = explicit.get("resume", "")
+    if not resume:
+        return None
+    from nntask.checkpoints import find_checkpoint
+    from nntask.trainer.outputs import newest_run
+
+    if resume == "auto":
+        resume = explicit.get("run-dir") or newest_run()
+    return find_checkpoint(resume)
+
+
+def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
+    """Values of the run that is continued; where and how it is watched is asked anew."""
+    values: dict[str, Any] = {}
+    for flag in table.values():
+        group = checkpoint.state.get("settings", {}).get(flag.group, {})
+        if flag.group != "observe" and group.get(flag.field) is not None:
+            values[flag.name] = group[flag.field]
+    values.pop("resume", None)
+    values.pop("run-dir", None)
+    return values
+
+
+def _model_config(settings: TrainSettings, explicit: Mapping[str, Any], resumed: Checkpoint | None) -> GPT2Config:
+    """The model that the settings name."""
+    import dataclasses
+    import difflib
+
+    from nntask.errors import UsageError
+    from nntask.models.config import PRESETS, GPT2Config
+
+    model = settings.model
+    if resumed is not None and not {"model", "config-path"} & set(explicit):
+        config = GPT2Config.from_dict(resumed.state["model"], str(resumed.path))
+    elif model.config_path is not None:
+        config = GPT2Config.from_json(model.config_path)
+    else:
+        name = model.model or "tiny"
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, 1)
+            raise UsageError(
+                f"--model must be one of {', '.join(PRESETS)}, got {name!r}" + (f"; did you mean {near[0]}?" if near else "; or use --config-path")
+            )
+        config = PRESETS[name]
+    if model.dropout is not None:
+        config = dataclasses.replace(config, resid_pdrop=model.dropout, embd_pdrop=model.dropout, attn_pdrop=model.dropout)
+    return config
