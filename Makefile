@@ -16,7 +16,7 @@ SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
-	$(BIN)/nntask train --model tiny $(ARGS)
+	$(BIN)/nntask train --model tiny --grad-clip 1 $(ARGS)
 
 test: style types contracts suite
 

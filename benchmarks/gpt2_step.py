@@ -73,10 +73,7 @@ def measure(side: str, sizes: dict[str, int], warmup: int, steps: int, workers: 
 
 def run_ours(side: str, sizes: dict[str, int], data: list[tuple[Any, Any]], warmup: int, workers: int) -> tuple[list[float], float]:
     """Clock readings at the end of warm-up and at the very end, and the last loss; steps overlap in between, as they do in training."""
-    from nntask.models.config import GPT2Config
-    from nntask.models.gpt2 import GPT2
-    from nntask.optim import AdamW
-    from nntask.tiling import default_tiling
+    from nntask import GPT2, AdamW, GPT2Config, default_tiling
     from scheduler import Runtime
 
     config = GPT2Config(

@@ -80,9 +80,10 @@ def test_a_run_leaves_its_files(here, capsys):
     assert places == sorted(places)
     run = here / "run"
     assert {p.name for p in run.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
-    wanted = "steps tokens seconds tokens_per_second loss_first loss_last peak_bytes budget_bytes moved_bytes tasks task_overhead_us fallbacks workers versions"
+    wanted = "steps tokens seconds tokens_per_second loss_first loss_last peak_bytes budget_bytes moved_bytes "
+    wanted += "tasks task_overhead_us fallbacks workers versions"
     summary = json.loads((run / "summary.json").read_text())
-    assert list(summary) == wanted.split()
+    assert " ".join(summary) == wanted
     assert (summary["steps"], summary["tokens"], summary["workers"]) == (4, 256, ["cpu:0", "cpu:1"])
     events = json.loads(gzip.decompress((here / "t.json.gz").read_bytes()))["traceEvents"]
     assert any(e["ph"] == "X" for e in events)
@@ -227,7 +228,7 @@ def test_dry_runs_and_plans_write_nothing(here, capsys):
     assert not (here / "runs").exists()
     assert main(["plan", *FLAGS.split(), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    for field in "feasible peak_bytes minimum_budget_bytes persistent_bytes moved_bytes_per_step tasks_per_step seconds_per_step".split():
+    for field in ["feasible", "peak_bytes", "minimum_budget_bytes", "persistent_bytes", "moved_bytes_per_step", "tasks_per_step", "seconds_per_step"]:
         assert field in plan
     assert plan["persistent_bytes"]["ram"] < plan["peak_bytes"]["ram"]
 
@@ -235,8 +236,8 @@ def test_dry_runs_and_plans_write_nothing(here, capsys):
 def test_the_command_of_the_nearest_relative_runs(here, capsys):
     """NNTile's flags, as its users type them, on a small model and without a GPU."""
     argv = (
-        "--config-path=small.json --tokenizer=bytes --batch=4 --minibatch=2 --minibatch-tile=2 --seq-tile=16 --embd-tile=12 --inner-tile=48 --head-tile=3 "
-        "--flashattention --nforward=1 --nforward-warmup=1 --nbackward=1 --nbackward-warmup=1 --dataset=text --dataset-path=text --dataset-select=4 "
+        "--config-path=small.json --tokenizer=bytes --batch=4 --minibatch=2 --minibatch-tile=2 --seq-tile=16 --embd-tile=12 "
+        "--inner-tile=48 --head-tile=3 --flashattention --nforward=1 --nforward-warmup=1 --nbackward=1 --nbackward-warmup=1 --dataset=text --dataset-path=text --dataset-select=4 "
         "--optimizer=fusedadamw --optimizer-eps=1e-8 --weight-decay=0.1 --loss-reduction=mean --lr=3e-4 --start-lr=0 --full-lr-iter=10 --nepochs=1 "
         "--nepochs-warmup=1 --sample-tokens=0"
     )

@@ -30,9 +30,8 @@ def run(argv: Sequence[str]) -> int:
         show_help(_Help, "nntask plan")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     asked = request(argv, os.environ, extra=("json",))
-    from nntask.trainer.planning import plan_run
-
     from nntask.sizes import format_size
+    from nntask.trainer.planning import plan_run
 
     figures = plan_run(asked.settings, asked.config)
     if asked.extra["json"]:

@@ -1,8 +1,8 @@
 """Attention on the CPU: per head, blocks of 128 queries whose scores stay in cache; keys after a block's last query are never computed.
 
-Heads are strided columns of the (t, h * D) matrices, which BLAS reads in place. Ladder (forward + backward of 1024 positions, 12 heads of 64,
-causal, fp32, one core): all scores of a head at once 205 ms; blocks of 256 queries 128 ms; blocks of 128 with masked keys cut off 97 ms;
-blocks of 64 101 ms.
+Heads are strided columns of the (t, h * D) matrices, which BLAS reads in place. Ladder (1024 positions, 12 heads of 64, causal,
+fp32, one core, forward / backward): all scores of a head at once 46 / 89 ms; blocks of 256 queries with masked keys cut off 28 / 56 ms, of 128
+26 / 52 ms, of 64 27 / 53 ms.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Elementwise CPU kernels: pieces of 32 KiB that stay in cache through all passes, no temporaries beyond them.
+"""Elementwise CPU kernels: pieces of 64 KiB that stay in cache through all passes, no temporaries beyond them.
 
-Ladder for gelu_new forward, 1024 x 3072 fp32, one core: whole-array NumPy 21 ms; pieces of 32 KiB 6.5 ms (torch 5.9 ms).
+Ladder for gelu_new, 1024 x 3072 fp32, one core, forward / backward: whole arrays and x**3 150 / 160 ms; in place in pieces of 32 KiB
+3.5 / 6.9 ms, of 64 KiB 2.5 / 5.1 ms, of 128 KiB 2.1 / 4.1 ms (torch's forward 3.7 ms). 64 KiB keeps temporaries small. "gelu" calls math.erf per
+element and is some thirty times slower.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..registry import register
 
 Array = npt.NDArray[Any]
 
-PIECE_BYTES: Final = 32 << 10
+PIECE_BYTES: Final = 64 << 10
 
 
 def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:

@@ -1,6 +1,6 @@
 """Matrix products on the CPU: one BLAS call each.
 
-Ladder (1024 x 768 x 768 fp32, one core): bias added in a pass after the product 0.35 ms; rows of bias written first and beta = 1 0.20 ms.
+Ladder (1024 x 768 x 768 fp32, one core): the product 10.4 ms; with bias added in a pass after it or written first under beta = 1, 10.4 to 10.5 ms.
 """
 
 from __future__ import annotations

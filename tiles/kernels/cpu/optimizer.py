@@ -1,6 +1,7 @@
 """Optimizer updates on the CPU: one pass over a tile in pieces that stay in cache.
 
-Ladder for AdamW over 768 x 3072 fp32, one core: whole-array NumPy 17 ms; pieces of 32 KiB with `out=` 4.6 ms.
+Ladder for AdamW over 768 x 3072 fp32, one core: whole arrays 6.2 ms; in place in pieces of 32 KiB 5.1 to 5.6 ms, of 64 KiB
+3.9 ms, of 128 KiB 3.4 ms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random kernels on the CPU: the reference's arithmetic in pieces that stay in cache, with 32-bit counters.
 
-Ladder for a dropout mask over 1024 x 768, one core: 64-bit indices for every element 12 ns per element; 32-bit counters from a row's base,
-in place, 2.1 ns.
+Ladder for dropout over 1024 x 768, one core: 64-bit indices for every element 4.3 ns per element; 32-bit counters from a row's base, in
+place, 3.5 ns.
 """
 
 from __future__ import annotations
