@@ -237,7 +237,8 @@ def test_the_command_of_the_nearest_relative_runs(here, capsys):
     """NNTile's flags, as its users type them, on a small model and without a GPU."""
     argv = (
         "--config-path=small.json --tokenizer=bytes --batch=4 --minibatch=2 --minibatch-tile=2 --seq-tile=16 --embd-tile=12 "
-        "--inner-tile=48 --head-tile=3 --flashattention --nforward=1 --nforward-warmup=1 --nbackward=1 --nbackward-warmup=1 --dataset=text --dataset-path=text --dataset-select=4 "
+        "--inner-tile=48 --head-tile=3 --flashattention "
+        "--nforward=1 --nforward-warmup=1 --nbackward=1 --nbackward-warmup=1 --dataset=text --dataset-path=text --dataset-select=4 "
         "--optimizer=fusedadamw --optimizer-eps=1e-8 --weight-decay=0.1 --loss-reduction=mean --lr=3e-4 --start-lr=0 --full-lr-iter=10 --nepochs=1 "
         "--nepochs-warmup=1 --sample-tokens=0"
     )
