@@ -60,7 +60,7 @@ def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.
         kept[:, :, np.arange(9)[None, :] > 4 + np.arange(7)[:, None]] = 0  # weights of masked keys are zero
     grads = [make(2, 7, 12), make(2, 9, 12), make(2, 9, 12)]
     args = [q, k, v, do, kept, make(2, 3, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
-    constants = {"at": _pair(p), "first_k": first, "first_q": first}
+    constants = {"at": _pair(p), "stored": stored, "first_k": first, "first_q": first}
     return [*args, np.empty(attention_scratch(7, 9, 8), np.uint8)], [6, 7, 8] if first else [], constants
 
 
@@ -135,7 +135,9 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         for a in (False, True)
         for p in (0.0, 0.3)
     ],
-    "attention_backward": [lambda m, f=f, p=p: _attention_backward(m, first=f, stored=False, p=p) for f in (False, True) for p in (0.0, 0.3)],
+    "attention_backward": [
+        lambda m, f=f, p=p, s=s: _attention_backward(m, first=f, stored=s, p=p) for f in (False, True) for p in (0.0, 0.3) for s in (False, True)
+    ],
     "attention_delta": [lambda m: ([m(2, 7, 12), m(2, 7, 12), m(2, 3, 7)], [2], {"head_size": 4})],
     "attention_lse": [
         lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7)], [1, 2], {"first": True}),
@@ -227,7 +229,6 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9)], [1, 2], {"accumulate": False}),
         lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9)], [], {"accumulate": True}),
     ],
-    "stored_attention_backward": [lambda m, f=f, p=p: _attention_backward(m, first=f, stored=True, p=p) for f in (False, True) for p in (0.0, 0.3)],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
     "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
 }

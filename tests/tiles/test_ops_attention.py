@@ -8,7 +8,7 @@ import torch
 
 from scheduler import InlineRuntime, TaskRuntime
 from tiles import TileTensor
-from tiles.kernels.reference.attention import Pair, kept
+from tiles.kernels.reference.attention import Pair, survivors
 from tiles.ops import attention, elementwise, embedding, loss
 
 B, T, H, D, V, C = 3, 7, 3, 4, 11, 6
@@ -51,7 +51,7 @@ def test_attention(runtime: TaskRuntime, tile: tuple[int, int, int], p: float, c
     drop = attention.Dropout(p, key, stream=3)
     mask = torch.ones(B, H, T, T, dtype=torch.float64)
     if p:
-        mask = torch.from_numpy(kept(key.read(), (B, H, T, T), Pair(D, 0.5, causal, 0, 0, 0, 0, H, T, p, 3)))
+        mask = torch.from_numpy(survivors(key.read(), (B, H, T, T), Pair(D, 0.5, causal, 0, 0, 0, 0, H, T, p, 3)))
     s = 0.5 * heads(q) @ heads(k).mT
     if causal:
         s = s.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)

@@ -158,8 +158,8 @@ def _backward(
             kept = lse[b, h, i] if weights is None else weights[b, h, i, j]
             accesses: list[Access] = [(q[b, i, h], R), (k[b, j, h], R), (v[b, j, h], R), (do[b, i, h], R), (kept, R), (delta[b, h, i], R)]
             accesses += [(dq[b, i, h], chained(j)), (dk[b, j, h], mode), (dv[b, j, h], mode), *whole.extra(), whole.scratch()]
-            op = "attention_backward" if weights is None else "stored_attention_backward"
-            emit(q.runtime, op, accesses, at=whole.pair(b, h, i, j), first_k=j == 0, first_q=first_q)
+            constants = {"stored": weights is not None, "first_k": j == 0, "first_q": first_q}
+            emit(q.runtime, "attention_backward", accesses, at=whole.pair(b, h, i, j), **constants)
     return dq, dk, dv
 
 

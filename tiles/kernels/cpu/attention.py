@@ -17,7 +17,8 @@ from ..reference.attention import Pair, heads
 from ..reference.random import mix
 from ..registry import register
 from .blas import gemm
-from .random import drop
+from .elementwise import row_blocks
+from .random import survivors, thin
 
 Array = npt.NDArray[Any]
 
@@ -79,11 +80,11 @@ def _mask(s: Array, block: Block, at: Pair) -> None:
         np.copyto(s[:, start:], -np.inf, where=keys[None, :] > queries[:, None])
 
 
-def _drop(s: Array, out: Array, key: Array, block: Block, at: Pair) -> None:
-    """out = s under the dropout mask; `out` may be `s`."""
+def _survivors(key: Array, block: Block, at: Pair) -> Iterator[tuple[slice, Array]]:
+    """(rows of the block, which of their weights survive dropout), a piece of rows at a time."""
     row = ((at.b_start + block.b) * at.num_heads + at.h_start + block.h) * at.length + at.q_start
     base = (row + np.arange(block.first, block.last, dtype=np.uint64)) * np.uint64(at.length) + np.uint64(at.k_start)
-    drop(s, out, mix(int(key[0]), int(key[1]), at.stream), base, at.p)
+    return survivors(mix(int(key[0]), int(key[1]), at.stream), base, block.num_keys, at.p)
 
 
 def _flops(factor: float) -> Any:
@@ -123,7 +124,8 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
             run_total += sums
         run_peak[...] = top
         if key is not None:
-            _drop(s, s, key, block, at)
+            for piece, keep in _survivors(key, block, at):
+                thin(s[piece], keep, at.p, s[piece])
         gemm(s, _columns(v, block, size, slice(0, block.num_keys)), out, beta=float(not first))
     if lse is not None:
         heads(o, size)[...] /= total[..., None]
@@ -143,49 +145,32 @@ def attention_backward(
     k: Array,
     v: Array,
     do: Array,
-    lse: Array,
+    kept: Array,
     delta: Array,
     dq: Array,
     dk: Array,
     dv: Array,
     *rest: Array,
     at: Pair,
+    stored: bool,
     first_k: bool,
     first_q: bool,
 ) -> None:
-    """One pair's share of dq, dk, dv; `first_k`: first to write dq, `first_q`: first to write dk and dv. `rest` is [key,] scratch."""
+    """One pair's share of dq, dk, dv. `kept` is lse, or with `stored` the weights; `first_k`: first to write dq, `first_q`: dk and dv.
+
+    `rest` is [key,] scratch.
+    """
     *keys, scratch = rest
     _clear(dq, dk, dv, first_k, first_q)
     for block in _blocks(q.shape[0], q.shape[2] // at.head_size, q.shape[1], k.shape[1], at):
         s, ds = _rooms(scratch, q.dtype, block)
-        _scores(q, k, s, block, at)
-        s -= lse[block.b, block.h, block.first : block.last, None]
-        np.exp(s, out=s)
-        _pair_backward(q, k, v, do, s, ds, delta, dq, dk, dv, keys[0] if keys else None, block, at)
-
-
-@register("stored_attention_backward", "cpu", flops=_flops(4.0))
-def stored_attention_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    weights: Array,
-    delta: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    *rest: Array,
-    at: Pair,
-    first_k: bool,
-    first_q: bool,
-) -> None:
-    """`attention_backward` from kept weights instead of recomputed ones. `rest` is [key,] scratch."""
-    *keys, scratch = rest
-    _clear(dq, dk, dv, first_k, first_q)
-    for block in _blocks(q.shape[0], q.shape[2] // at.head_size, q.shape[1], k.shape[1], at):
-        s, ds = _rooms(scratch, q.dtype, block)
-        s[...] = weights[block.b, block.h, block.first : block.last, : block.num_keys]
+        queries = slice(block.first, block.last)
+        if stored:
+            s[...] = kept[block.b, block.h, queries, : block.num_keys]
+        else:
+            _scores(q, k, s, block, at)
+            s -= kept[block.b, block.h, queries, None]
+            np.exp(s, out=s)
         _pair_backward(q, k, v, do, s, ds, delta, dq, dk, dv, keys[0] if keys else None, block, at)
 
 
@@ -216,18 +201,20 @@ def _pair_backward(
     size = at.head_size
     rows, keys = slice(block.first, block.last), slice(0, block.num_keys)
     tdo, tv = _columns(do, block, size, rows), _columns(v, block, size, keys)
+    shift = delta[block.b, block.h, rows, None]
     gemm(tdo, tv, ds, trans_b=True)  # (queries, D) @ (D, keys)
     if key is None:
         gemm(s, tdo, _columns(dv, block, size, keys), trans_a=True, beta=1.0)
+        ds -= shift
+        ds *= s
     else:
-        _drop(ds, ds, key, block, at)
-        ds -= delta[block.b, block.h, rows, None]
-        ds *= s
-        _drop(s, s, key, block, at)
+        for piece, keep in _survivors(key, block, at):
+            weights, slope = s[piece], ds[piece]
+            thin(slope, keep, at.p, slope)
+            slope -= shift[piece]
+            slope *= weights
+            thin(weights, keep, at.p, weights)
         gemm(s, tdo, _columns(dv, block, size, keys), trans_a=True, beta=1.0)
-    if key is None:
-        ds -= delta[block.b, block.h, rows, None]
-        ds *= s
     gemm(ds, _columns(k, block, size, keys), _columns(dq, block, size, rows), alpha=at.scale, beta=1.0)
     gemm(ds, _columns(q, block, size, rows), _columns(dk, block, size, keys), trans_a=True, alpha=at.scale, beta=1.0)
 
@@ -244,12 +231,18 @@ def attention_scores(q: Array, k: Array, s: Array, *, at: Pair) -> None:
 @register("attention_lse", "cpu")
 def attention_lse(s: Array, peak: Array, total: Array, *lse: Array, first: bool) -> None:
     """Add one tile of scores to the running row maximum and sum; the last task also gets lse."""
-    for index in np.ndindex(*s.shape[:3]):
-        row = s[index]
-        top = float(row.max()) if first else max(float(row.max()), float(peak[index]))
-        found = float(np.exp(row - row.dtype.type(top)).sum())
-        total[index] = found if first else found + float(total[index]) * float(np.exp(peak[index] - peak.dtype.type(top)))
-        peak[index] = top
+    flat, run_peak, run_total = s.reshape(-1, s.shape[-1]), peak.reshape(-1), total.reshape(-1)
+    for piece in row_blocks(flat.shape[0], flat.shape[1] * flat.itemsize):
+        top = np.maximum.reduce(flat[piece], axis=1)
+        if not first:
+            np.maximum(top, run_peak[piece], out=top)
+        weights = flat[piece] - top[:, None]
+        np.exp(weights, out=weights)
+        sums = np.add.reduce(weights, axis=1)
+        if not first:
+            sums += run_total[piece] * np.exp(run_peak[piece] - top)
+        run_total[piece] = sums
+        run_peak[piece] = top
     if lse:
         np.log(total, out=lse[0])
         lse[0][...] += peak
@@ -259,20 +252,17 @@ def attention_lse(s: Array, peak: Array, total: Array, *lse: Array, first: bool)
 def attention_apply(s: Array, lse: Array, v: Array, o: Array, *keys: Array, at: Pair, accumulate: bool) -> None:
     """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v."""
     size = at.head_size
-    for b in range(s.shape[0]):
-        for h in range(s.shape[1]):
-            block = Block(b, h, 0, s.shape[2], s.shape[3])
-            weights = s[b, h]
-            weights -= lse[b, h, :, None]
-            np.exp(weights, out=weights)
-            out = _columns(o, block, size, slice(None))
-            values = _columns(v, block, size, slice(None))
-            if not keys:
-                gemm(weights, values, out, beta=float(accumulate))
-                continue
-            for first in range(0, s.shape[2], 8):  # a copy under the mask, a few rows at a time
-                piece = Block(b, h, first, min(first + 8, s.shape[2]), s.shape[3])
-                rows = slice(piece.first, piece.last)
-                dropped = np.empty_like(weights[rows])
-                _drop(weights[rows], dropped, keys[0], piece, at)
-                gemm(dropped, values, out[rows], beta=float(accumulate))
+    for block in _blocks(s.shape[0], s.shape[1], s.shape[2], s.shape[3], at):
+        rows = slice(block.first, block.last)
+        s[block.b, block.h, rows, block.num_keys :] = 0
+        weights = s[block.b, block.h, rows, : block.num_keys]
+        weights -= lse[block.b, block.h, rows, None]
+        np.exp(weights, out=weights)
+        out, values = _columns(o, block, size, rows), _columns(v, block, size, slice(0, block.num_keys))
+        if not keys:
+            gemm(weights, values, out, beta=float(accumulate))
+            continue
+        for piece, keep in _survivors(keys[0], block, at):  # the kept weights stay whole, so the product takes a thinned copy
+            thinned = np.empty(keep.shape, s.dtype)
+            thin(weights[piece], keep, at.p, thinned)
+            gemm(thinned, values, out[piece], beta=float(accumulate))

@@ -6,8 +6,9 @@ place, 3.5 ns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,30 +21,46 @@ from .matmul import rows
 
 Array = npt.NDArray[Any]
 
+_ROUND: Final = ((np.uint32(16), np.uint32(0x7FEB352D)), (np.uint32(15), np.uint32(0x846CA68B)))
+_LAST_SHIFT: Final = np.uint32(16)
+
 
 def row_bits(key: tuple[int, int], base: Array, width: int) -> Array:
     """Random bits of rows of consecutive indices: row r holds base[r], base[r] + 1, ... (uint64)  # (R,) -> (R, width)."""
     if int(base.max()) + width > 2**32:
         return wide_bits(key, base[:, None] + np.arange(width, dtype=np.uint64))
     x = np.add(base.astype(np.uint32)[:, None], np.arange(width, dtype=np.uint32))
-    x ^= np.uint32(key[0])
+    np.bitwise_xor(x, np.uint32(key[0]), out=x)
     work = np.empty_like(x)
     for salt in (key[1], 0):
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            np.right_shift(x, np.uint32(shift), out=work)
-            x ^= work
-            x *= np.uint32(factor)
-        np.right_shift(x, np.uint32(16), out=work)
-        x ^= work
-        x += np.uint32(salt)
+        for shift, factor in _ROUND:
+            np.right_shift(x, shift, out=work)
+            np.bitwise_xor(x, work, out=x)
+            np.multiply(x, factor, out=x)
+        np.right_shift(x, _LAST_SHIFT, out=work)
+        np.bitwise_xor(x, work, out=x)
+        if salt:
+            np.add(x, np.uint32(salt), out=x)
     return x
+
+
+def survivors(key: tuple[int, int], base: Array, width: int, p: float) -> Iterator[tuple[slice, Array]]:
+    """(rows, which of their elements survive) for rows of consecutive indices, a piece of rows at a time."""
+    least = np.uint32(threshold(p))
+    for piece in row_blocks(base.size, width * 4):
+        yield piece, row_bits(key, base[piece], width) >= least
+
+
+def thin(x: Array, keep: Array, p: float, out: Array) -> None:
+    """out = x / (1 - p) where `keep`, else 0; `out` may be `x`."""
+    np.multiply(x, x.dtype.type(1.0 / (1.0 - p)), out=out)
+    np.multiply(out, keep, out=out)
 
 
 def drop(x: Array, y: Array, key: tuple[int, int], base: Array, p: float) -> None:
     """y = x / (1 - p) where the element survives, else 0, for rows of consecutive indices; `y` may be `x`."""
-    keep = row_bits(key, base, x.shape[1]) >= np.uint32(threshold(p))
-    np.multiply(x, x.dtype.type(1.0 / (1.0 - p)), out=y)
-    y *= keep
+    for piece, keep in survivors(key, base, x.shape[1], p):
+        thin(x[piece], keep, p, y[piece])
 
 
 def row_bases(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Array:
@@ -59,9 +76,7 @@ def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tup
     """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
     mixed = mix(int(key[0]), int(key[1]), stream)
     base = row_bases(shape, origin, x.shape)
-    x, y = rows(x), rows(y)
-    for block in row_blocks(x.shape[0], x.shape[1] * 4):
-        drop(x[block], y[block], mixed, base[block], p)
+    drop(rows(x), rows(y), mixed, base, p)
 
 
 @register("random_normal", "cpu")

@@ -61,7 +61,7 @@ def scores(q: Array, k: Array, at: Pair) -> Array:
     return s
 
 
-def kept(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
+def survivors(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
     """Dropout factors of a pair of tiles: 0 or 1 / (1 - p)  # (b, h, tq, tk)."""
     if key is None:
         return np.ones(shape)
@@ -91,7 +91,7 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
         target[...] = 0
     weights = np.exp(s - top[..., None])
     total += weights.sum(axis=-1)
-    target += (weights * kept(parts[0] if parts else None, s.shape, at)) @ heads(v, at.head_size)
+    target += (weights * survivors(parts[0] if parts else None, s.shape, at)) @ heads(v, at.head_size)
     peak[...] = top
     if lse is not None:
         target[...] = target / total[..., None]
@@ -110,47 +110,32 @@ def attention_backward(
     k: Array,
     v: Array,
     do: Array,
-    lse: Array,
+    kept: Array,
     delta: Array,
     dq: Array,
     dk: Array,
     dv: Array,
     *rest: Array,
     at: Pair,
+    stored: bool,
     first_k: bool,
     first_q: bool,
 ) -> None:
-    """One pair's share of dq, dk, dv; `first_k`: first to write dq, `first_q`: first to write dk and dv. `rest` is [key,] scratch."""
-    weights = np.exp(scores(q, k, at) - lse[..., None])
-    _pair_backward(q, k, v, do, weights, delta, dq, dk, dv, rest[0] if len(rest) > 1 else None, at, first_k, first_q)
+    """One pair's share of dq, dk, dv. `kept` is lse, or with `stored` the weights; `first_k`: first to write dq, `first_q`: dk and dv.
 
-
-def _pair_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    weights: Array,
-    delta: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    key: Array | None,
-    at: Pair,
-    first_k: bool,
-    first_q: bool,
-) -> None:
+    `rest` is [key,] scratch.
+    """
     if first_k:
         dq[...] = 0
     if first_q:
         dk[...] = 0
         dv[...] = 0
-    size = at.head_size
-    keep = kept(key, weights.shape, at)
-    tq, tk, tv, tdo = heads(q, size), heads(k, size), heads(v, size), heads(do, size)
-    gv, gq, gk = heads(dv, size), heads(dq, size), heads(dk, size)
-    gv += (weights * keep).swapaxes(-1, -2) @ tdo
-    ds = at.scale * weights * ((tdo @ tv.swapaxes(-1, -2)) * keep - delta[..., None])
+    weights = kept if stored else np.exp(scores(q, k, at) - kept[..., None])
+    mask = survivors(rest[0] if len(rest) > 1 else None, weights.shape, at)
+    tq, tk, tv, tdo = (heads(x, at.head_size) for x in (q, k, v, do))
+    gq, gk, gv = (heads(x, at.head_size) for x in (dq, dk, dv))
+    gv += (weights * mask).swapaxes(-1, -2) @ tdo
+    ds = at.scale * weights * ((tdo @ tv.swapaxes(-1, -2)) * mask - delta[..., None])
     gq += ds @ tk
     gk += ds.swapaxes(-1, -2) @ tq
 
@@ -166,7 +151,7 @@ def attention_apply(s: Array, lse: Array, v: Array, o: Array, *key: Array, at: P
     """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v."""
     s[...] = np.exp(s - lse[..., None])
     target = heads(o, at.head_size)
-    product = (s * kept(key[0] if key else None, s.shape, at)) @ heads(v, at.head_size)
+    product = (s * survivors(key[0] if key else None, s.shape, at)) @ heads(v, at.head_size)
     target[...] = target + product if accumulate else product
 
 
@@ -178,23 +163,3 @@ def attention_lse(s: Array, peak: Array, total: Array, *lse: Array, first: bool)
     peak[...] = top
     if lse:
         lse[0][...] = peak + np.log(total)
-
-
-@register("stored_attention_backward", "reference")
-def stored_attention_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
-    weights: Array,
-    delta: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    *rest: Array,
-    at: Pair,
-    first_k: bool,
-    first_q: bool,
-) -> None:
-    """`attention_backward` from kept weights instead of recomputed ones. `rest` is [key,] scratch."""
-    _pair_backward(q, k, v, do, weights, delta, dq, dk, dv, rest[0] if len(rest) > 1 else None, at, first_k, first_q)
