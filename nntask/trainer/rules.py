@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..sizes import parse_size
 from .settings import TrainSettings
 
-DEFAULT_STEPS: Final = 120
+DEFAULT_STEPS: Final = 200
 TINY: Final = "tiny"
 _COUNTS: Final = (
     ("tiling", "batch", 1),

@@ -118,6 +118,7 @@ def _loop(running: _Running, journal: Journal, tracer: Tracer, steps: int, first
     settings, prepared, dataset = running.settings, running.prepared, running.dataset
     optimizer, checkpoints = settings.optimizer, settings.checkpoints
     tokenizer = dataset.tokenizer
+    running.runtime.wait()  # initialisation ends first: the peak below is that of idle workers
     plan = Plan(
         steps=steps,
         first=first,

@@ -121,7 +121,7 @@ class RunSettings:
     """How long, and what besides."""
 
     steps: int | None = None
-    """optimizer steps; overrides epochs (default 120 when neither epochs nor timing loops are asked for)"""
+    """optimizer steps; overrides epochs (default 200 when neither epochs nor timing loops are asked for)"""
     nepochs: int = 0
     """passes over the data"""
     nepochs_warmup: int = 0
