@@ -70,10 +70,10 @@ def test_values_on_their_own(argv, words):
 
 
 def test_defaults_of_the_small_model():
-    """Without flags: 8 sequences, 1e-3, ten warm-up steps, 120 steps; resolving twice changes nothing."""
+    """Without flags: 8 sequences, 1e-3, ten warm-up steps, 200 steps; resolving twice changes nothing."""
     resolved = resolve(TrainSettings(), Shape())
     assert (resolved.tiling.batch, resolved.tiling.minibatch, resolved.model.seq_len) == (8, 8, 64)
-    assert (resolved.optimizer.lr, resolved.optimizer.warmup_steps, resolved.run.steps) == (1e-3, 10, 120)
+    assert (resolved.optimizer.lr, resolved.optimizer.warmup_steps, resolved.run.steps) == (1e-3, 10, 200)
     assert (resolved.model.model, resolved.optimizer.optimizer, resolved.tiling.lanes) == ("tiny", "adamw", 1)
     assert resolve(resolved, Shape()) == resolved
 
