@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Final
 
-from .core.errors import SchedulerError, TaskError
+from .core.errors import SchedulerError, TaskError, TierFailed
 from .core.events import (
+    CopyFailed,
     CopyFinished,
     CopyTile,
+    DiscardExtent,
     Event,
     HandleReleased,
     MoveTile,
@@ -34,16 +36,17 @@ from .core.memory import MemoryNode
 from .core.policies import POLICIES
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .drivers.cpu import Inspect, WorkerThread
+from .drivers.disk import DiskEngine
 from .drivers.sim import CopyEngine
-from .storage import HostArena
+from .storage import UNLIMITED, DiskTier, HostArena
 from .trace import Trace
 from .waiting import Waiter, WaitingRoom
 
 WINDOW: Final = 8192
 """Unrecorded tasks that may be unfinished before `submit` waits."""
 
-SIM_DEPTH: Final = 2
-"""Tasks admitted to a simulated device at a time: one runs while the next one's data arrives."""
+SIM_DEPTH: Final = 3
+"""Tasks admitted to a simulated device at a time: one runs while the data of the next ones arrives."""
 
 ABANDONED: Final = object()
 """Token of a program's task whose program was interrupted while it waited."""
@@ -53,8 +56,11 @@ class Engine:
     """Machine, memory and threads.
 
     Args:
-        budgets: (name, bytes) of each memory node, host memory first.
+        budgets: (name, bytes) of each node that is memory, host memory first.
+        disk: the last tier and its size in bytes, if there is one.
         policy: name of the scheduling policy.
+        eviction: name of the eviction policy.
+        prefetch: whether data moves ahead of the tasks that ask for it.
         trace: records what runs when; None for no tracing.
         inspect: called after each kernel.
 
@@ -64,19 +70,36 @@ class Engine:
         endings: what to call with the first error, or None, when a replay has ended.
     """
 
-    def __init__(self, budgets: Sequence[tuple[str, int]], policy: str, trace: Trace | None, inspect: Inspect | None) -> None:
+    def __init__(
+        self,
+        budgets: Sequence[tuple[str, int]],
+        disk: tuple[DiskTier, int | None] | None,
+        *,
+        policy: str,
+        eviction: str,
+        prefetch: bool,
+        trace: Trace | None,
+        inspect: Inspect | None,
+    ) -> None:
         self.trace = trace
         self.inspect = inspect
         self.inbox: deque[HandleRecord] = deque()
         self.closing = False
         self.room = WaitingRoom()
-        self.machine = Machine([MemoryNode(name, budget) for name, budget in budgets], POLICIES[policy]())
+        nodes = [MemoryNode(name, budget) for name, budget in budgets]
+        if disk is not None:
+            nodes.append(MemoryNode("disk", disk[1] or UNLIMITED, is_storage=True))
+        self.machine = Machine(nodes, POLICIES[policy](), eviction=eviction, prefetch=prefetch)
         self.arenas = [HostArena(budget) for _, budget in budgets]
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self._lock = threading.Lock()
         self._threads: dict[WorkerId, WorkerThread] = {}
         self._copiers: dict[tuple[NodeId, NodeId], CopyEngine] = {}
+        self._disk = None
+        if disk is not None:
+            self._disk = DiskEngine(self.arenas, disk[0], self.machine.residency.last, self.copied, self.not_copied, self.fail)
+            self._disk.start()
         self._drained: list[Waiter] = []
         self._roomy: list[Waiter] = []
         self._failure: BaseException | None = None
@@ -138,6 +161,11 @@ class Engine:
         if not self.closing:
             self.bring(CopyFinished(source, target))
 
+    def not_copied(self, action: CopyTile, error: TierFailed) -> None:
+        """The disk tier could not carry out a copy."""
+        if not self.closing:
+            self.bring(CopyFailed(action.source, action.target, error))
+
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Record a task in the trace."""
         trace = self.trace
@@ -173,10 +201,18 @@ class Engine:
                 else:
                     self._threads[action.worker].mailbox.put(action.task)
             elif type(action) is CopyTile:
-                self._copiers[action.source.node, action.target.node].mailbox.put(action)
+                copier = self._copiers.get((action.source.node, action.target.node))
+                if copier is not None:
+                    copier.mailbox.put(action)
+                else:
+                    assert self._disk is not None  # the only links without an engine of their own are those of the disk
+                    self._disk.put(action)
             elif type(action) is MoveTile:
                 arena = self.arenas[action.node]
                 arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
+            elif type(action) is DiscardExtent:
+                assert self._disk is not None
+                self._disk.tier.discard(action.offset, action.nbytes)
             elif type(action) is ReportFailure:
                 self._note_failure(action)
             else:
@@ -278,6 +314,8 @@ class Engine:
             result: dict[str, Any] = {
                 "tasks": sum(thread.num_tasks for thread in self._threads.values()),
                 "evictions": machine.num_evictions,
+                "hits": machine.residency.num_hits,
+                "misses": machine.residency.num_misses,
                 "moved_bytes": {f"{nodes[a].name}->{nodes[b].name}": n for (a, b), n in machine.moved_bytes.items()},
                 "resident_bytes": {node.name: node.used for node in nodes},
                 "peak_bytes": {node.name: node.peak for node in nodes},
@@ -302,7 +340,9 @@ class Engine:
         if self.closing:
             return
         self.closing = True
-        threads: list[WorkerThread | CopyEngine] = [*self._threads.values(), *self._copiers.values()]
+        threads: list[WorkerThread | CopyEngine | DiskEngine] = [*self._threads.values(), *self._copiers.values()]
+        if self._disk is not None:
+            threads.append(self._disk)
         for thread in threads:
             thread.stop()
         for thread in threads:

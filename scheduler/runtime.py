@@ -10,11 +10,13 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from .codelet import Codelet
 from .core.errors import DoesNotFit, HandleLost
-from .core.events import TaskFinished, TaskSubmitted
+from .core.events import TaskFailed, TaskFinished, TaskSubmitted
+from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.memory import rounded
 from .core.policies import DEFAULT_POLICY, POLICIES
 from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
@@ -23,6 +25,7 @@ from .drivers.cpu import Inspect
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle, TaskRuntime, View
 from .recording import Recorder, RecordingError, Step, Ticket
+from .storage import DiskTier
 from .storage.limits import default_ram_budget
 from .trace import Trace
 from .waiting import Waiter
@@ -40,13 +43,18 @@ class Runtime(TaskRuntime):
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
         gpu_memory: budget of each simulated device in bytes; None for as much as host memory.
         sim_bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
+        disk: directory of the disk tier, or it and the tier's size in bytes; None for no disk tier.
         sched: a policy's name, or "auto".
+        evict: an eviction policy's name.
+        order: in which order recorded steps are planned: see `orders`.
+        prefetch: whether data moves ahead of the tasks that ask for it.
         lanes: L of REDUX accesses.
         trace: records what runs when; None for no tracing.
         inspect: called after each kernel with the task's name, views, modes and handle names; what it raises fails the task.
 
     Raises:
         ValueError: no worker, an unknown policy, or a budget that is not positive.
+        OSError: the directory of the disk tier cannot be made or written.
     """
 
     def __init__(
@@ -57,18 +65,32 @@ class Runtime(TaskRuntime):
         ram: int | None = None,
         gpu_memory: int | None = None,
         sim_bandwidth: float | None = None,
+        disk: str | Path | tuple[str | Path, int | None] | None = None,
         sched: str = "auto",
+        evict: str = DEFAULT_EVICTION,
+        order: str = "auto",
+        prefetch: bool = True,
         lanes: int = 1,
         trace: Trace | None = None,
         inspect: Inspect | None = None,
     ) -> None:
         super().__init__(lanes)
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
-        _check_machine(cpu_workers, sim_gpus, ram, gpu_memory, sched)
+        place, size = disk if isinstance(disk, tuple) else (disk, None)
+        _check_machine(cpu_workers, sim_gpus, {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
         ram = default_ram_budget() if ram is None else ram
         budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory or ram) for i in range(sim_gpus)]
         self.policy_name = DEFAULT_POLICY if sched == "auto" else sched
-        self._engine = Engine(budgets, self.policy_name, trace, inspect)
+        self.order = order
+        self._engine = Engine(
+            budgets,
+            None if place is None else (DiskTier(place), size),
+            policy=self.policy_name,
+            eviction=evict,
+            prefetch=prefetch,
+            trace=trace,
+            inspect=inspect,
+        )
         self.inbox = self._engine.inbox
         self._handle_ids = itertools.count()
         self._recorder: Recorder | None = None
@@ -157,8 +179,10 @@ class Runtime(TaskRuntime):
             raise
         try:
             yield view
-        finally:
-            engine.bring(TaskFinished(task))
+        except BaseException as error:
+            engine.bring(TaskFinished(task) if mode == R else TaskFailed(task, error))  # what is half written is lost
+            raise
+        engine.bring(TaskFinished(task))
 
     @staticmethod
     def _refusal(ready: Waiter, record: HandleRecord, ticket: Ticket | None) -> Exception:
@@ -308,11 +332,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check_machine(cpu_workers: int, sim_gpus: int, ram: int | None, gpu_memory: int | None, sched: str) -> None:
+def _check_machine(cpu_workers: int, sim_gpus: int, budgets: Mapping[str, int | None], sched: str, evict: str) -> None:
     if cpu_workers < 0 or sim_gpus < 0 or cpu_workers + sim_gpus == 0:
         raise ValueError(f"a runtime needs at least one worker, got {cpu_workers} CPU workers and {sim_gpus} simulated devices")
     if sched != "auto" and sched not in POLICIES:
         raise ValueError(f"unknown scheduling policy {sched!r}; there are auto, {', '.join(POLICIES)}")
-    for name, budget in (("ram", ram), ("gpu_memory", gpu_memory)):
+    if evict not in EVICTION_POLICIES:
+        raise ValueError(f"unknown eviction policy {evict!r}; there are {', '.join(EVICTION_POLICIES)}")
+    for name, budget in budgets.items():
         if budget is not None and budget <= 0:
             raise ValueError(f"{name} must be a positive number of bytes, got {budget}")

@@ -7,6 +7,7 @@ that need no new memory are admitted. Knows workers, policy and residency; does 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from itertools import chain
 from typing import Final, Literal
@@ -14,7 +15,7 @@ from typing import Final, Literal
 from .errors import InvalidEvent, TaskError
 from .events import Action, RunTask
 from .policies import Policy
-from .records import HOST, RAM, NodeId, Task, TaskState, Worker, WorkerId
+from .records import HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
 from .residency import NothingToRead, Residency
 
 TaskEvent = Literal[
@@ -34,6 +35,7 @@ TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
     ("blocked", "never fits"): "cancelled",
     ("blocked", "reads lost data"): "cancelled",
     ("fetching", "inputs arrived"): "staged",
+    ("fetching", "reads lost data"): "cancelled",
     ("staged", "worker free"): "running",
     ("running", "finished"): "done",
     ("running", "raised"): "failed",
@@ -49,11 +51,13 @@ class Dispatch:
         blocked: per node, tasks waiting for memory, oldest first.
         num_active: tasks running, the program's included.
         num_ready: tasks the policy holds.
+        window: planned tasks this far beyond the oldest unfinished one are held back from the policy.
     """
 
-    def __init__(self, residency: Residency, policy: Policy) -> None:
+    def __init__(self, residency: Residency, policy: Policy, window: int) -> None:
         self.residency = residency
         self.policy = policy
+        self.window = window
         self.host = Worker(HOST, "host", RAM, depth=1 << 60)
         self.workers: dict[WorkerId, Worker] = {HOST: self.host}
         self.crew: list[Worker] = []
@@ -63,6 +67,7 @@ class Dispatch:
         self.num_active = 0
         self.num_blocked = 0
         self.num_ready = 0
+        self._held: list[tuple[int, TaskId, Task, Worker | None]] = []
         self._room: list[int] = [0 for _ in residency.nodes]  # tasks the workers of each node can hold together
         self._invalidates = len(residency.nodes) > 1
 
@@ -79,7 +84,17 @@ class Dispatch:
         task.state = "ready"
         if task.kinds[0] == "host":
             self._assign(task, self.host)
+        elif task.step is not None and task.order > self.residency.horizon.order + self.window:
+            heapq.heappush(self._held, (task.order, task.id, task, worker))
         else:
+            self.num_ready += 1
+            self.policy.push(task, worker)
+
+    def let_in(self) -> None:
+        """The planned order has advanced: let its next tasks into the policy."""
+        held, limit = self._held, self.residency.horizon.order + self.window
+        while held and held[0][0] <= limit:
+            _, _, task, worker = heapq.heappop(held)
             self.num_ready += 1
             self.policy.push(task, worker)
 
@@ -108,7 +123,7 @@ class Dispatch:
         if line and line[0].order < task.order and not self.residency.is_at_home(task, worker.node):
             admitted = False
         else:
-            admitted = self._admit(task, worker, urgent=False)
+            admitted = self._admit(task, worker)
         if not admitted:
             task.state = "blocked"
             task.worker = worker.id
@@ -116,14 +131,13 @@ class Dispatch:
             line.append(task)
             line.sort(key=_order)
             self.num_blocked += 1
-            self.residency.freed = True  # let _settle try once more: it may be the oldest, and urgent
 
-    def _admit(self, task: Task, worker: Worker, *, urgent: bool) -> bool:
+    def _admit(self, task: Task, worker: Worker) -> bool:
         """Admit the task to the worker's node if it fits; a task found to have nothing to read counts as dealt with."""
         task.worker = worker.id
         task.node = worker.node
         try:
-            if not self.residency.admit(task, urgent=urgent):
+            if not self.residency.admit(task):
                 return False
         except NothingToRead as unwritten:
             reason = f"{task!r} reads {unwritten.handle!r}, which nothing has written; write it first"
@@ -151,6 +165,10 @@ class Dispatch:
             worker.running = task
         self.num_active += 1
         self.actions.append(RunTask(worker.id, task))
+
+    def withdraw(self, task: Task) -> None:
+        """A task that was admitted will never run: its data could not be fetched."""
+        self.workers[task.worker].assigned.remove(task)
 
     def retire(self, task: Task) -> Worker:
         """A task that ran has ended: free its worker for the next one that is staged. Returns the worker."""
@@ -185,8 +203,7 @@ class Dispatch:
                 if worker is None or not (is_head or self.residency.is_at_home(task, task.node)):
                     is_head = False
                     continue
-                urgent = is_head and all(not other or task.order <= other[0].order for other in self.blocked)
-                if not self._admit_blocked(task, worker, urgent=urgent):
+                if not self._admit_blocked(task, worker):
                     is_head = False
 
     def oldest_blocked(self) -> Task | None:
@@ -219,10 +236,12 @@ class Dispatch:
         for worker in (self.host, *self.crew):
             if worker.kind in task.kinds and worker.node not in tried:
                 tried.add(worker.node)
-                if self._admit_blocked(task, worker, urgent=False) or self.residency.copies:
+                if self._admit_blocked(task, worker) or self.residency.copies:
                     return True
                 if self.residency.compact_for(task, worker.node):
-                    return self._admit_blocked(task, worker, urgent=False)
+                    return self._admit_blocked(task, worker)
+                if self.residency.copies:
+                    return True
         return False
 
     def _find_worker(self, task: Task) -> Worker | None:
@@ -235,9 +254,9 @@ class Dispatch:
                 return worker
         return None
 
-    def _admit_blocked(self, task: Task, worker: Worker, *, urgent: bool) -> bool:
+    def _admit_blocked(self, task: Task, worker: Worker) -> bool:
         home = task.worker, task.node
-        dealt_with = self._admit(task, worker, urgent=urgent)
+        dealt_with = self._admit(task, worker)
         if task.state == "blocked":
             task.worker, task.node = home
         else:

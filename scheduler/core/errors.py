@@ -4,6 +4,7 @@
     ├── TaskError        a kernel raised, or a task could not run; dependants were cancelled
     ├── HandleLost       data whose producer failed was asked for
     ├── DoesNotFit       a task's working set exceeds every node that could run it
+    ├── TierFailed       the disk tier could not be read or written
     ├── Stalled          tasks wait and nothing is under way: a bug of the scheduler
     └── InvalidEvent     an event that cannot happen in the present state: a bug of a driver
 
@@ -27,6 +28,10 @@ class HandleLost(SchedulerError, RuntimeError):
 
 class DoesNotFit(SchedulerError, MemoryError):
     """A working set or a reservation exceeds a memory budget."""
+
+
+class TierFailed(SchedulerError, OSError):
+    """Bytes could not be written to the last tier, or not be read back."""
 
 
 class Stalled(SchedulerError, RuntimeError):

@@ -5,9 +5,10 @@ or times. Replaying it must give the same actions in the same order, which turns
 
     ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
     ("task", id, name, kinds, ((handle, mode), ...), priority, order)      TaskSubmitted
-    ("instance", key, tasks, owned, shared)                                first mention of a recorded step's instance
+    ("instance", key, tasks, owned, shared, growth, agendas)               first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
-    ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("joined", worker, kind, node, depth) ("released", handle)
+    ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
+    ("joined", worker, kind, node, depth) ("released", handle)
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any, assert_never
 
 from .events import (
     Action,
+    CopyFailed,
     CopyFinished,
     CopyTile,
+    DiscardExtent,
     Event,
     HandleReleased,
     MoveTile,
@@ -31,7 +34,7 @@ from .events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from .records import HandleId, HandleRecord, Replay, SharedUse, Task, TaskId, Worker, WorkerId
+from .records import Agenda, HandleId, HandleRecord, Replay, SharedUse, Task, TaskId, Worker, WorkerId
 
 Entry = tuple[Any, ...]
 
@@ -64,6 +67,8 @@ class EventLog:
                 self.entries.append(("failed", task.id, str(error)))
             case CopyFinished(source, target):
                 self.entries.append(("copied", source.handle.id, source.node, target.node))
+            case CopyFailed(source, target, error):
+                self.entries.append(("not copied", source.handle.id, source.node, target.node, str(error)))
             case WorkerJoined(worker):
                 self.entries.append(("joined", worker.id, worker.kind, worker.node, worker.depth))
             case HandleReleased(handle):
@@ -96,10 +101,14 @@ class EventLog:
                 tuple(at[task] for task in use.last_readers),
                 use.num_uses,
                 use.needs_data,
+                (tuple(use.agenda.positions), tuple(use.agenda.overwrites)),
             )
             for use in replay.shared
         )
-        self.entries.append(("instance", key, tasks, owned, shared))
+        agendas = tuple(
+            (handle.id, tuple(handle.agenda.positions), tuple(handle.agenda.overwrites)) for handle, _ in replay.owned if handle.agenda is not None
+        )
+        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.growth), agendas))
 
 
 class Revival:
@@ -113,7 +122,7 @@ class Revival:
     def events(self, entries: Iterable[Entry]) -> Iterator[Event]:
         """The events of a log, over new records, in order."""
         for kind, *rest in entries:
-            event = getattr(self, f"_on_{kind}")(*rest)
+            event = getattr(self, f"_on_{kind.replace(' ', '_')}")(*rest)
             if event is not None:
                 yield event
 
@@ -128,15 +137,17 @@ class Revival:
     def _on_task(self, number: int, name: str, kinds: Any, accesses: Any, priority: int, order: int) -> TaskSubmitted:
         return TaskSubmitted(self._task(number, name, kinds, accesses, priority, order=order))
 
-    def _on_instance(self, key: int, tasks: Any, owned: Any, shared: Any) -> None:
-        replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [])
+    def _on_instance(self, key: int, tasks: Any, owned: Any, shared: Any, growth: Any, agendas: Any) -> None:
+        replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], growth)
+        for handle, positions, overwrites in agendas:
+            self._handles[handle].agenda = Agenda(positions, overwrites, replay)
         for position, (number, name, kinds, accesses, priority, waits, _, is_exit) in enumerate(tasks):
             fields = {"num_waiting": waits, "num_predecessors": waits, "step": replay, "position": position, "is_exit": is_exit}
             replay.tasks.append(self._task(number, name, kinds, accesses, priority, **fields))
         for task, (*_, successors, _) in zip(replay.tasks, tasks, strict=True):
             task.successors = [replay.tasks[after] for after in successors]
         replay.roots = [task for task in replay.tasks if not task.num_predecessors]
-        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data in shared:
+        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, agenda in shared:
             replay.shared.append(
                 SharedUse(
                     self._handles[handle],
@@ -146,6 +157,7 @@ class Revival:
                     [replay.tasks[at] for at in last_readers],
                     uses,
                     needs_data,
+                    Agenda(*agenda),
                 )
             )
 
@@ -164,6 +176,10 @@ class Revival:
         replicas = self._handles[number].replicas
         return CopyFinished(replicas[source], replicas[target])
 
+    def _on_not_copied(self, number: int, source: Any, target: Any, message: str) -> CopyFailed:
+        replicas = self._handles[number].replicas
+        return CopyFailed(replicas[source], replicas[target], LoggedError(message))
+
     def _on_joined(self, number: int, kind: Any, node: Any, depth: int) -> WorkerJoined:
         return WorkerJoined(Worker(WorkerId(number), kind, node, depth))
 
@@ -180,6 +196,8 @@ def describe(action: Action) -> Entry:
             return ("copy", source.handle.id, source.node, source.offset, target.node, target.offset)
         case MoveTile(node, source_offset, offset, nbytes):
             return ("move", node, source_offset, offset, nbytes)
+        case DiscardExtent(node, offset, nbytes):
+            return ("discard", node, offset, nbytes)
         case ReportFailure(task, error):
             return ("failure", task.id, str(error))
         case ReportStepDone(_, number):

@@ -48,6 +48,15 @@ class CopyFinished:
 
 
 @dataclass(slots=True, eq=False)
+class CopyFailed:
+    """The bytes of `source` could not be read, or not be written to `target`, because of `error`."""
+
+    source: Replica
+    target: Replica
+    error: BaseException
+
+
+@dataclass(slots=True, eq=False)
 class WorkerJoined:
     """A worker is ready for tasks."""
 
@@ -61,7 +70,7 @@ class HandleReleased:
     handle: HandleRecord
 
 
-Event = TaskSubmitted | StepStarted | TaskFinished | TaskFailed | CopyFinished | WorkerJoined | HandleReleased
+Event = TaskSubmitted | StepStarted | TaskFinished | TaskFailed | CopyFinished | CopyFailed | WorkerJoined | HandleReleased
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +100,15 @@ class MoveTile:
 
 
 @dataclass(slots=True, eq=False)
+class DiscardExtent:
+    """Give the file system back `nbytes` bytes of a storage node's file; nothing will read them."""
+
+    node: NodeId
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
 class ReportFailure:
     """`task` failed with `error`, or was cancelled because of it."""
 
@@ -106,4 +124,4 @@ class ReportStepDone:
     number: int
 
 
-Action = RunTask | CopyTile | MoveTile | ReportFailure | ReportStepDone
+Action = RunTask | CopyTile | MoveTile | DiscardExtent | ReportFailure | ReportStepDone

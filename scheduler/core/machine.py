@@ -27,6 +27,7 @@ from .dispatch import Dispatch
 from .errors import DoesNotFit, InvalidEvent, Stalled, TaskError
 from .events import (
     Action,
+    CopyFailed,
     CopyFinished,
     Event,
     HandleReleased,
@@ -38,14 +39,19 @@ from .events import (
     TaskSubmitted,
     WorkerJoined,
 )
+from .eviction import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
+from .lookahead import Lookahead
 from .memory import MemoryNode
 from .policies import Policy
-from .records import RW, SCRATCH, HandleRecord, NodeId, R, Task, W, Worker
+from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
 from .residency import Residency
 from .story import tell
 
 HISTORY: Final = 512
 """Events remembered for stories."""
+
+WINDOW: Final = 256
+"""Planned tasks ahead of the oldest unfinished one that may run."""
 
 
 class Machine:
@@ -54,12 +60,20 @@ class Machine:
     Args:
         nodes: memory nodes; a node's id is its position, host memory comes first.
         policy: chooses among ready tasks.
+        eviction: name of the eviction policy.
+        window: planned tasks ahead of the oldest unfinished one that may run.
+        prefetch: whether data is fetched and written back ahead of the tasks that ask for it.
     """
 
-    def __init__(self, nodes: Sequence[MemoryNode], policy: Policy) -> None:
-        self.residency = Residency(nodes)
+    def __init__(
+        self, nodes: Sequence[MemoryNode], policy: Policy, *, eviction: str = DEFAULT_EVICTION, window: int = WINDOW, prefetch: bool = True
+    ) -> None:
+        self.horizon = Horizon()
+        self.residency = Residency(nodes, self.horizon, EVICTION_POLICIES[eviction](self.horizon))
         self.nodes = self.residency.nodes
-        self.dispatch = Dispatch(self.residency, policy)
+        self.dispatch = Dispatch(self.residency, policy, window)
+        self.lookahead: Lookahead | None = None
+        self._prefetch = prefetch and len(nodes) > 1
         self.history: deque[Event] = deque(maxlen=HISTORY)
         self.num_unfinished = 0
         self.num_finished = 0
@@ -72,6 +86,7 @@ class Machine:
             TaskFinished: self._on_task_finished,
             TaskFailed: self._on_task_failed,
             CopyFinished: self._on_copy_finished,
+            CopyFailed: self._on_copy_failed,
             WorkerJoined: self._on_worker_joined,
             HandleReleased: self._on_handle_released,
         }
@@ -106,6 +121,8 @@ class Machine:
         self._handlers[type(event)](event)
         if not dispatch.num_active or dispatch.num_blocked or dispatch.doomed:
             self._settle()
+        if self.lookahead is not None and self.horizon.replays and residency.num_evictions + residency.num_writing:
+            self.lookahead.run(blocked=bool(dispatch.blocked[self.lookahead.node]))
         return actions
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -115,6 +132,9 @@ class Machine:
         if worker.id in self.dispatch.workers:
             raise InvalidEvent(f"worker {worker.id} joined twice")
         self.dispatch.join(worker)
+        if self._prefetch:
+            places = {each.node for each in self.dispatch.crew}
+            self.lookahead = Lookahead(self.residency, worker.node) if len(places) == 1 and worker.node != self.residency.last else None
 
     def _on_task_submitted(self, event: TaskSubmitted) -> None:
         task = event.task
@@ -135,6 +155,10 @@ class Machine:
             raise InvalidEvent(f"a replay was started while replay {replay.number} still has {replay.num_unfinished} tasks")
         replay.failure = None
         replay.num_unfinished = len(replay.tasks)
+        replay.done = bytearray(len(replay.tasks))
+        replay.frontier = 0
+        if replay.tasks:
+            self.horizon.replays.append(replay)
         self.num_unfinished += len(replay.tasks)
         for handle, num_uses in replay.owned:
             handle.num_uses += num_uses
@@ -142,6 +166,7 @@ class Machine:
                 self._revive(handle)
         for use in replay.shared:
             use.handle.num_uses += use.num_uses
+            use.handle.agenda = use.agenda
         graph.link_step(replay.shared)
         for task in replay.roots:
             if not task.num_waiting:
@@ -191,6 +216,32 @@ class Machine:
             self.residency.drop_unpinned(handle)
         for task in arrived:
             self.dispatch.stage(task, self.dispatch.workers[task.worker])
+
+    def _on_copy_failed(self, event: CopyFailed) -> None:
+        """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and so is who waits for them."""
+        source, target, error = event.source, event.target, event.error
+        handle = source.handle
+        waiting = self.residency.end_copy(source, target)
+        if self.nodes[source.node].is_storage:
+            self._lose(handle, f"it could not be read back: {error}")
+            for task in waiting:
+                self.residency.forget(task)
+                self._doomed.append((task, TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")))
+        else:
+            self.residency.broken = error
+            if target.node != self.residency.last:
+                self.residency.drop(target)
+            for task in waiting:
+                if not task.num_arriving:
+                    self.dispatch.stage(task, self.dispatch.workers[task.worker])
+        if not handle.num_uses and handle.released:
+            self._free(handle)
+
+    def _lose(self, handle: HandleRecord, reason: str) -> None:
+        if handle.lost is None:
+            self.num_lost += 1
+        handle.lost = reason
+        self.residency.drop_unpinned(handle)
 
     def _on_handle_released(self, event: HandleReleased) -> None:
         handle = event.handle
@@ -247,8 +298,20 @@ class Machine:
                 self._make_ready(after, worker)
         if replay is not None:
             replay.num_unfinished -= 1
+            replay.done[task.position] = 1
+            if task.position == replay.frontier:
+                self._advance(replay)
             if not replay.num_unfinished:
                 self._actions.append(ReportStepDone(replay, replay.number))
+
+    def _advance(self, replay: Replay) -> None:
+        """The planned task at the frontier of a replay has ended."""
+        frontier = replay.done.find(0, replay.frontier)
+        replay.frontier = len(replay.tasks) if frontier < 0 else frontier
+        replays = self.horizon.replays
+        while replays and replays[0].frontier == len(replays[0].tasks):
+            del replays[0]
+        self.dispatch.let_in()
 
     # --- failure ------------------------------------------------------------------------------------------------------
 
@@ -258,10 +321,7 @@ class Machine:
         for handle, mode in task.accesses:
             handle.num_uses -= 1
             if mode == W or mode == RW:
-                if handle.lost is None:
-                    self.num_lost += 1
-                handle.lost = f"{task!r} {state}: {error}"
-                self.residency.drop_unpinned(handle)
+                self._lose(handle, f"{task!r} {state}: {error}")
             if handle.released and not handle.num_uses:
                 self._free(handle)
         if task.step is not None and task.step.failure is None:
@@ -269,12 +329,22 @@ class Machine:
         self._actions.append(ReportFailure(task, error))
 
     def _cancel(self, task: Task, error: BaseException) -> None:
-        """End a task that has not been admitted."""
+        """End a task that will never run."""
         if task.state == "blocked":
             self.dispatch.unblock(task)
+        elif task.state == "fetching":
+            self.dispatch.withdraw(task)
+            for replica in task.replicas:
+                self._let_go(replica)
         self._give_up(task, error, "cancelled")
         self._release_successors(task, None)
         self.residency.freed = True
+
+    def _let_go(self, replica: Replica) -> None:
+        """A task that will not run no longer needs a replica; what holds no data goes."""
+        replica.pins -= 1
+        if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and replica.node != self.residency.last)):
+            self.residency.drop(replica)
 
     def _revive(self, handle: HandleRecord) -> None:
         handle.lost = None
@@ -283,7 +353,8 @@ class Machine:
     def _free(self, handle: HandleRecord) -> None:
         """The handle is dead: drop every replica; nothing is written back."""
         for replica in list(handle.replicas.values()):
-            self.residency.drop(replica)
+            if replica.node in handle.replicas:  # an empty home goes with the last other replica
+                self.residency.drop(replica)
         if handle.lost is not None:
             self._revive(handle)
 
@@ -309,7 +380,7 @@ class Machine:
                 continue
             oldest = dispatch.oldest_blocked()
             if oldest is not None:
-                dispatch.doomed.append((oldest, self._does_not_fit(oldest)))
+                dispatch.doomed.append((oldest, residency.broken or self._does_not_fit(oldest)))
             elif dispatch.crew:
                 self._raise_stalled()
             else:

@@ -16,6 +16,9 @@ from .records import DATA_CLASSES, DataClass
 PAGE: Final = 4096
 """Extents are multiples of this many bytes, so that disk I/O and big pages stay possible."""
 
+_SPREAD: Final = 4
+"""A file's extents may lie in an address space so many times its budget: what fragmentation costs there is addresses, not bytes."""
+
 
 def rounded(nbytes: int) -> int:
     """`nbytes` rounded up to whole pages; at least one."""
@@ -172,17 +175,20 @@ class MemoryNode:
     Args:
         name: "ram", "sim:0", ... as users see it.
         budget: hard limit in bytes on everything allocated here.
+        is_storage: whether it is a file: no worker computes there, extents need not lie within the first `budget` bytes, and what is given
+            back beyond them is to be discarded.
 
     Attributes:
-        peak: most bytes in use at any time; `recent_peak` since `forget_recent_peak`.
+        peak: most bytes in use at any `mark`; `recent_peak` since `forget_recent_peak`.
     """
 
-    __slots__ = ("budget", "by_class", "extents", "name", "peak", "peak_by_class", "recent_peak")
+    __slots__ = ("budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak")
 
-    def __init__(self, name: str, budget: int) -> None:
+    def __init__(self, name: str, budget: int, *, is_storage: bool = False) -> None:
         self.name = name
         self.budget = budget
-        self.extents = ExtentAllocator(budget)
+        self.is_storage = is_storage
+        self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget)
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
         self.peak = 0
         self.recent_peak = 0
@@ -199,6 +205,8 @@ class MemoryNode:
 
     def take(self, size: int, data_class: DataClass) -> int | None:
         """Offset of a new extent, entered in the ledger; None when no hole is large enough."""
+        if self.is_storage and self.extents.used + size > self.budget:
+            return None
         offset = self.extents.allocate(size)
         if offset is not None:
             self._enter(size, data_class)
@@ -211,6 +219,9 @@ class MemoryNode:
 
     def _enter(self, size: int, data_class: DataClass) -> None:
         self.by_class[data_class] += size
+
+    def mark(self) -> None:
+        """Take note of the bytes in use now: what was reserved is there to stay."""
         used = self.extents.used
         if used > self.recent_peak:
             self.recent_peak = used

@@ -6,7 +6,7 @@ calls ``view`` or ``codelet`` is opaque to the core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NewType
 
@@ -45,8 +45,9 @@ class Replica:
         state: "reserved" holds no valid data yet; "shared" equals every other valid replica; "modified" is the only valid one;
             "scratch" is one task's private working memory, which its handle does not list.
         pins: tasks and copies that use the extent now; a pinned replica is never evicted.
+        outgoing: copies out of it that are under way; each is one of its pins.
         arriving: whether a copy into it is under way.
-        last_use: the machine's event count at the last use (for LRU).
+        since, last_use: the machine's event count when it settled here and at the last use.
     """
 
     handle: HandleRecord
@@ -54,9 +55,26 @@ class Replica:
     offset: int
     state: ReplicaState = "reserved"
     pins: int = 0
+    outgoing: int = 0
     arriving: bool = False
+    since: int = 0
     last_use: int = 0
     view: object | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Agenda:
+    """When a recorded step uses a handle: what eviction and prefetching go by.
+
+    Attributes:
+        positions: planned places of the tasks that use it, rising.
+        overwrites: for each, whether it overwrites the handle without reading it.
+        replay: the replay that owns the handle; None for a handle that outlives replays, whose uses come again in the next one.
+    """
+
+    positions: Sequence[int]
+    overwrites: Sequence[bool]
+    replay: Replay | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +88,7 @@ class HandleRecord:
         num_uses: accesses of unfinished tasks, plus copies under way.
         released: no program references it: it dies with its last use.
         lost: why its data does not exist any more, if so.
+        agenda: when the recorded step that used it last uses it.
     """
 
     id: HandleId
@@ -85,6 +104,7 @@ class HandleRecord:
     num_uses: int = 0
     released: bool = False
     lost: str | None = None
+    agenda: Agenda | None = None
 
     def __repr__(self) -> str:
         return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
@@ -145,14 +165,20 @@ class Replay:
         num_unfinished: tasks of this replay that are neither done nor cancelled.
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
+        growth: for each planned place, by how many bytes what lives may still grow until the replay ends.
         first_order: `order` of the first task of this replay.
+        done: per planned place, whether its task has ended in this replay.
+        frontier: the first place whose task has not.
     """
 
     tasks: list[Task]
     roots: list[Task]
     owned: list[tuple[HandleRecord, int]]
     shared: list[SharedUse]
+    growth: Sequence[int] = ()
     first_order: int = 0
+    done: bytearray = field(default_factory=bytearray)
+    frontier: int = 0
     number: int = 0
     num_unfinished: int = 0
     failure: BaseException | None = None
@@ -168,6 +194,7 @@ class SharedUse:
         needs_data: whether the first access reads what was there before the step.
         last_readers: tasks that read it after the last write.
         num_uses: accesses of all tasks of the step.
+        agenda: when.
     """
 
     handle: HandleRecord
@@ -177,6 +204,7 @@ class SharedUse:
     last_readers: list[Task]
     num_uses: int
     needs_data: bool
+    agenda: Agenda
 
 
 @dataclass(slots=True, eq=False)

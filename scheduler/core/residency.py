@@ -1,13 +1,18 @@
-"""Which data is where, and how a task gets everything it needs in one place: admission, copies, eviction, write-back.
+"""Which data is where, and how a task gets everything it needs in one place: admission, copies, eviction, write-back, prefetch.
 
-Admission is all or nothing: either every byte a task misses on its node is reserved, with whatever has to be dropped for it, or nothing is
-dropped and nothing reserved. When only dirty replicas stand in the way their write-backs are started and admission is tried again later.
+Homes. The *last tier* is the storage node if there is one, else host memory. Every handle that holds data anywhere has an extent there, its
+*home*, reserved together with the first output: so every replica always has somewhere to go, and a write-back never waits for room.
 
-Why this ends. Replicas are dropped only for a task that is admitted at that moment, or by the *urgent* task (the oldest of all that are
-blocked) to make room in host memory for a write-back. So between two admissions every write-back brings the urgent task strictly closer to
-an eviction plan without dirty replicas, and whoever is not urgent can only use up free host memory, of which nothing makes more.
+Admission is all or nothing: either every byte a task misses on its node, and every home its outputs miss, is reserved with whatever has to be
+dropped for it, or nothing is dropped and nothing reserved. When dirty replicas stand in the way their write-backs are started, and admission
+is tried again when they have arrived.
 
-Knows extents (`memory`) and the replica protocol (`coherence`); does not know policies, dependencies or failures.
+Why this ends. A write-back needs nothing that is not reserved already, so every one ends; replicas are dropped only for a task admitted at that
+moment, or, while no task waits for memory, for data that is used sooner. So each attempt of the oldest blocked task has strictly fewer dirty
+replicas in its way. What it needs of the last tier nobody can take from it: tasks ahead of the planned order leave what the rest of the planned
+order may still need there (`Replay.growth`).
+
+Knows extents (`memory`), the replica protocol (`coherence`) and ranks (`eviction`); does not know policies, dependencies or failures.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from dataclasses import dataclass, field
 
 from . import coherence
 from .errors import InvalidEvent
-from .events import Action, CopyTile, MoveTile
+from .events import Action, CopyTile, DiscardExtent, MoveTile
+from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode
 from .records import RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from .windows import Span, best_window
@@ -42,41 +48,57 @@ class Copy:
 class Residency:
     """Replicas, their extents, and the copies between them.
 
+    Args:
+        nodes: host memory first; a storage node, if any, last.
+        horizon: where the recorded steps stand.
+        eviction: who goes first.
+
     Attributes:
+        last: the last tier.
         resident: every replica of each node, scratch included.
         copies: copies under way by target.
         actions: where copies are asked for; the machine sets it for every event.
         freed: whether anything was dropped or unpinned since the machine last looked.
         clock: count of events, for LRU.
+        broken: why the last tier takes no more data, if so.
+        num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched.
     """
 
-    __slots__ = ("actions", "clock", "copies", "freed", "moved_bytes", "nodes", "num_evictions", "resident")
+    __slots__ = (
+        "actions", "broken", "clock", "copies", "eviction", "freed", "horizon", "last", "moved_bytes", "nodes", "num_evictions", "num_hits",
+        "num_misses", "num_writing", "resident",
+    )  # fmt: skip
 
-    def __init__(self, nodes: Sequence[MemoryNode]) -> None:
+    def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
         self.nodes = list(nodes)
+        self.horizon = horizon
+        self.eviction = eviction
+        self.last = NodeId(len(self.nodes) - 1) if self.nodes[-1].is_storage else RAM
         self.resident: list[dict[Replica, None]] = [{} for _ in self.nodes]
         self.copies: dict[Replica, Copy] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
         self.num_evictions = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self.num_writing = 0
         self.actions: list[Action] = []
         self.freed = False
         self.clock = 0
+        self.broken: BaseException | None = None
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
-    def admit(self, task: Task, *, urgent: bool) -> bool:
+    def admit(self, task: Task) -> bool:
         """Pin and reserve everything the task needs on `task.node` and start its copies; or leave all as it is and return False.
-
-        Args:
-            urgent: whether the task may drop replicas from host memory to make room for write-backs.
 
         Raises:
             NothingToRead: the task reads data that does not exist; nothing was reserved.
         """
-        node_id = task.node
+        if task.step is not None and not self._may_run_ahead(task):
+            return False
+        node_id, last, clock = task.node, self.last, self.clock
         replicas: list[Replica] = []
         fetch = False
-        clock = self.clock
         for handle, mode in task.accesses:
             replica = handle.replicas.get(node_id)
             if replica is None or mode == SCRATCH:
@@ -86,16 +108,28 @@ class Residency:
                 offset = self.nodes[node_id].take(handle.size, handle.data_class)
                 if offset is None:
                     self._take_back(replicas)
-                    return len(self.nodes) > 1 and self._admit_by_eviction(task, urgent=urgent)
+                    return len(self.nodes) > 1 and self._admit_by_eviction(task)
                 replica = self._settle_in(handle, node_id, offset, private=mode == SCRATCH)
-                if mode != SCRATCH and (mode != W or len(handle.replicas) > 1):
-                    fetch = True
+                if mode != SCRATCH:
+                    if node_id != last and last not in handle.replicas and not self._make_home(handle):
+                        replica.pins += 1
+                        replicas.append(replica)
+                        self._take_back(replicas)
+                        return False
+                    if mode != W or len(handle.replicas) > 1:
+                        fetch = True
             elif replica.arriving or (mode != R and len(handle.replicas) > 1):
+                fetch = True
+            elif replica.state == "reserved" and mode != W:  # an empty home
+                if coherence.best_source(handle, None) is None:
+                    self._take_back(replicas)
+                    raise NothingToRead(handle)
                 fetch = True
             replica.pins += 1
             replica.last_use = clock
             replicas.append(replica)
         task.replicas = replicas
+        self.nodes[node_id].mark()
         if fetch:
             self._fetch(task)
         return True
@@ -104,9 +138,28 @@ class Residency:
         """Whether the task could run on the node without a single new byte."""
         return all(mode != SCRATCH and node_id in handle.replicas for handle, mode in task.accesses)
 
+    def _may_run_ahead(self, task: Task) -> bool:
+        """Whether a planned task leaves what the rest of the planned order may still need of the last tier; the oldest task always may."""
+        replays = self.horizon.replays
+        oldest, last = replays[0], self.nodes[self.last]
+        growth = oldest.growth[oldest.frontier] if oldest.frontier < len(oldest.growth) else 0
+        slack = last.budget - last.used - growth
+        if slack > last.budget >> 1 or task.order <= oldest.first_order + oldest.frontier:
+            return True
+        wanted = [handle for handle, mode in task.accesses if self.last not in handle.replicas and (mode != SCRATCH or task.node == self.last)]
+        return not wanted or sum(handle.size for handle in wanted) <= slack
+
+    def _make_home(self, handle: HandleRecord) -> bool:
+        """Reserve the handle's extent on the last tier."""
+        offset = self.nodes[self.last].take(handle.size, handle.data_class)
+        if offset is None:
+            return False
+        self._settle_in(handle, self.last, offset)
+        return True
+
     def _settle_in(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
         """A new replica over an extent just taken."""
-        replica = Replica(handle, node_id, offset)
+        replica = Replica(handle, node_id, offset, since=self.clock)
         if private:
             replica.state = "scratch"
         else:
@@ -119,11 +172,13 @@ class Residency:
         freed = self.freed
         for replica in replicas:
             replica.pins -= 1
-            if not replica.pins and not replica.arriving and (replica.state == "reserved" or replica.state == "scratch"):
+            if replica.pins or replica.arriving:
+                continue
+            if replica.state == "scratch" or (replica.state == "reserved" and (replica.node != self.last or len(replica.handle.replicas) == 1)):
                 self.drop(replica)
         self.freed = freed
 
-    def _admit_by_eviction(self, task: Task, *, urgent: bool) -> bool:
+    def _admit_by_eviction(self, task: Task) -> bool:
         """`admit` when there is no hole: find what to drop, then drop it and reserve at once."""
         node_id = task.node
         present = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
@@ -131,19 +186,13 @@ class Residency:
         missing.sort(key=lambda access: -access[0].size)
         for replica in present:
             replica.pins += 1
-        plan = self._plan(node_id, [handle.size for handle, _ in missing], frozenset())
+        plan = self._plan(node_id, [handle.size for handle, _ in missing])
         for replica in present:
             replica.pins -= 1
-        if plan is None:
+        if plan is None or not self._clear(plan[1]) or not self._make_homes(missing):
             return False
-        offsets, victims = plan
-        dirty = [victim for victim in victims if coherence.is_needed(victim)]
-        if dirty:
-            self._write_back(dirty, urgent=urgent)
-            return False
-        self._evict(victims)
         private: dict[HandleRecord, Replica] = {}
-        for (handle, mode), offset in zip(missing, offsets, strict=True):
+        for (handle, mode), offset in zip(missing, plan[0], strict=True):
             self.nodes[node_id].claim(offset, handle.size, handle.data_class)
             replica = self._settle_in(handle, node_id, offset, private=mode == SCRATCH)
             if mode == SCRATCH:
@@ -152,8 +201,31 @@ class Residency:
         for replica in task.replicas:
             replica.pins += 1
             replica.last_use = self.clock
+        self.nodes[node_id].mark()
         self._fetch(task)
         return True
+
+    def _make_homes(self, missing: Sequence[tuple[HandleRecord, str]]) -> bool:
+        """Reserve the homes of what a task will write, all or none."""
+        made: list[Replica] = []
+        for handle, mode in missing:
+            if mode != SCRATCH and self.last not in handle.replicas:
+                if not self._make_home(handle):
+                    for home in made:
+                        self.drop(home)
+                    return False
+                made.append(handle.replicas[self.last])
+        return True
+
+    def _clear(self, victims: Sequence[Replica]) -> bool:
+        """Drop the victims if that loses nothing; else start the write-backs that are missing, and drop nothing."""
+        if all(not victim.pins and not coherence.is_needed(victim) for victim in victims):
+            self._evict(victims)
+            return True
+        for victim in victims:
+            if not victim.pins and coherence.is_needed(victim):
+                self.write_back(victim)
+        return False
 
     def _fetch(self, task: Task) -> None:
         """Start the copies the admitted task needs, and wait for those that touch what it writes."""
@@ -164,6 +236,9 @@ class Residency:
                 source = coherence.best_source(handle, replica)
                 assert source is not None  # admit() has looked
                 self._copy(source, replica)
+                self.num_misses += 1
+            elif mode != W:
+                self.num_hits += 1
             if replica.arriving:
                 self._await(replica, task)
             if mode != R:
@@ -179,16 +254,18 @@ class Residency:
 
     def _copy(self, source: Replica, target: Replica) -> None:
         source.pins += 1
+        source.outgoing += 1
         target.pins += 1
         target.arriving = True
         source.handle.num_uses += 1
         self.copies[target] = Copy(source)
+        self.num_writing += target.node == self.last
         link = (source.node, target.node)
         self.moved_bytes[link] = self.moved_bytes.get(link, 0) + source.handle.nbytes
         self.actions.append(CopyTile(source, target))
 
-    def finish_copy(self, source: Replica, target: Replica) -> list[Task]:
-        """Take note that a copy has arrived; the tasks that have nothing more to wait for.
+    def end_copy(self, source: Replica, target: Replica) -> list[Task]:
+        """Take note that a copy has ended, well or not; the tasks that waited for it.
 
         Raises:
             InvalidEvent: no such copy is under way.
@@ -197,25 +274,37 @@ class Residency:
         if copy is None or copy.source is not source:
             raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished that was not under way")
         source.pins -= 1
+        source.outgoing -= 1
         target.pins -= 1
         target.arriving = False
-        coherence.step(source, "copied from")
-        coherence.step(target, "copy arrived")
         source.handle.num_uses -= 1
+        self.num_writing -= target.node == self.last
         self.freed = True
         for task in copy.waiting:
             task.num_arriving -= 1
-        return [task for task in copy.waiting if not task.num_arriving]
+        return copy.waiting
 
-    def _plan(self, node_id: NodeId, sizes: Sequence[int], keep: frozenset[HandleRecord]) -> tuple[list[int], list[Replica]] | None:
-        """Where extents of `sizes` would go, and the replicas to drop for it; None if they cannot all be placed.
+    def forget(self, task: Task) -> None:
+        """The task waits for no copy any more."""
+        for copy in self.copies.values():
+            if task in copy.waiting:
+                copy.waiting.remove(task)
+        task.num_arriving = 0
 
-        Prefers to drop as few bytes as possible that must be written back first, then the least recently used.
+    def finish_copy(self, source: Replica, target: Replica) -> list[Task]:
+        """Take note that a copy has arrived; the tasks that have nothing more to wait for.
+
+        Raises:
+            InvalidEvent: no such copy is under way.
         """
-        node = self.nodes[node_id]
-        spans = [Span(offset, size) for offset, size in node.extents.all_free()]
-        spans += [Span(replica.offset, replica.handle.size, replica, *self._price(replica, keep)) for replica in self.resident[node_id]]
-        spans.sort(key=lambda span: span.offset)
+        waiting = self.end_copy(source, target)
+        coherence.step(source, "copied from")
+        coherence.step(target, "copy arrived")
+        return [task for task in waiting if not task.num_arriving]
+
+    def _plan(self, node_id: NodeId, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
+        """Where extents of `sizes` would go, and the replicas to drop for it; None if they cannot all be placed."""
+        spans = self._spans(node_id)
         offsets: list[int] = []
         victims: list[Replica] = []
         for size in sizes:
@@ -230,40 +319,54 @@ class Residency:
             offsets.append(offset)
         return offsets, victims
 
-    @staticmethod
-    def _price(replica: Replica, keep: frozenset[HandleRecord]) -> tuple[bool, int, int]:
-        """Whether a replica may go, how many bytes must be written back first, and when it was used last."""
-        if replica.pins or replica.handle in keep:
-            return False, 0, 0
-        if not coherence.is_needed(replica):
-            return True, 0, replica.last_use
-        return replica.node != RAM, replica.handle.size, replica.last_use
+    def _spans(self, node_id: NodeId, *, sooner_than: int | None = None) -> list[Span]:
+        """The node's memory as spans; with `sooner_than` only what can be dropped at once and is used later than that many tasks from now."""
+        spans = [Span(offset, size) for offset, size in self.nodes[node_id].extents.all_free()]
+        rank = self.eviction.rank
+        for replica in self.resident[node_id]:
+            movable = self.is_movable(replica)
+            if movable and sooner_than is not None:
+                movable = not replica.pins and not coherence.is_needed(replica) and self.horizon.next_use(replica)[0] > sooner_than
+            spans.append(Span(replica.offset, replica.handle.size, replica, movable, rank(replica) if movable else 0.0))
+        spans.sort(key=_offset)
+        return spans
 
-    def _write_back(self, dirty: Sequence[Replica], *, urgent: bool) -> None:
-        """Start copying sole replicas to host memory, as far as there is room."""
-        keep = frozenset(victim.handle for victim in dirty)
-        for victim in dirty:
-            handle = victim.handle
-            home = handle.replicas.get(RAM)
-            if home is None:
-                offset = self.nodes[RAM].take(handle.size, handle.data_class)
-                if offset is None and urgent:
-                    offset = self._make_room(handle, keep)
-                if offset is None:
-                    return
-                home = self._settle_in(handle, RAM, offset)
-            if not home.arriving:
-                self._copy(victim, home)
+    def is_movable(self, replica: Replica) -> bool:
+        """Whether the replica may go, perhaps after a write-back: nothing but copies uses it, and it is not at home."""
+        if replica.node == self.last or replica.pins != replica.outgoing:
+            return False
+        return self.broken is None or not coherence.is_needed(replica)
 
-    def _make_room(self, handle: HandleRecord, keep: frozenset[HandleRecord]) -> int | None:
-        """Drop replicas from host memory that are valid elsewhere, to make room for `handle`."""
-        plan = self._plan(RAM, [handle.size], keep)
-        if plan is None:
-            return None
-        (offset,), victims = plan
-        self._evict(victims)
-        self.nodes[RAM].claim(offset, handle.size, handle.data_class)
-        return offset
+    def write_back(self, victim: Replica) -> None:
+        """Start copying a sole replica to a lower tier: host memory if there is a hole, else home."""
+        handle = victim.handle
+        target = handle.replicas[self.last]
+        if victim.node != RAM != self.last and RAM not in handle.replicas:
+            offset = self.nodes[RAM].take(handle.size, handle.data_class)
+            if offset is not None:
+                target = self._settle_in(handle, RAM, offset)
+        self.nodes[target.node].mark()
+        if not target.arriving:
+            self._copy(victim, target)
+
+    def prefetch(self, handle: HandleRecord, node_id: NodeId, distance: int) -> bool:
+        """Start fetching data that is used `distance` planned tasks from now, into free memory or over what is used later; or return False."""
+        source = coherence.best_source(handle, None)
+        assert source is not None  # the caller has looked
+        node = self.nodes[node_id]
+        offset = node.take(handle.size, handle.data_class)
+        if offset is None:
+            spans = self._spans(node_id, sooner_than=distance)
+            window = best_window(spans, handle.size)
+            if window is None:
+                return False
+            first, last = window
+            offset = spans[first].offset
+            self._evict([span.replica for span in spans[first : last + 1] if span.replica is not None])
+            node.claim(offset, handle.size, handle.data_class)
+        node.mark()
+        self._copy(source, self._settle_in(handle, node_id, offset))
+        return True
 
     def _evict(self, victims: Sequence[Replica]) -> None:
         self.num_evictions += len(victims)
@@ -273,22 +376,29 @@ class Residency:
     def compact_for(self, task: Task, node_id: NodeId) -> bool:
         """Make one hole of all that is free or droppable on an idle node, if the task then fits there; else change nothing.
 
-        The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica of the node is pinned.
+        The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica of the node is pinned. When
+        dirty replicas must go, their write-backs are started instead and False is returned.
         """
         node, resident = self.nodes[node_id], self.resident[node_id]
         own = {handle for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas}
         missing = sum(handle.size for handle, _ in task.accesses) - sum(handle.size for handle in own)
-        victims = sorted((r for r in resident if r.handle not in own and not coherence.is_needed(r)), key=lambda replica: replica.last_use)
-        if node.used - sum(victim.handle.size for victim in victims) + missing > node.extents.capacity:
+        candidates = sorted((r for r in resident if r.handle not in own and self.is_movable(r)), key=self.eviction.rank)
+        victims: list[Replica] = []
+        excess = node.used + missing - node.extents.capacity
+        for replica in candidates:
+            if excess <= 0:
+                break
+            victims.append(replica)
+            excess -= replica.handle.size
+        if excess > 0 or not self._clear(victims):
             return False
-        while node.used + missing > node.extents.capacity:
-            self._evict([victims.pop(0)])
         position = 0
-        for replica in sorted(resident, key=lambda replica: replica.offset):
+        for replica in sorted(resident, key=_offset):
             if replica.pins:
                 raise InvalidEvent(f"{replica.handle!r} on node {node_id} would be moved while pinned")
             if replica.offset != position:
-                self.actions.append(MoveTile(node_id, replica.offset, position, replica.handle.nbytes))
+                if replica.state != "reserved":
+                    self.actions.append(MoveTile(node_id, replica.offset, position, replica.handle.nbytes))
                 replica.offset, replica.view = position, None
             position += replica.handle.size
         node.extents.compact(position)
@@ -297,32 +407,43 @@ class Residency:
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def invalidate_others(self, task: Task) -> None:
-        """The task is about to write: drop every other replica of what it writes."""
+        """The task is about to write: drop every other replica of what it writes, and empty its home."""
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             if mode != R and mode != SCRATCH and len(handle.replicas) > 1:
                 for other in [other for other in handle.replicas.values() if other is not replica]:
-                    self.drop(other)
+                    if other.node != self.last:
+                        self.drop(other)
+                    elif other.pins:
+                        raise InvalidEvent(f"{handle!r} would be overwritten while its home is in use")
+                    else:
+                        other.state = "reserved"
 
     def drop(self, replica: Replica) -> None:
-        """Give a replica's extent back.
+        """Give a replica's extent back; an empty home goes with the last other replica.
 
         Raises:
             InvalidEvent: something still uses it.
         """
         if replica.pins:
             raise InvalidEvent(f"{replica.handle!r} on node {replica.node} would be freed while pinned")
-        handle = replica.handle
+        handle, node = replica.handle, self.nodes[replica.node]
         if replica.state != "scratch":
             del handle.replicas[replica.node]
         del self.resident[replica.node][replica]
         replica.view = None
-        self.nodes[replica.node].give(replica.offset, handle.size, handle.data_class)
+        node.give(replica.offset, handle.size, handle.data_class)
+        if node.is_storage and replica.offset + handle.size > node.budget:
+            self.actions.append(DiscardExtent(replica.node, replica.offset, handle.size))
         self.freed = True
+        if replica.state != "scratch" and len(handle.replicas) == 1:
+            home = handle.replicas.get(self.last)
+            if home is not None and home.state == "reserved" and not home.pins:
+                self.drop(home)
 
     def drop_unpinned(self, handle: HandleRecord) -> None:
         """Drop every replica no copy is using; what a copy still uses goes when it has ended."""
         for replica in list(handle.replicas.values()):
-            if not replica.pins:
+            if not replica.pins and replica.node in handle.replicas:
                 self.drop(replica)
 
     # --- inspection ---------------------------------------------------------------------------------------------------
@@ -352,11 +473,20 @@ class Residency:
         coherence.validate(handle)
         if replica.pins != pins:
             raise InvalidEvent(f"{where} has {replica.pins} pins, but {pins} tasks and copies use it")
+        if replica.outgoing != sum(copy.source is replica for copy in self.copies.values()):
+            raise InvalidEvent(f"{where} counts {replica.outgoing} copies out of it")
         if replica.state != "scratch" and handle.replicas.get(replica.node) is not replica:
             raise InvalidEvent(f"{where} is an orphan")
+        if replica.state != "scratch" and self.last not in handle.replicas:
+            raise InvalidEvent(f"{where} has no home to go to")
         if replica.arriving != (replica in self.copies):
             raise InvalidEvent(f"{where}: lost track of a copy")
-        if replica.state in ("reserved", "scratch") and not pins:
+        is_home = replica.node == self.last and len(handle.replicas) > 1
+        if replica.state in ("reserved", "scratch") and not pins and not is_home:
             raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
         if handle.released and not handle.num_uses:
             raise InvalidEvent(f"{where} outlived its handle")
+
+
+def _offset(place: Span | Replica) -> int:
+    return place.offset

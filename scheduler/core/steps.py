@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from .records import RW, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerKind
+from .records import RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerKind
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,8 @@ class _Use:
     first_writer: int | None = None
     last_writer: int | None = None
     readers: list[int] = field(default_factory=list)  # since the last writer
+    positions: list[int] = field(default_factory=list)
+    overwrites: list[bool] = field(default_factory=list)
     num_uses: int = 0
     needs_data: bool = False
 
@@ -69,6 +72,8 @@ class StepPlan:
         if use.first_writer is None and not use.readers and (mode == R or mode == RW):
             use.needs_data = True
         use.num_uses += 1
+        use.positions.append(position)
+        use.overwrites.append(mode == W)
         if mode == R:
             if use.last_writer is not None:
                 waits.add(use.last_writer)
@@ -95,6 +100,32 @@ class StepPlan:
                 seen.add(handle)
         return found
 
+    def live_bytes(self) -> list[int]:
+        """For each place in the planned order, the bytes of the step's own data that must exist while its task runs, scratch included.
+
+        Data that outlives the step counts from its first write, if that comes before any read of it.
+        """
+        change = [0] * (len(self.tasks) + 1)
+        for handle, use in self.uses.items():
+            if use.first_writer is None and not use.readers:  # scratch
+                for position in use.positions:
+                    change[position] += handle.size
+                    change[position + 1] -= handle.size
+            elif not use.needs_data:
+                change[use.positions[0]] += handle.size
+                if self.owned.get(handle) is False:
+                    change[use.positions[-1] + 1] -= handle.size
+        return list(accumulate(change[:-1]))
+
+    def growth(self) -> list[int]:
+        """For each place, by how many bytes the live data may still grow until the step ends."""
+        live = self.live_bytes()
+        highest, growth = 0, [0] * len(live)
+        for position in range(len(live) - 1, -1, -1):
+            highest = max(highest, live[position])
+            growth[position] = highest - (live[position - 1] if position else 0)
+        return growth
+
     def instantiate(self, clone: Callable[[HandleRecord], HandleRecord], first_id: int) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Tasks and own handles of one instance.
 
@@ -111,13 +142,15 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        replay = Replay(tasks=[], roots=[], owned=dying, shared=[])
+        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], growth=self.growth())
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         for task, successors in zip(replay.tasks, self.successors, strict=True):
             task.successors = [replay.tasks[after] for after in successors]
         for handle, use in self.uses.items():
             twin_or_shared = twins.get(handle, handle)
+            if twin_or_shared.released:
+                twin_or_shared.agenda = Agenda(use.positions, use.overwrites, replay)
             if handle not in twins or not twin_or_shared.released:
                 replay.shared.append(self._share(twin_or_shared, use, replay))
         for shared in replay.shared:
@@ -154,4 +187,5 @@ class StepPlan:
             [tasks[at] for at in use.readers],
             use.num_uses,
             use.needs_data,
+            Agenda(use.positions, use.overwrites),
         )

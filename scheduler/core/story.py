@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .events import CopyFinished, Event, HandleReleased, StepStarted, TaskFailed, TaskFinished, TaskSubmitted, WorkerJoined
+from .events import CopyFailed, CopyFinished, Event, HandleReleased, StepStarted, TaskFailed, TaskFinished, TaskSubmitted, WorkerJoined
 from .records import HandleRecord, Task
 
 LENGTH = 20
@@ -26,6 +26,9 @@ def _line(event: Event, subject: Task | HandleRecord | None) -> str | None:
     elif isinstance(event, CopyFinished):
         if subject is None or subject is event.source.handle:
             return f"CopyFinished: {event.source.handle!r} from node {event.source.node} to node {event.target.node}"
+    elif isinstance(event, CopyFailed):
+        if subject is None or subject is event.source.handle:
+            return f"CopyFailed: {event.source.handle!r} from node {event.source.node} to node {event.target.node}: {event.error}"
     elif isinstance(event, HandleReleased):
         if subject is None or subject is event.handle:
             return f"HandleReleased: {event.handle!r}"

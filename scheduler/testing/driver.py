@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from ..core.dispatch import TASK_TRANSITIONS
 from ..core.eventlog import Entry, EventLog, Revival, describe
 from ..core.events import (
     Action,
+    CopyFailed,
     CopyFinished,
     CopyTile,
+    DiscardExtent,
     Event,
     HandleReleased,
     MoveTile,
@@ -35,7 +38,8 @@ from ..core.events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from ..core.machine import Machine
+from ..core.eviction import DEFAULT_EVICTION
+from ..core.machine import WINDOW, Machine
 from ..core.memory import PAGE, MemoryNode, rounded
 from ..core.policies import POLICIES
 from ..core.records import (
@@ -68,6 +72,8 @@ class FakeDriver:
         pages: budget of each node in pages, host memory first.
         workers: (kind, node, depth) of each worker.
         policy: name of a scheduling policy.
+        storage: whether the last node is a file instead of memory.
+        eviction, window: of the machine.
         collect: force a garbage collection inside every handler of the machine.
     """
 
@@ -77,12 +83,14 @@ class FakeDriver:
         workers: Sequence[tuple[WorkerKind, int, int]],
         policy: str = "prio",
         *,
+        storage: bool = False,
+        eviction: str = DEFAULT_EVICTION,
+        window: int = WINDOW,
         collect: bool = False,
     ) -> None:
-        self.pages = list(pages)
-        self.policy = policy
-        self.machine = fresh_machine(pages, policy)
-        self.memory = [bytearray(number * PAGE) for number in pages]
+        self.fresh_machine = partial(fresh_machine, pages, policy, storage=storage, eviction=eviction, window=window)
+        self.machine = self.fresh_machine()
+        self.memory = [bytearray(node.extents.capacity) for node in self.machine.nodes]
         self.log = EventLog()
         self.actions: list[Entry] = []
         self.runs: list[Run] = []
@@ -175,6 +183,8 @@ class FakeDriver:
             memory = self.memory[action.node]
             size = rounded(action.nbytes)
             memory[action.offset : action.offset + size] = memory[action.source_offset : action.source_offset + size]
+        elif isinstance(action, DiscardExtent):
+            self.memory[action.node][action.offset : action.offset + action.nbytes] = bytes(action.nbytes)
         elif isinstance(action, ReportFailure):
             run = self._current[action.task]
             run.error, run.ended = action.error, True
@@ -198,10 +208,10 @@ class FakeDriver:
         return len(self.running) + len(self.copying)
 
     def end(self, which: int, error: BaseException | None = None) -> None:
-        """End one of the running tasks or copies, chosen by number; a task may fail."""
+        """End one of the running tasks or copies, chosen by number; either may fail, a copy only if it reads or writes a file."""
         which %= self.num_under_way
         if which >= len(self.running):
-            self._end_copy(list(self.copying)[which - len(self.running)])
+            self._end_copy(list(self.copying)[which - len(self.running)], error)
             return
         task = self.running.pop(which)
         run = self._current[task]
@@ -217,8 +227,12 @@ class FakeDriver:
                 self._store(replica, GARBAGE if mode == SCRATCH else mix(run.salt + position, now))
         self.bring(TaskFinished(task))
 
-    def _end_copy(self, copy: CopyTile) -> None:
+    def _end_copy(self, copy: CopyTile, error: BaseException | None) -> None:
         value = self.copying.pop(copy)
+        nodes = self.machine.nodes
+        if error is not None and (nodes[copy.source.node].is_storage or nodes[copy.target.node].is_storage):
+            self.bring(CopyFailed(copy.source, copy.target, error))
+            return
         if self.load(copy.source) != value:
             raise Wrong(f"{copy.source.handle!r} changed while it was copied")
         self._store(copy.target, value)
@@ -277,7 +291,7 @@ class FakeDriver:
             expected = values.get(handle)
             if (handle.lost is not None) != isinstance(expected, str):
                 raise Wrong(f"{handle!r}: lost is {handle.lost!r}, but it should hold {expected}")
-            held = {replica.node: self.load(replica) for replica in handle.replicas.values()}
+            held = {replica.node: self.load(replica) for replica in handle.replicas.values() if replica.state != "reserved"}
             if isinstance(expected, int) and (not held or set(held.values()) != {expected}):
                 raise Wrong(f"{handle!r} should hold {expected:#x} but the nodes hold {held}")
 
@@ -291,7 +305,7 @@ class FakeDriver:
         Raises:
             Wrong: it does not.
         """
-        machine = fresh_machine(self.pages, self.policy)
+        machine = self.fresh_machine()
         actions = [describe(action) for event in Revival().events(self.log.entries) for action in machine.handle(event)]
         if actions != self.actions:
             at = next(
@@ -334,9 +348,11 @@ class FakeStep:
         return self.driver.handle(handle.size // PAGE, f"{handle.name}'")
 
 
-def fresh_machine(pages: Sequence[int], policy: str) -> Machine:
+def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str, window: int) -> Machine:
     """A machine with nodes of so many pages."""
-    return Machine([MemoryNode(f"node {at}", number * PAGE) for at, number in enumerate(pages)], POLICIES[policy]())
+    last = len(pages) - 1
+    nodes = [MemoryNode(f"node {at}", number * PAGE, is_storage=storage and at == last) for at, number in enumerate(pages)]
+    return Machine(nodes, POLICIES[policy](), eviction=eviction, window=window)
 
 
 def collect_inside(machine: Machine) -> None:

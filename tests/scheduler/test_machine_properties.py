@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from scheduler.core import coherence, graph
 from scheduler.core.errors import SchedulerError
+from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.machine import Machine
 from scheduler.core.memory import ExtentAllocator
 from scheduler.core.policies import POLICIES
@@ -18,11 +19,15 @@ from scheduler.testing import FakeDriver, FakeStep, Wrong
 
 MODES: tuple[Mode, ...] = (R, W, RW)
 LAYOUTS = (
-    ((8,), (("cpu", 0, 1), ("cpu", 0, 1))),
-    ((5,), (("cpu", 0, 1),)),
-    ((14, 6), (("cpu", 0, 1), ("sim", 1, 2))),
-    ((12, 5, 7), (("cpu", 0, 1), ("sim", 1, 2), ("sim", 2, 2))),
-    ((16, 4, 4), (("sim", 1, 2), ("sim", 2, 1))),
+    ((8,), (("cpu", 0, 1), ("cpu", 0, 1)), False),
+    ((5,), (("cpu", 0, 1),), False),
+    ((14, 6), (("cpu", 0, 1), ("sim", 1, 2)), False),
+    ((12, 5, 7), (("cpu", 0, 1), ("sim", 1, 2), ("sim", 2, 2)), False),
+    ((16, 4, 4), (("sim", 1, 2), ("sim", 2, 1)), False),
+    ((12, 40), (("cpu", 0, 1), ("cpu", 0, 1)), True),
+    ((12, 16), (("cpu", 0, 2),), True),
+    ((12, 12, 40), (("cpu", 0, 1), ("sim", 1, 2)), True),
+    ((12, 13, 12, 24), (("sim", 1, 2), ("sim", 2, 2)), True),
 )
 
 
@@ -31,10 +36,17 @@ class Programs(RuleBasedStateMachine):
 
     collect = False
 
-    @initialize(layout=st.sampled_from(LAYOUTS), policy=st.sampled_from(sorted(POLICIES)), roomy=st.booleans())
-    def begin(self, layout: tuple, policy: str, roomy: bool) -> None:
-        pages, workers = layout
-        self.driver = FakeDriver([page * (3 if roomy else 1) for page in pages], workers, policy, collect=self.collect)
+    @initialize(
+        layout=st.sampled_from(LAYOUTS),
+        policy=st.sampled_from(sorted(POLICIES)),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+        window=st.sampled_from((1, 3, 256)),
+        roomy=st.booleans(),
+    )
+    def begin(self, layout: tuple, policy: str, eviction: str, window: int, roomy: bool) -> None:
+        pages, workers, storage = layout
+        pages = [page * (3 if roomy else 1) for page in pages]
+        self.driver = FakeDriver(pages, workers, policy, storage=storage, eviction=eviction, window=window, collect=self.collect)
         self.handles: list[HandleRecord] = [self.driver.handle(1 + at % 3) for at in range(4)]
         self.written: set[HandleRecord] = set()
         self.step: FakeStep | None = None
@@ -154,9 +166,9 @@ def no_write_after_read(task: Task) -> None:
             handle.last_writer = task
 
 
-def price_without_pins(replica, keep):  # type: ignore[no-untyped-def]
-    """`Residency._price` that lets pinned replicas go."""
-    return True, 0, replica.last_use
+def movable_though_pinned(self, replica):  # type: ignore[no-untyped-def]
+    """`Residency.is_movable` that does not look at pins."""
+    return replica.node != self.last
 
 
 def drop_pinned(self, replica):  # type: ignore[no-untyped-def]
@@ -181,7 +193,7 @@ def free_twice(self: ExtentAllocator, offset: int, size: int) -> None:
 
 MUTANTS = {
     "no write-after-read edge": [(graph, "link", no_write_after_read)],
-    "evicts pinned replicas": [(Residency, "_price", staticmethod(price_without_pins)), (Residency, "drop", drop_pinned)],
+    "evicts pinned replicas": [(Residency, "is_movable", movable_though_pinned), (Residency, "drop", drop_pinned)],
     "no invalidation on write": [(Residency, "invalidate_others", lambda self, task: None)],
     "hands an extent out twice": [(ExtentAllocator, "free", free_twice)],
     "drops dirty data without writing it back": [(coherence, "is_needed", lambda replica: False)],

@@ -49,6 +49,7 @@ def test_extents_partition_the_memory(pages: int, operations: list) -> None:
             assert owner[page] is None
             owner[page] = number
         taken.append((offset, size))
+        node.mark()
         node.validate([(offset, size * PAGE) for offset, size in taken])
     assert node.used == sum(page is not None for page in owner) * PAGE <= node.peak <= pages * PAGE
     assert node.extents.largest_hole() == longest_run(owner) * PAGE
@@ -71,22 +72,20 @@ def longest_run(owner: list[int | None]) -> int:
     return best
 
 
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=9), need=st.integers(1, 8)
-)
+@given(sizes=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 9)), min_size=1, max_size=9), need=st.integers(1, 8))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_windows_are_the_cheapest_runs(sizes: list, need: int) -> None:
     """The chosen run of neighbours is movable, large enough, and no other run is cheaper."""
     spans, offset = [], 0
-    for size, movable, dirty, last_use in sizes:
-        spans.append(Span(offset, size, None, movable, dirty, last_use))
+    for size, movable, rank in sizes:
+        spans.append(Span(offset, size, None, movable, rank))
         offset += size
     runs = {}
     for first in range(len(spans)):
         for last in range(first, len(spans)):
             run = spans[first : last + 1]
             if all(span.movable for span in run) and sum(span.size for span in run) >= need:
-                runs[first, last] = (sum(span.dirty_bytes for span in run), max(span.last_use for span in run))
+                runs[first, last] = max(span.rank for span in run)
     found = best_window(spans, need)
     assert (found is None) == (not runs)
     if found is not None:
@@ -105,9 +104,11 @@ def test_peak_is_kept_by_class() -> None:
     second = node.take(3 * PAGE, "activations")
     assert first is not None
     assert second is not None
+    node.mark()
     node.give(second, 3 * PAGE, "activations")
     node.forget_recent_peak()
     node.take(PAGE, "gradients")
+    node.mark()
     assert (node.peak, node.recent_peak) == (5 * PAGE, 3 * PAGE)
     assert {name: size for name, size in node.peak_by_class.items() if size} == {"parameters": 2 * PAGE, "activations": 3 * PAGE}
 

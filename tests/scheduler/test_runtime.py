@@ -194,8 +194,8 @@ def test_garbage_collection_inside_every_handler(machine: dict, kit, monkeypatch
     """Handles that die in a collection under the machine's own lock are released through the inbox, without deadlock."""
     start = Machine.__init__
 
-    def collecting(self, *args) -> None:  # type: ignore[no-untyped-def]
-        start(self, *args)
+    def collecting(self, *args, **options) -> None:  # type: ignore[no-untyped-def]
+        start(self, *args, **options)
         collect_inside(self)
 
     monkeypatch.setattr(Machine, "__init__", collecting)

@@ -1,0 +1,121 @@
+"""Moving data before it is asked for: what the planned order will need next is fetched, what it will evict next is written back early.
+
+Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in; never room that a blocked task waits for.
+Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one; beyond that share nothing is
+written that might die unwritten. Reads and writes under way are limited, so that the oldest task's own copy never waits behind many. Works on
+the one node where all workers compute; several devices rely on admitting tasks ahead instead, because nobody knows yet where a task will run.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from . import coherence
+from .records import RW, SCRATCH, NodeId, R, Replica, Task
+from .residency import Residency
+
+READS: Final = 6
+"""Prefetches under way at most."""
+
+WRITES: Final = 4
+"""Early write-backs under way at most."""
+
+AHEAD: Final = 8
+"""The planned tasks whose missing bytes together are this fraction of the node's budget are looked at."""
+
+CLEAN: Final = 10
+"""Early write-backs keep this fraction of the node's budget free or droppable."""
+
+TASKS: Final = 64
+"""Planned tasks looked at, at most."""
+
+
+class Lookahead:
+    """Prefetching and early write-back for one node.
+
+    Args:
+        node: where all workers compute.
+    """
+
+    def __init__(self, residency: Residency, node: NodeId) -> None:
+        self.residency = residency
+        self.node = node
+
+    def run(self, *, blocked: bool) -> None:
+        """Start what should be under way now.
+
+        Args:
+            blocked: whether a task waits for memory of the node.
+        """
+        if not blocked:
+            self._prefetch()
+        self._write_back()
+
+    def _prefetch(self) -> None:
+        residency, node = self.residency, self.node
+        replays = residency.horizon.replays
+        reading = len(residency.copies) - residency.num_writing
+        budget = residency.nodes[node].budget // AHEAD
+        num_seen = distance = 0
+        for replay in replays:
+            done, tasks = replay.done, replay.tasks
+            for position in range(replay.frontier, len(tasks)):
+                if reading >= READS or num_seen >= TASKS or budget <= 0:
+                    return
+                if done[position]:
+                    continue
+                num_seen += 1
+                task = tasks[position]
+                if task.state == "waiting" or task.state == "ready" or task.state == "blocked":
+                    outcome = self._prefetch_for(task, distance + position - replay.frontier, READS - reading)
+                    if outcome is None:
+                        return
+                    num_started, nbytes = outcome
+                    reading += num_started
+                    budget -= nbytes
+            distance += len(tasks) - replay.frontier
+
+    def _prefetch_for(self, task: Task, distance: int, limit: int) -> tuple[int, int] | None:
+        """Fetch what one task misses.
+
+        Returns:
+            Copies started and bytes the task will add to the node; None when there was no room.
+        """
+        node, num_started, nbytes = self.node, 0, 0
+        for handle, mode in task.accesses:
+            if node in handle.replicas and mode != SCRATCH and handle.replicas[node].state != "reserved":
+                continue
+            nbytes += handle.size
+            if (mode == R or mode == RW) and node not in handle.replicas and handle.lost is None and num_started < limit:
+                if coherence.best_source(handle, None) is None:
+                    continue  # an earlier task has yet to write it
+                if not self.residency.prefetch(handle, node, distance):
+                    return None
+                num_started += 1
+        return num_started, nbytes
+
+    def _write_back(self) -> None:
+        """Keep some of the node's memory free or droppable."""
+        residency = self.residency
+        if residency.num_writing >= WRITES or residency.broken is not None:
+            return
+        node = residency.nodes[self.node]
+        wanted = node.budget // CLEAN - (node.budget - node.used)
+        if wanted <= 0:
+            return
+        dirty: list[Replica] = []
+        for replica in residency.resident[self.node]:
+            if replica.pins == replica.outgoing and replica.state != "scratch":
+                if replica.outgoing or not coherence.is_needed(replica):
+                    wanted -= replica.handle.size
+                    if wanted <= 0:
+                        return
+                else:
+                    dirty.append(replica)
+        rank = residency.eviction.rank
+        dirty.sort(key=rank)
+        for replica in dirty[: WRITES - residency.num_writing]:
+            if wanted <= 0:
+                return
+            residency.write_back(replica)
+            wanted -= replica.handle.size
