@@ -12,8 +12,10 @@ import pytest
 
 from scheduler import REDUX, RW, InlineRuntime, R, W
 from tiles import TileTensor
+from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
 from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
+from tiles.kernels.cpu.norm import scratch_nbytes as norm_scratch
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.registry import emit, kernel, operations
 
@@ -50,7 +52,7 @@ def _attention(make: Maker, *, first: bool, last: bool, p: float = 0.0) -> Case:
     peak, total, lse = make(2, 3, 7), make.positive(2, 3, 7), make(2, 3, 7)
     args = [q, k, v, o, peak, total, *([lse] if last else []), *([np.array([1, 2], np.uint64)] if p else [])]
     outputs = ([3, 4, 5] if first else []) + ([6] if last else [])
-    return [*args, np.empty(attention_scratch(7, 9, 8), np.uint8)], outputs, {"at": _pair(p), "first": first, "last": last}
+    return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], outputs, {"at": _pair(p), "first": first, "last": last}
 
 
 def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.0) -> Case:
@@ -61,7 +63,7 @@ def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.
     grads = [make(2, 7, 12), make(2, 9, 12), make(2, 9, 12)]
     args = [q, k, v, do, kept, make(2, 3, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
     constants = {"at": _pair(p), "stored": stored, "first_k": first, "first_q": first}
-    return [*args, np.empty(attention_scratch(7, 9, 8), np.uint8)], [6, 7, 8] if first else [], constants
+    return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
 
 
 def _head(make: Maker, *, backward: bool, first: bool) -> Case:
@@ -83,6 +85,10 @@ def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> 
     args = [x, make(33), *moments, dy, *([make(2, 9, 33)] if residual else []), make(2, 9, 33), make(33), *([] if rms else [make(33)])]
     first = len(moments) + 3 + residual
     return args, list(range(first, len(args))) if not accumulate else [first], {"accumulate": accumulate, "residual": residual}
+
+
+def _norm_room(make: Maker) -> np.ndarray:
+    return np.empty(norm_scratch(18, 33, make.dtype.itemsize), np.uint8)
 
 
 def _apply_backward(make: Maker, center: bool, accumulate: bool) -> Case:
@@ -128,7 +134,13 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "attention": [lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
     "attention_apply": [
         lambda m, a=a, p=p: (
-            [m(2, 3, 7, 9), m.positive(2, 3, 7) * 3, m(2, 9, 12), m(2, 7, 12), *([np.array([1, 2], np.uint64)] if p else [])],
+            [
+                m(2, 3, 7, 9),
+                m.positive(2, 3, 7) * 3,
+                m(2, 9, 12),
+                m(2, 7, 12),
+                *([np.array([1, 2], np.uint64), np.empty(attention_scratch(7, 9, 8, p), np.uint8)] if p else []),
+            ],
             [] if a else [3],
             {"at": _pair(p), "accumulate": a},
         )
@@ -140,8 +152,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "attention_delta": [lambda m: ([m(2, 7, 12), m(2, 7, 12), m(2, 3, 7)], [2], {"head_size": 4})],
     "attention_lse": [
-        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7)], [1, 2], {"first": True}),
-        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), m(2, 3, 7)], [3], {"first": False}),
+        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [1, 2], {"first": True}),
+        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), m(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [3], {"first": False}),
     ],
     "attention_scores": [lambda m: ([m(2, 7, 12), m(2, 9, 12), m(2, 3, 7, 9)], [2], {"at": _pair()})],
     "batched_matmul": [
@@ -192,11 +204,11 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "norm_backward_apply": [lambda m, c=c, a=a: _apply_backward(m, c, a) for c in (False, True) for a in (False, True)],
     "norm_backward_sums": [
         lambda m: (
-            [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9)],
+            [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)],
             [5, 6],
             {"accumulate": False},
         ),
-        lambda m: ([m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9)], [], {"accumulate": True}),
+        lambda m: ([m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"accumulate": True}),
     ],
     "norm_finish": [lambda m: ([m(2, 9), m.positive(2, 9), m(2, 9), m(2, 9)], [2, 3], {"width": 70, "eps": 1e-5})],
     "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
@@ -212,8 +224,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [], {"accumulate": True}),
     ],
     "row_squares": [
-        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9)], [2], {"width": 70, "accumulate": False}),
-        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9)], [], {"width": 70, "accumulate": True}),
+        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [2], {"width": 70, "accumulate": False}),
+        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"width": 70, "accumulate": True}),
     ],
     "row_sums": [lambda m: ([m(2, 9, 33), m(2, 9)], [1], {"accumulate": False}), lambda m: ([m(2, 9, 33), m(2, 9)], [], {"accumulate": True})],
     "scale": [lambda m: ([m(5, 7), m(5, 7)], [1], {"alpha": 0.25})],
@@ -226,8 +238,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "softmax_backward": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(2, 9, 333)], [2], {})],
     "softmax_backward_apply": [lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9), m(2, 9, 33)], [3], {})],
     "softmax_sums": [
-        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9)], [1, 2], {"accumulate": False}),
-        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9)], [], {"accumulate": True}),
+        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), _norm_room(m)], [1, 2], {"accumulate": False}),
+        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), _norm_room(m)], [], {"accumulate": True}),
     ],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
     "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],

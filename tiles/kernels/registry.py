@@ -12,7 +12,7 @@ scheduler, and its outputs are rounded back. So every kernel is written once, fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from math import prod
 from typing import Any, Final, Literal, TypeVar
 
@@ -28,6 +28,8 @@ K = TypeVar("K", bound=Kernel)
 
 NARROW: Final = frozenset({np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)})
 _ALIGNMENT: Final = 64
+BUFFER_ELEMENTS: Final = 1024
+"""Elements in each of NumPy's casting and broadcasting buffers while a CPU kernel runs; its default of 8192 is 64 KiB of fp64 per operand."""
 
 _kernels: dict[tuple[str, Backend], Kernel] = {}
 _flops: dict[str, FlopCount] = {}
@@ -41,13 +43,27 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None) -> Ca
     """
 
     def enter(kernel: K) -> K:
-        _kernels[op, backend] = kernel
+        _kernels[op, backend] = _bounded(kernel) if backend == "cpu" else kernel
         if flops is not None:
             _flops[op] = flops
         codelet.cache_clear()
         return kernel
 
     return enter
+
+
+def _bounded(kernel: Kernel) -> Kernel:
+    """`kernel` with NumPy's buffers of `BUFFER_ELEMENTS`; the setting belongs to the thread and is put back."""
+
+    @wraps(kernel)
+    def run(*tiles: Any, **constants: Any) -> None:
+        before = np.setbufsize(BUFFER_ELEMENTS)
+        try:
+            kernel(*tiles, **constants)
+        finally:
+            np.setbufsize(before)
+
+    return run
 
 
 def kernel(op: str, backend: Backend) -> Kernel:

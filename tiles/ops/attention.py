@@ -13,7 +13,7 @@ import numpy as np
 
 from scheduler import RW, SCRATCH, Access, R, W
 
-from ..kernels.cpu.attention import scratch_nbytes
+from ..kernels.cpu.attention import lse_scratch_nbytes, scratch_nbytes
 from ..kernels.reference.attention import Pair
 from ..kernels.registry import emit, scratch
 from ..tensor import TileTensor
@@ -81,7 +81,14 @@ class _Attention:
     def scratch(self) -> Access:
         """Working memory for one task."""
         itemsize = 8 if self.q.dtype == np.float64 else 4
-        return scratch(self.q.runtime, scratch_nbytes(self.q.tile[1], self.k.tile[1], itemsize)), SCRATCH
+        p = self.dropout.p if self.dropout else 0.0
+        return scratch(self.q.runtime, scratch_nbytes(self.q.tile[1], self.k.tile[1], itemsize, p)), SCRATCH
+
+    def lse_scratch(self) -> Access:
+        """Working memory for one sum over kept scores."""
+        itemsize, (b, t, width) = 8 if self.q.dtype == np.float64 else 4, self.q.tile
+        nbytes = lse_scratch_nbytes(b * t * width // self.head_size, self.k.tile[1], itemsize)
+        return scratch(self.q.runtime, nbytes), SCRATCH
 
     def per_row(self, name: str) -> TileTensor:
         """One number per head and query  # (B, H, T)."""
@@ -186,9 +193,11 @@ def stored_attention(
             accesses: list[Access] = [(s, R), (peak[b, h, i], mode), (total[b, h, i], mode)]
             if j == num - 1:
                 accesses.append((lse[b, h, i], W))
-            emit(q.runtime, "attention_lse", accesses, first=j == 0)
+            emit(q.runtime, "attention_lse", [*accesses, whole.lse_scratch()], first=j == 0)
         for j in range(num):
             accesses = [(weights[b, h, i, j], RW), (lse[b, h, i], R), (v[b, j, h], R), (o[b, i, h], chained(j)), *whole.extra()]
+            if whole.dropout:
+                accesses.append(whole.scratch())
             emit(q.runtime, "attention_apply", accesses, at=whole.pair(b, h, i, j), accumulate=j > 0)
     return o, weights
 

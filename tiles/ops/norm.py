@@ -5,9 +5,14 @@ Legend: x (..., C); mean, rstd (...,); gamma, beta (C,).
 
 from __future__ import annotations
 
-from scheduler import REDUX, Access, R, W
+from math import prod
 
-from ..kernels.registry import emit
+import numpy as np
+
+from scheduler import REDUX, SCRATCH, Access, R, W
+
+from ..kernels.cpu.norm import scratch_nbytes
+from ..kernels.registry import emit, scratch
 from ..tensor import TileTensor
 from ..tiling import Index
 from .elementwise import add, fill
@@ -74,7 +79,7 @@ def _norm_row(
     else:
         sums = mean
     for c in range(x.grid[-1]):
-        accesses: list[Access] = [(x[*row, c], R), (sums[row], R), (squares[row], chained(c))]
+        accesses: list[Access] = [(x[*row, c], R), (sums[row], R), (squares[row], chained(c)), _scratch(x)]
         emit(runtime, "row_squares", accesses, width=width, accumulate=c > 0)
     found = mean if beta is not None else statistics(x, "unused mean")
     emit(runtime, "norm_finish", [(sums[row], R), (squares[row], R), (found[row], W), (rstd[row], W)], width=width, eps=eps)
@@ -152,7 +157,7 @@ def _norm_backward_row(
     for c in range(x.grid[-1]):
         mode = chained(c)
         accesses: list[Access] = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R)]
-        emit(runtime, "norm_backward_sums", [*accesses, (plain[row], mode), (weighted[row], mode)], accumulate=c > 0)
+        emit(runtime, "norm_backward_sums", [*accesses, (plain[row], mode), (weighted[row], mode), _scratch(x)], accumulate=c > 0)
     for c in range(x.grid[-1]):
         accesses = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R), (plain[row], R), (weighted[row], R)]
         if dresidual is not None:
@@ -171,7 +176,7 @@ def softmax(x: TileTensor) -> TileTensor:
             continue
         for c in range(x.grid[-1]):
             mode = chained(c)
-            emit(x.runtime, "softmax_sums", [(x[*row, c], R), (peak[row], mode), (total[row], mode)], accumulate=c > 0)
+            emit(x.runtime, "softmax_sums", [(x[*row, c], R), (peak[row], mode), (total[row], mode), _scratch(x)], accumulate=c > 0)
         for c in range(x.grid[-1]):
             emit(x.runtime, "softmax_apply", [(x[*row, c], R), (peak[row], R), (total[row], R), (y[*row, c], W)])
     return y
@@ -191,6 +196,12 @@ def softmax_backward(y: TileTensor, dy: TileTensor) -> TileTensor:
         for c in range(y.grid[-1]):
             emit(y.runtime, "softmax_backward_apply", [(y[*row, c], R), (dy[*row, c], R), (dots[row], R), (dx[*row, c], W)])
     return dx
+
+
+def _scratch(x: TileTensor) -> Access:
+    """Working memory of one task over a tile of `x`."""
+    itemsize = 8 if x.dtype == np.float64 else 4
+    return scratch(x.runtime, scratch_nbytes(prod(x.tile[:-1]), x.tile[-1], itemsize)), SCRATCH
 
 
 def _check(x: TileTensor, *vectors: TileTensor) -> None:

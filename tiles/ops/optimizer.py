@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Final
 
 import numpy as np
 
-from scheduler import RW, Access, R, W
+from scheduler import RW, SCRATCH, Access, R, W
 
-from ..kernels.registry import NARROW, emit
+from ..kernels.cpu.optimizer import scratch_nbytes
+from ..kernels.registry import NARROW, emit, scratch
 from ..tensor import TileTensor
 from .grid import same_tiling
 
@@ -109,6 +111,7 @@ def _update(
     if (param.dtype in NARROW) != (master is not None):
         raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {param!r} with master {master!r}")
     clip = norm is not None and max_norm > 0
+    penalty = bool(constants["weight_decay"]) and not constants.get("decoupled", False)
     constants |= {"max_norm": max_norm, "clip": clip, "master": master is not None}
     for number in range(param.tiling.num_tiles):
         accesses: list[Access] = [(param.handles[number], RW if master is None else W), (grad.handles[number], R)]
@@ -120,4 +123,8 @@ def _update(
             accesses.append((norm[0,], R))
         if master is not None:
             accesses.append((master.handles[number], RW))
+        size = prod(param.tile)
+        nbytes = scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, penalty, clip, bool(constants.get("nesterov")))
+        if nbytes:
+            accesses.append((scratch(param.runtime, nbytes), SCRATCH))
         emit(param.runtime, op, accesses, **constants)

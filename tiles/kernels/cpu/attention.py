@@ -17,7 +17,7 @@ from ..reference.attention import Pair, heads
 from ..reference.random import mix
 from ..registry import register
 from .blas import gemm
-from .elementwise import row_blocks
+from .elementwise import PIECE_BYTES, WORK_BYTES, cells, row_blocks
 from .random import survivors, thin
 
 Array = npt.NDArray[Any]
@@ -26,9 +26,18 @@ QUERIES: Final = 128
 """Queries per block of scores."""
 
 
-def scratch_nbytes(num_queries: int, num_keys: int, itemsize: int) -> int:
-    """Working memory of one attention task: two blocks of scores."""
-    return 2 * min(QUERIES, num_queries) * num_keys * itemsize
+def scratch_nbytes(num_queries: int, num_keys: int, itemsize: int, p: float = 0.0) -> int:
+    """Working memory of one attention task: two blocks of scores, and with dropout room to draw from."""
+    return 2 * min(QUERIES, num_queries) * num_keys * itemsize + (_DRAW_BYTES if p else 0)
+
+
+_DRAW_BYTES: Final = 2 * PIECE_BYTES
+"""Room to draw random bits in, the last bytes of the scratch."""
+
+
+def lse_scratch_nbytes(num_rows: int, num_keys: int, itemsize: int) -> int:
+    """Working memory of one task that sums kept scores: a block of rows."""
+    return min(num_rows, max(1, PIECE_BYTES // (num_keys * itemsize))) * num_keys * itemsize
 
 
 class Block(NamedTuple):
@@ -77,14 +86,16 @@ def _mask(s: Array, block: Block, at: Pair) -> None:
     if start < block.num_keys:
         keys = at.k_start + np.arange(start, block.num_keys)
         queries = at.q_start + np.arange(block.first, block.last)
-        np.copyto(s[:, start:], -np.inf, where=keys[None, :] > queries[:, None])
+        for piece, columns in cells(queries.size, keys.size, 1, WORK_BYTES // 2):
+            np.copyto(s[piece, start:][:, columns], -np.inf, where=keys[None, columns] > queries[piece, None])
 
 
-def _survivors(key: Array, block: Block, at: Pair) -> Iterator[tuple[slice, Array]]:
-    """(rows of the block, which of their weights survive dropout), a piece of rows at a time."""
+def _survivors(key: Array, block: Block, at: Pair, scratch: Array) -> Iterator[tuple[tuple[slice, slice], Array]]:
+    """(rows and columns of the block, which of their weights survive dropout), piece by piece; drawn in the end of the scratch."""
     row = ((at.b_start + block.b) * at.num_heads + at.h_start + block.h) * at.length + at.q_start
     base = (row + np.arange(block.first, block.last, dtype=np.uint64)) * np.uint64(at.length) + np.uint64(at.k_start)
-    return survivors(mix(int(key[0]), int(key[1]), at.stream), base, block.num_keys, at.p)
+    for piece, columns, keep in survivors(mix(int(key[0]), int(key[1]), at.stream), base, block.num_keys, at.p, scratch[-_DRAW_BYTES:]):
+        yield (piece, columns), keep
 
 
 def _flops(factor: float) -> Any:
@@ -124,7 +135,7 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
             run_total += sums
         run_peak[...] = top
         if key is not None:
-            for piece, keep in _survivors(key, block, at):
+            for piece, keep in _survivors(key, block, at, scratch):
                 thin(s[piece], keep, at.p, s[piece])
         gemm(s, _columns(v, block, size, slice(0, block.num_keys)), out, beta=float(not first))
     if lse is not None:
@@ -171,7 +182,7 @@ def attention_backward(
             _scores(q, k, s, block, at)
             s -= kept[block.b, block.h, queries, None]
             np.exp(s, out=s)
-        _pair_backward(q, k, v, do, s, ds, delta, dq, dk, dv, keys[0] if keys else None, block, at)
+        _pair_backward(q, k, v, do, s, ds, delta, dq, dk, dv, keys[0] if keys else None, scratch, block, at)
 
 
 def _clear(dq: Array, dk: Array, dv: Array, first_k: bool, first_q: bool) -> None:
@@ -194,6 +205,7 @@ def _pair_backward(
     dk: Array,
     dv: Array,
     key: Array | None,
+    scratch: Array,
     block: Block,
     at: Pair,
 ) -> None:
@@ -208,10 +220,10 @@ def _pair_backward(
         ds -= shift
         ds *= s
     else:
-        for piece, keep in _survivors(key, block, at):
+        for piece, keep in _survivors(key, block, at, scratch):
             weights, slope = s[piece], ds[piece]
             thin(slope, keep, at.p, slope)
-            slope -= shift[piece]
+            slope -= shift[piece[0]]
             slope *= weights
             thin(weights, keep, at.p, weights)
         gemm(s, tdo, _columns(dv, block, size, keys), trans_a=True, beta=1.0)
@@ -229,14 +241,17 @@ def attention_scores(q: Array, k: Array, s: Array, *, at: Pair) -> None:
 
 
 @register("attention_lse", "cpu")
-def attention_lse(s: Array, peak: Array, total: Array, *lse: Array, first: bool) -> None:
-    """Add one tile of scores to the running row maximum and sum; the last task also gets lse."""
+def attention_lse(s: Array, peak: Array, total: Array, *rest: Array, first: bool) -> None:
+    """Add one tile of scores to the running row maximum and sum; the last task also gets lse; `rest` is [lse,] scratch."""
+    *lse, scratch = rest
     flat, run_peak, run_total = s.reshape(-1, s.shape[-1]), peak.reshape(-1), total.reshape(-1)
+    work = scratch.view(s.dtype)
     for piece in row_blocks(flat.shape[0], flat.shape[1] * flat.itemsize):
         top = np.maximum.reduce(flat[piece], axis=1)
         if not first:
             np.maximum(top, run_peak[piece], out=top)
-        weights = flat[piece] - top[:, None]
+        weights = work[: top.size * flat.shape[1]].reshape(top.size, -1)
+        np.subtract(flat[piece], top[:, None], out=weights)
         np.exp(weights, out=weights)
         sums = np.add.reduce(weights, axis=1)
         if not first:
@@ -249,8 +264,8 @@ def attention_lse(s: Array, peak: Array, total: Array, *lse: Array, first: bool)
 
 
 @register("attention_apply", "cpu", flops=_flops(1.0))
-def attention_apply(s: Array, lse: Array, v: Array, o: Array, *keys: Array, at: Pair, accumulate: bool) -> None:
-    """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v."""
+def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: Pair, accumulate: bool) -> None:
+    """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v; `rest` is [key, scratch]."""
     size = at.head_size
     for block in _blocks(s.shape[0], s.shape[1], s.shape[2], s.shape[3], at):
         rows = slice(block.first, block.last)
@@ -259,10 +274,12 @@ def attention_apply(s: Array, lse: Array, v: Array, o: Array, *keys: Array, at: 
         weights -= lse[block.b, block.h, rows, None]
         np.exp(weights, out=weights)
         out, values = _columns(o, block, size, rows), _columns(v, block, size, slice(0, block.num_keys))
-        if not keys:
+        if not rest:
             gemm(weights, values, out, beta=float(accumulate))
             continue
-        for piece, keep in _survivors(keys[0], block, at):  # the kept weights stay whole, so the product takes a thinned copy
-            thinned = np.empty(keep.shape, s.dtype)
-            thin(weights[piece], keep, at.p, thinned)
-            gemm(thinned, values, out[piece], beta=float(accumulate))
+        key, scratch = rest
+        thinned, _ = _rooms(scratch, s.dtype, block)  # the kept weights stay whole, so the product takes a thinned copy
+        for piece, keep in _survivors(key, block, at, scratch):
+            queries, columns = piece
+            thin(weights[piece], keep, at.p, thinned[piece])
+            gemm(thinned[piece], values[columns], out[queries], beta=float(accumulate or columns.start > 0))

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import threadpoolctl
 
+from .elementwise import WORK_BYTES, cells
+
 Array = npt.NDArray[Any]
 
 _ROW_MAJOR: Final = 101
@@ -89,16 +91,14 @@ def gemm(a: Array, b: Array, out: Array, *, trans_a: bool = False, trans_b: bool
 
 
 def _fallback(a: Array, b: Array, out: Array, alpha: float, beta: float) -> None:
-    """`gemm` by `np.matmul`, a few rows at a time to keep temporaries small."""
-    rows = max(1, (64 << 10) // max(1, out.shape[1] * out.itemsize))
-    for start in range(0, out.shape[0], rows):
-        piece = slice(start, start + rows)
-        product = a[piece] @ b
+    """`gemm` by `np.matmul`, a few rows and columns at a time to keep temporaries small."""
+    for piece, columns in cells(out.shape[0], out.shape[1], out.itemsize, WORK_BYTES // 2):
+        product, target = a[piece] @ b[:, columns], out[piece, columns]
         if alpha != 1.0:
             product *= out.dtype.type(alpha)
         if beta == 0.0:
-            out[piece] = product
+            target[...] = product
         else:
             if beta != 1.0:
-                out[piece] *= out.dtype.type(beta)
-            out[piece] += product
+                target *= out.dtype.type(beta)
+            target += product

@@ -12,10 +12,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.loss import check_targets, head_finish
+from ..reference.loss import head_finish as finish
 from ..registry import register
 from .blas import gemm
-from .elementwise import row_blocks
+from .elementwise import MOST_ROWS, cut, row_blocks
+from .embedding import check_ids
 from .matmul import rows
 
 Array = npt.NDArray[Any]
@@ -23,7 +24,15 @@ Array = npt.NDArray[Any]
 COLUMNS: Final = 1024
 """Logits per row that exist at a time."""
 
-register("head_finish", "cpu")(head_finish)
+
+@register("head_finish", "cpu")
+def head_finish(targets: Array, peak: Array, total: Array, picked: Array, lse: Array, loss: Array, *, scale: float) -> None:
+    """lse = peak + log total; loss[0] = scale * sum over tokens of (lse - picked), in fp64."""
+    ids, tops, sums, chosen, out = (tile.reshape(-1) for tile in (targets, peak, total, picked, lse))
+    loss[0], part = 0.0, np.empty(1)
+    for piece in cut(targets.size, 4 * MOST_ROWS):  # a tile of up to 2048 tokens is one sum, as in the reference
+        finish(ids[piece], tops[piece], sums[piece], chosen[piece], out[piece], part, scale=scale)
+        loss += part
 
 
 def scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:
@@ -42,9 +51,11 @@ def _blocks(xs: Sequence[Array], ws: Sequence[Array], scratch: Array) -> Iterato
         yield first, last, s
 
 
-def _inside(ids: Array, first: int, last: int) -> Array:
-    found: Array = np.flatnonzero((ids >= first) & (ids < last))
-    return found
+def _inside(ids: Array, first: int, last: int) -> Iterator[tuple[Array, Array]]:
+    """(rows whose id lies in [first, last), that id less `first`), a piece of rows at a time."""
+    for piece in cut(ids.size, MOST_ROWS):
+        rows_in = np.flatnonzero((ids[piece] >= first) & (ids[piece] < last)) + piece.start
+        yield rows_in, ids[rows_in] - first
 
 
 def _flops(factor: float) -> Any:
@@ -60,15 +71,15 @@ def _flops(factor: float) -> Any:
 def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool) -> None:
     """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
     targets, peak, total, picked, scratch = tiles[2 * num_c :]
-    check_targets(targets, vocab)
+    check_ids(targets, vocab, -1)
     ids, peak, total, picked = targets.reshape(-1), peak.reshape(-1), total.reshape(-1), picked.reshape(-1)
     if first:
         peak.fill(-np.inf)
         total.fill(0)
         picked.fill(0)
     for start, end, s in _blocks([rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c], scratch):
-        here = _inside(ids, v_start + start, v_start + end)
-        picked[here] = s[here, ids[here] - v_start - start]
+        for here, column in _inside(ids, v_start + start, v_start + end):
+            picked[here] = s[here, column]
         for block in row_blocks(s.shape[0], s.shape[1] * s.itemsize // 4):
             piece = s[block]
             top = np.maximum(np.maximum.reduce(piece, axis=1), peak[block])
@@ -86,16 +97,16 @@ def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: 
     ids, lse = tiles[2 * num_c].reshape(-1), tiles[2 * num_c + 1].reshape(-1)
     dxs = [rows(dx) for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]]
     dws = tiles[3 * num_c + 2 : 4 * num_c + 2]
-    ignored = np.flatnonzero(ids < 0)
     for start, end, p in _blocks(xs, ws, tiles[-1]):
         for block in row_blocks(p.shape[0], p.shape[1] * p.itemsize // 4):
             piece = p[block]
             piece -= lse[block, None]
             np.exp(piece, out=piece)
             piece *= p.dtype.type(scale)
-        here = _inside(ids, v_start + start, v_start + end)
-        p[here, ids[here] - v_start - start] -= p.dtype.type(scale)
-        p[ignored] = 0
+        for here, column in _inside(ids, v_start + start, v_start + end):
+            p[here, column] -= p.dtype.type(scale)
+        for ignored, _ in _inside(ids, -1, 0):
+            p[ignored] = 0
         for x, w, dx, dw in zip(xs, ws, dxs, dws, strict=True):
             gemm(p, w[start:end], dx, beta=float(not first or start > 0))
             gemm(p, x, dw[start:end], trans_a=True, beta=float(accumulate))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..registry import register
 from .blas import gemm
-from .elementwise import activate_into, row_blocks
+from .elementwise import WORK_BYTES, activate_into, cut, row_blocks
 
 Array = npt.NDArray[Any]
 
@@ -72,4 +72,13 @@ def column_sums(dy: Array, db: Array, *, accumulate: bool) -> None:
     if not accumulate:
         db[...] = 0
     for block in row_blocks(matrix.shape[0], matrix.shape[1] * matrix.itemsize):
-        db += np.add.reduce(matrix[block], axis=0)
+        add_column_sums(matrix[block], db)
+
+
+def add_column_sums(block: Array, total: Array) -> None:
+    """total += sum of rows  # (R, N) -> (N,)."""
+    if total.nbytes <= WORK_BYTES // 3:
+        total += np.add.reduce(block, axis=0)
+        return
+    for columns in cut(total.size, WORK_BYTES // (3 * total.itemsize)):
+        total[columns] += np.add.reduce(block[:, columns], axis=0)

@@ -2,6 +2,8 @@
 
 Ladder for layer_norm, 1024 x 768 fp32, one core, forward / backward: whole arrays 1.0 / 1.6 ms; blocks of 32 KiB 1.5 / 2.5 ms (NumPy's cost per
 call shows), of 64 KiB 1.0 / 1.8 ms, of 128 KiB 0.83 / 1.4 ms, of 512 KiB 0.69 / 1.2 ms (torch's forward 0.36 ms).
+Blocks of 128 KiB with NumPy's broadcasting buffers cut to 1024 elements (`registry.BUFFER_ELEMENTS`) and no temporaries, 0.64 / 1.24 ms: xhat lies in
+dx, its products in the blocks of dx still to come, or in declared scratch.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..registry import register
-from .elementwise import PIECE_BYTES
+from .elementwise import MOST_ROWS, PIECE_BYTES, WORK_BYTES, cells, cut
 from .elementwise import row_blocks as small_blocks
-from .matmul import rows
+from .matmul import add_column_sums, rows
 
 Array = npt.NDArray[Any]
 
@@ -26,13 +28,33 @@ BLOCK_BYTES: Final = 2 * PIECE_BYTES
 
 def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:
     """Slices of rows that hold about `BLOCK_BYTES` each."""
-    return small_blocks(num_rows, row_bytes * PIECE_BYTES // BLOCK_BYTES)
+    return small_blocks(num_rows, row_bytes, BLOCK_BYTES)
 
 
-def _work(x: Array) -> Array:
-    """Room for one block of rows of `x`."""
-    width = x.shape[-1]
-    return np.empty((max(1, PIECE_BYTES // max(1, width * x.itemsize * PIECE_BYTES // BLOCK_BYTES)), width), x.dtype)
+def scratch_nbytes(num_rows: int, width: int, itemsize: int) -> int:
+    """Working memory of the operations that have no large output to work in: a block of rows, or a part of a long row."""
+    return min(BLOCK_BYTES, num_rows * width * itemsize)
+
+
+def _lent(dx: Array, block: slice) -> Array:
+    """Room to work on a block of the pure output `dx`: the block after it, which is garbage until its turn, or at the end own memory. Flat."""
+    rest = dx[block.stop : 2 * block.stop - block.start]
+    if len(rest) == block.stop - block.start:
+        return rest.reshape(-1)
+    return np.empty(min(dx[block].size, WORK_BYTES * 3 // 4 // dx.itemsize), dx.dtype)
+
+
+def _cells(x: Array, work: Array) -> Iterator[tuple[slice, slice, Array]]:
+    """(rows, columns, room of that shape): boxes of whole rows, or of a part of one row where a row exceeds `work`."""
+    for piece, columns in cells(x.shape[0], x.shape[1], x.itemsize, work.nbytes):
+        shape = (piece.stop - piece.start, columns.stop - columns.start)
+        yield piece, columns, work[: shape[0] * shape[1]].reshape(shape)
+
+
+def _add_column_dots(a: Array, b: Array, total: Array) -> None:
+    """total += sum over rows of a * b  # (R, c), (R, c) -> (c,)."""
+    for columns in cut(total.size, WORK_BYTES // (3 * total.itemsize)):
+        total[columns] += np.einsum("rc,rc->c", a[:, columns], b[:, columns])
 
 
 def _dots(a: Array, b: Array) -> Array:
@@ -80,19 +102,39 @@ def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *, eps: float) -> No
         y[block] *= gamma
 
 
-def _backward_block(x: Array, scale: Array, dy: Array, gamma: Array, dx: Array, xhat: Array, center: bool) -> Array:
-    """dx of a block of whole rows from its xhat; returns dy * xhat summed over rows."""
-    width = x.shape[1]
-    np.multiply(dy, gamma, out=dx)
-    weighted = _dots(dx, xhat) / width
-    plain = np.add.reduce(dx, axis=1) / width if center else None
-    contribution: Array = np.einsum("rc,rc->c", dy, xhat)
-    xhat *= weighted[:, None]
-    dx -= xhat
-    if plain is not None:
-        dx -= plain[:, None]
+def _backward_block(scale: Array, dy: Array, gamma: Array, dx: Array, dgamma: Array, work: Array, center: bool) -> None:
+    """Turn xhat, which `dx` holds for a block of whole rows, into dx; dgamma += dy * xhat summed over rows."""
+    _add_column_dots(dy, dx, dgamma)
+    num_rows, width = dx.shape
+    whole = width <= work.size
+    weighted, plain = np.zeros((2, num_rows), dx.dtype)
+    for piece, columns, g in _cells(dx, work):
+        np.multiply(dy[piece, columns], gamma[columns], out=g)
+        weighted[piece] += _dots(g, dx[piece, columns])
+        if center:
+            plain[piece] += np.add.reduce(g, axis=1)
+        if whole:
+            _subtract_moments(g, weighted[piece], plain[piece], dx[piece], width, center)
+    if not whole:
+        for piece, columns, g in _cells(dx, work):
+            np.multiply(dy[piece, columns], gamma[columns], out=g)
+            _subtract_moments(g, weighted[piece], plain[piece], dx[piece, columns], width, center)
     dx *= scale[:, None]
-    return contribution
+
+
+def _subtract_moments(g: Array, weighted: Array, plain: Array, dx: Array, width: int, center: bool) -> None:
+    """dx = g - xhat * mean(g * xhat) - mean(g) of a cell, from xhat in `dx` and the sums."""
+    dx *= (weighted / width)[:, None]
+    np.subtract(g, dx, out=dx)
+    if center:
+        dx -= (plain / width)[:, None]
+
+
+def _subtract_from_scaled(g: Array, gamma: Array, out: Array, work: Array) -> None:
+    """out = g * gamma - out."""
+    for piece, columns, scaled in _cells(out, work):
+        np.multiply(g[piece, columns], gamma[columns], out=scaled)
+        np.subtract(scaled, out[piece, columns], out=out[piece, columns])
 
 
 @register("layer_norm_backward", "cpu")
@@ -100,17 +142,15 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; see the reference."""
     *extra, dx, dgamma, dbeta = rest
     x, dy, dx, mean, rstd = rows(x), rows(dy), rows(dx), mean.reshape(-1), rstd.reshape(-1)
-    work = _work(x)
     if not accumulate:
         dgamma[...] = 0
         dbeta[...] = 0
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        a, g = x[block], dy[block]
-        xhat = work[: a.shape[0]]
-        np.subtract(a, mean[block][:, None], out=xhat)
-        xhat *= rstd[block][:, None]
-        dgamma += _backward_block(a, rstd[block], g, gamma, dx[block], xhat, True)
-        dbeta += np.add.reduce(g, axis=0)
+        g, out = dy[block], dx[block]
+        np.subtract(x[block], mean[block][:, None], out=out)
+        out *= rstd[block][:, None]
+        _backward_block(rstd[block], g, gamma, out, dgamma, _lent(dx, block), True)
+        add_column_sums(g, dbeta)
         if residual:
             dx[block] += rows(extra[0])[block]
 
@@ -120,14 +160,11 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Arr
     """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; see the reference."""
     *extra, dx, dgamma = rest
     x, dy, dx, rstd = rows(x), rows(dy), rows(dx), rstd.reshape(-1)
-    work = _work(x)
     if not accumulate:
         dgamma[...] = 0
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        a = x[block]
-        xhat = work[: a.shape[0]]
-        np.multiply(a, rstd[block][:, None], out=xhat)
-        dgamma += _backward_block(a, rstd[block], dy[block], gamma, dx[block], xhat, False)
+        np.multiply(x[block], rstd[block][:, None], out=dx[block])
+        _backward_block(rstd[block], dy[block], gamma, dx[block], dgamma, _lent(dx, block), False)
         if residual:
             dx[block] += rows(extra[0])[block]
 
@@ -135,23 +172,23 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Arr
 @register("row_sums", "cpu")
 def row_sums(x: Array, sums: Array, *, accumulate: bool) -> None:
     """sums (+)= sum of x over the tile's width."""
-    if accumulate:
-        sums += np.add.reduce(x, axis=-1)
-    else:
+    if not accumulate:
         np.add.reduce(x, axis=-1, out=sums)
+        return
+    x, sums = rows(x), sums.reshape(-1)
+    for block in cut(x.shape[0], MOST_ROWS):
+        sums[block] += np.add.reduce(x[block], axis=1)
 
 
 @register("row_squares", "cpu")
-def row_squares(x: Array, center: Array, squares: Array, *, width: int, accumulate: bool) -> None:
+def row_squares(x: Array, center: Array, squares: Array, scratch: Array, *, width: int, accumulate: bool) -> None:
     """squares (+)= sum of (x - center / width)^2 over the tile's width; `center` holds row sums."""
     x, center, squares = rows(x), center.reshape(-1), squares.reshape(-1)
     if not accumulate:
         squares[...] = 0
-    work = _work(x)
-    for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        away = work[: x[block].shape[0]]
-        np.subtract(x[block], (center[block] / width)[:, None], out=away)
-        squares[block] += _dots(away, away)
+    for piece, columns, away in _cells(x, scratch.view(x.dtype)):
+        np.subtract(x[piece, columns], (center[piece] / width)[:, None], out=away)
+        squares[piece] += _dots(away, away)
 
 
 @register("norm_finish", "cpu")
@@ -179,21 +216,21 @@ def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array) -
 
 
 @register("norm_backward_sums", "cpu")
-def norm_backward_sums(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, plain: Array, weighted: Array, *, accumulate: bool) -> None:
+def norm_backward_sums(
+    x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, plain: Array, weighted: Array, scratch: Array, *, accumulate: bool
+) -> None:
     """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width, g = dy * gamma."""
     x, dy, mean, rstd = rows(x), rows(dy), mean.reshape(-1), rstd.reshape(-1)
     plain, weighted = plain.reshape(-1), weighted.reshape(-1)
     if not accumulate:
         plain[...] = 0
         weighted[...] = 0
-    work = _work(x)
-    for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        g = work[: x[block].shape[0]]
-        np.multiply(dy[block], gamma, out=g)
+    for piece, columns, g in _cells(x, scratch.view(x.dtype)):
+        np.multiply(dy[piece, columns], gamma[columns], out=g)
         total = np.add.reduce(g, axis=1)
-        plain[block] += total
+        plain[piece] += total
         # sum g * (x - mean) * rstd without another temporary
-        weighted[block] += (_dots(g, x[block]) - mean[block] * total) * rstd[block]
+        weighted[piece] += (_dots(g, x[piece, columns]) - mean[piece] * total) * rstd[piece]
 
 
 @register("norm_backward_apply", "cpu")
@@ -220,17 +257,15 @@ def norm_backward_apply(
     if not accumulate:
         for total in sums:
             total[...] = 0
-    work = _work(x)
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        xhat, out, g = work[: x[block].shape[0]], dx[block], dy[block]
-        np.subtract(x[block], mean[block][:, None], out=xhat)
-        xhat *= rstd[block][:, None]
-        sums[0] += np.einsum("rc,rc->c", g, xhat)
+        out, g = dx[block], dy[block]
+        np.subtract(x[block], mean[block][:, None], out=out)  # xhat, to become dx in place
+        out *= rstd[block][:, None]
+        _add_column_dots(g, out, sums[0])
         if center:
-            sums[1] += np.add.reduce(g, axis=0)
-        np.multiply(g, gamma, out=out)
-        xhat *= (weighted[block] / width)[:, None]
-        out -= xhat
+            add_column_sums(g, sums[1])
+        out *= (weighted[block] / width)[:, None]
+        _subtract_from_scaled(g, gamma, out, _lent(dx, block))
         if center:
             out -= (plain[block] / width)[:, None]
         out *= rstd[block][:, None]
@@ -259,10 +294,10 @@ def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
 
 
 @register("softmax_sums", "cpu")
-def softmax_sums(x: Array, peak: Array, total: Array, *, accumulate: bool) -> None:
+def softmax_sums(x: Array, peak: Array, total: Array, scratch: Array, *, accumulate: bool) -> None:
     """Online softmax (Milakov and Gimelshein 2018): running row maximum and sum of exponentials relative to it."""
     x, peak, total = rows(x), peak.reshape(-1), total.reshape(-1)
-    work = _work(x)
+    work = scratch.view(x.dtype)
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         top = np.maximum.reduce(x[block], axis=1)
         if accumulate:
@@ -270,10 +305,10 @@ def softmax_sums(x: Array, peak: Array, total: Array, *, accumulate: bool) -> No
             total[block] *= np.exp(peak[block] - top)
         else:
             total[block] = 0
-        e = work[: top.size]
-        np.subtract(x[block], top[:, None], out=e)
-        np.exp(e, out=e)
-        total[block] += np.add.reduce(e, axis=1)
+        for piece, columns, e in _cells(x[block], work):
+            np.subtract(x[block][piece, columns], top[piece, None], out=e)
+            np.exp(e, out=e)
+            total[block][piece] += np.add.reduce(e, axis=1)
         peak[block] = top
 
 
@@ -290,8 +325,10 @@ def softmax_apply(x: Array, peak: Array, total: Array, y: Array) -> None:
 @register("row_dots", "cpu")
 def row_dots(a: Array, b: Array, dots: Array, *, accumulate: bool) -> None:
     """dots (+)= sum of a * b over the tile's width."""
-    found = _dots(rows(a), rows(b)).reshape(dots.shape)
-    dots[...] = dots + found if accumulate else found
+    a, b, dots = rows(a), rows(b), dots.reshape(-1)
+    for block in cut(a.shape[0], MOST_ROWS):
+        found = _dots(a[block], b[block])
+        dots[block] = dots[block] + found if accumulate else found
 
 
 @register("softmax_backward_apply", "cpu")

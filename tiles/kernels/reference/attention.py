@@ -147,17 +147,18 @@ def attention_scores(q: Array, k: Array, s: Array, *, at: Pair) -> None:
 
 
 @register("attention_apply", "reference")
-def attention_apply(s: Array, lse: Array, v: Array, o: Array, *key: Array, at: Pair, accumulate: bool) -> None:
-    """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v."""
+def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: Pair, accumulate: bool) -> None:
+    """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v; `rest` is [key, scratch]."""
     s[...] = np.exp(s - lse[..., None])
     target = heads(o, at.head_size)
-    product = (s * survivors(key[0] if key else None, s.shape, at)) @ heads(v, at.head_size)
+    product = (s * survivors(rest[0] if rest else None, s.shape, at)) @ heads(v, at.head_size)
     target[...] = target + product if accumulate else product
 
 
 @register("attention_lse", "reference")
-def attention_lse(s: Array, peak: Array, total: Array, *lse: Array, first: bool) -> None:
-    """Add one tile of scores to the running row maximum and sum; the last task also gets lse."""
+def attention_lse(s: Array, peak: Array, total: Array, *rest: Array, first: bool) -> None:
+    """Add one tile of scores to the running row maximum and sum; the last task also gets lse; `rest` is [lse,] scratch."""
+    *lse, _ = rest
     top = s.max(axis=-1) if first else np.maximum(s.max(axis=-1), peak)
     total[...] = np.exp(s - top[..., None]).sum(axis=-1) + (0 if first else total * np.exp(peak - top))
     peak[...] = top

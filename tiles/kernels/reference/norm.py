@@ -72,7 +72,7 @@ def row_sums(x: Array, sums: Array, *, accumulate: bool) -> None:
 
 
 @register("row_squares", "reference")
-def row_squares(x: Array, center: Array, squares: Array, *, width: int, accumulate: bool) -> None:
+def row_squares(x: Array, center: Array, squares: Array, scratch: Array, *, width: int, accumulate: bool) -> None:
     """squares (+)= sum of (x - center / width)^2 over the tile's width; `center` holds row sums."""
     squares[...] = ((x - center[..., None] / width) ** 2).sum(axis=-1) + (squares if accumulate else 0)
 
@@ -92,7 +92,9 @@ def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array) -
 
 
 @register("norm_backward_sums", "reference")
-def norm_backward_sums(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, plain: Array, weighted: Array, *, accumulate: bool) -> None:
+def norm_backward_sums(
+    x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, plain: Array, weighted: Array, scratch: Array, *, accumulate: bool
+) -> None:
     """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width."""
     g = dy * gamma
     xhat = (x - mean[..., None]) * rstd[..., None]
@@ -145,7 +147,7 @@ def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
 
 
 @register("softmax_sums", "reference")
-def softmax_sums(x: Array, peak: Array, total: Array, *, accumulate: bool) -> None:
+def softmax_sums(x: Array, peak: Array, total: Array, scratch: Array, *, accumulate: bool) -> None:
     """Online softmax (Milakov and Gimelshein 2018): running row maximum and sum of exponentials relative to it."""
     top = x.max(axis=-1)
     if accumulate:

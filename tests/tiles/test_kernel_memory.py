@@ -1,0 +1,365 @@
+"""Memory budgets are hard: a CPU kernel allocates at most 64 KiB beyond its arguments, whatever the shape of its tiles.
+
+What a kernel needs beyond that it gets as declared SCRATCH, which is one of its arguments. Counted is everything `tracemalloc` sees: NumPy's
+arrays, its casting buffers and Python's objects. Not seen are the packing buffers of OpenBLAS, a pool it maps once per thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiles.kernels.cpu import blas
+from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
+from tiles.kernels.cpu.norm import scratch_nbytes as norm_scratch
+from tiles.kernels.cpu.optimizer import scratch_nbytes as update_scratch
+from tiles.kernels.reference.attention import Pair
+from tiles.kernels.registry import kernel, operations
+
+LIMIT = 64 << 10
+WHOLE = 1 << 20
+"""A temporary of a tile's size would be at least this large."""
+
+Call = tuple[list[np.ndarray], dict[str, Any]]
+
+SHAPES = {"even": (512, 768), "wide": (6, 50257), "tall": (50257, 6)}
+"""Rows and columns. A kernel whose pieces are whole rows fails on the wide ones, one that keeps a number per row on the tall ones."""
+
+
+class Maker:
+    """Arrays of one dtype and shape."""
+
+    def __init__(self, dtype: Any, rows: int, columns: int) -> None:
+        self.dtype = np.dtype(dtype)
+        self.rows, self.columns = rows, columns
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, *shape: int) -> np.ndarray:
+        """Values in (0.5, 1.5)."""
+        return (self.rng.random(shape, np.float32) + 0.5).astype(self.dtype)
+
+    def tile(self) -> np.ndarray:
+        """(1, rows, columns)."""
+        return self(1, self.rows, self.columns)
+
+    def row(self) -> np.ndarray:
+        """(columns,)."""
+        return self(self.columns)
+
+    def column(self) -> np.ndarray:
+        """(1, rows)."""
+        return self(1, self.rows)
+
+    def ids(self, high: int) -> np.ndarray:
+        """(1, rows) token ids in [0, high)."""
+        return self.rng.integers(0, high, (1, self.rows)).astype(np.int32)
+
+
+KEY = np.array([1, 2], np.uint64)
+
+
+def _tiles(count: int, **constants: Any) -> list[Callable[[Maker], Call]]:
+    return [lambda m: ([m.tile() for _ in range(count)], constants)]
+
+
+def _attention_sizes(m: Maker) -> tuple[int, int, int, int]:
+    """Queries, keys, heads, size of a head: the three shapes are a square pair of tiles, few queries of long keys, and the reverse."""
+    return {"even": (768, 768, 6, 64), "wide": (64, 8192, 1, 64), "tall": (8192, 64, 1, 64)}[_name(m)]
+
+
+def _name(m: Maker) -> str:
+    return next(name for name, shape in SHAPES.items() if shape == (m.rows, m.columns))
+
+
+def _at(m: Maker, p: float) -> Pair:
+    tq, tk, num_heads, size = _attention_sizes(m)
+    return Pair(size, 0.125, True, max(0, tk - tq), 0, 0, 0, num_heads, max(tq, tk), p, 3)
+
+
+def _attention(m: Maker, p: float, first: bool) -> Call:
+    tq, tk, h, size = _attention_sizes(m)
+    args = [m(1, tq, h * size), m(1, tk, h * size), m(1, tk, h * size), m(1, tq, h * size), *(m(1, h, tq) for _ in range(3))]
+    room = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
+    return [*args, *([KEY] if p else []), room], {"at": _at(m, p), "first": first, "last": True}
+
+
+def _attention_backward(m: Maker, p: float, stored: bool) -> Call:
+    tq, tk, h, size = _attention_sizes(m)
+    q, k, v, do = m(1, tq, h * size), m(1, tk, h * size), m(1, tk, h * size), m(1, tq, h * size)
+    kept = m(1, h, tq, tk) if stored else 5 * m(1, h, tq)
+    args = [q, k, v, do, kept, m(1, h, tq), np.empty_like(q), np.empty_like(k), np.empty_like(v)]
+    room = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
+    return [*args, *([KEY] if p else []), room], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
+
+
+def _attention_apply(m: Maker, p: float) -> Call:
+    tq, tk, h, size = _attention_sizes(m)
+    args = [m(1, h, tq, tk), 5 * m(1, h, tq), m(1, tk, h * size), m(1, tq, h * size)]
+    room = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
+    return [*args, *([KEY, room] if p else [])], {"at": _at(m, p), "accumulate": True}
+
+
+def _attention_lse(m: Maker) -> Call:
+    tq, tk, h, _ = _attention_sizes(m)
+    room = np.empty(lse_scratch(h * tq, tk, m.dtype.itemsize), np.uint8)
+    return [m(1, h, tq, tk), *(m(1, h, tq) for _ in range(3)), room], {"first": False}
+
+
+def _attention_scores(m: Maker) -> Call:
+    tq, tk, h, size = _attention_sizes(m)
+    return [m(1, tq, h * size), m(1, tk, h * size), m(1, h, tq, tk)], {"at": _at(m, 0.0)}
+
+
+def _attention_delta(m: Maker) -> Call:
+    tq, _, h, size = _attention_sizes(m)
+    return [m(1, tq, h * size), m(1, tq, h * size), m(1, h, tq)], {"head_size": size}
+
+
+def _head(m: Maker, *, backward: bool) -> Call:
+    """Rows by a vocabulary: the wide shape is a large vocabulary, the tall one many rows of a small one."""
+    width, vocab = 512 if m.rows == 512 else 32, m.columns
+    x, w, ids = m(1, m.rows, width), m(vocab, width), m.ids(vocab)
+    ids[0, 0] = -1
+    room = np.empty(head_scratch(m.rows, vocab, m.dtype.itemsize), np.uint8)
+    constants: dict[str, Any] = {"num_c": 1, "v_start": 0, "first": False}
+    if backward:
+        return [x, w, ids, 5 * m.column(), np.zeros_like(x), np.zeros_like(w), room], {**constants, "scale": 0.5, "accumulate": True}
+    return [x, w, ids, m.column(), m.column(), m.column(), room], {**constants, "vocab": vocab}
+
+
+def _norm_backward(m: Maker, rms: bool) -> Call:
+    moments = [m.column()] if rms else [m.column(), m.column()]
+    args = [m.tile(), m.row(), *moments, m.tile(), m.tile(), m.tile(), m.row(), *([] if rms else [m.row()])]
+    return args, {"accumulate": False, "residual": True}
+
+
+def _norm_room(m: Maker) -> np.ndarray:
+    return np.empty(norm_scratch(m.rows, m.columns, m.dtype.itemsize), np.uint8)
+
+
+def _norm_backward_apply(m: Maker) -> Call:
+    args = [m.tile(), m.row(), m.column(), m.column(), m.tile(), m.column(), m.column(), m.tile(), m.tile(), m.row(), m.row()]
+    return args, {"width": 2 * m.columns, "center": True, "residual": True, "accumulate": False}
+
+
+def _update_room(m: Maker, penalty: bool, clip: bool, nesterov: bool) -> list[np.ndarray]:
+    nbytes = update_scratch(m.rows * m.columns, m.dtype.itemsize, penalty, clip, nesterov)
+    return [np.empty(nbytes, np.uint8)] if nbytes else []
+
+
+def _adam(m: Maker, decoupled: bool, clip: bool, master: bool) -> Call:
+    args = [*(m.tile() for _ in range(4)), np.array([0.1, 0.5, 0.3, 0.0]), *([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
+    constants = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
+    return [*args, *_update_room(m, not decoupled, clip, False)], {**constants, "max_norm": 1.0, "clip": clip, "master": master}
+
+
+def _sgd(m: Maker, momentum: float, nesterov: bool, clip: bool) -> Call:
+    args = [m.tile(), m.tile(), np.array([0.1, 0, 0, 0]), *([m.tile()] if momentum else []), *([np.array([1e9])] if clip else []), m.tile()]
+    args += _update_room(m, True, clip, nesterov)
+    return args, {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1, "max_norm": 1.0, "clip": clip, "master": True}
+
+
+def _place(m: Maker, far: bool = False, **more: Any) -> dict[str, Any]:
+    """Where the tile lies: at the origin, or so far that element numbers exceed 32 bits."""
+    start = (1 << 33) // m.columns if far else 0
+    return {"stream": 3, "shape": (1, start + m.rows, m.columns), "origin": (0, start, 0), **more}
+
+
+def _product(m: Maker, trans_a: bool, trans_b: bool) -> Call:
+    """Both operands with 64 along the contracted axis  # (rows, 64) @ (64, columns)."""
+    a, b = (64, m.rows) if trans_a else (m.rows, 64), (m.columns, 64) if trans_b else (64, m.columns)
+    return [m(*a), m(*b), m(m.rows, m.columns)], {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": True}
+
+
+def _batched(m: Maker) -> Call:
+    args, constants = _product(m, False, False)
+    return [np.stack([a, a]) for a in args], constants
+
+
+def _linear(m: Maker) -> list[np.ndarray]:
+    return [m(1, m.rows, 64), m(64, m.columns), m.row(), m.tile()]
+
+
+def _embedding(m: Maker, *, part: bool) -> Call:
+    vocab = 200
+    return [m.ids(vocab), m(50 if part else vocab, m.columns), m.tile()], {"v_start": 0, "vocab": vocab, "accumulate": part}
+
+
+def _rotary(m: Maker, sequences: int) -> Call:
+    """`sequences` short sequences, or one long one, of heads of 2 or 64 columns."""
+    size = 64 if m.columns % 64 == 0 else 2
+    t, columns = m.rows // sequences, m.columns - m.columns % size
+    x = m(sequences, t, columns)
+    return [x, m(t, size // 2), m(t, size // 2), np.empty_like(x)], {"head_size": size, "inverse": False}
+
+
+def _select(m: Maker, rows: int) -> Call:
+    x = m(m.rows // rows, rows, m.columns)
+    return [x, np.zeros(x.shape[0], np.int32), m(x.shape[0], 1, m.columns)], {"start": 0, "length": 2 * rows}
+
+
+def _each(kinds: tuple[str, ...], count: int) -> list[Callable[[Maker], Call]]:
+    return [case for kind in kinds for case in _tiles(count, kind=kind)]
+
+
+KINDS = ("gelu_new", "gelu", "relu", "silu")
+
+CASES: dict[str, list[Callable[[Maker], Call]]] = {
+    "accumulate": _tiles(2),
+    "activation": _each(KINDS, 2),
+    "activation_backward": _each(KINDS, 3),
+    "adam": [lambda m, d=d, c=c, w=w: _adam(m, d, c, w) for d in (False, True) for c in (False, True) for w in (False, True)],
+    "add": _tiles(3),
+    "add_into": [*_tiles(2, accumulate=False), *_tiles(2, accumulate=True)],
+    "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
+    "add_rows_backward": [lambda m, a=a: ([m(2, m.rows, m.columns), m(m.rows + 1, m.columns)], {"accumulate": a}) for a in (False, True)],
+    "attention": [lambda m, p=p, f=f: _attention(m, p, f) for p in (0.0, 0.3) for f in (False, True)],
+    "attention_apply": [lambda m, p=p: _attention_apply(m, p) for p in (0.0, 0.3)],
+    "attention_backward": [lambda m, p=p, s=s: _attention_backward(m, p, s) for p in (0.0, 0.3) for s in (False, True)],
+    "attention_delta": [_attention_delta],
+    "attention_lse": [_attention_lse],
+    "attention_scores": [_attention_scores],
+    "batched_matmul": [_batched],
+    "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
+    "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],
+    "dropout": [lambda m, f=f: ([m.tile(), KEY, m.tile()], _place(m, f, p=0.3)) for f in (False, True)],
+    "embedding": [lambda m, p=p: _embedding(m, part=p) for p in (False, True)],
+    "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],
+    "fill": _tiles(1, value=2.5),
+    "head_backward": [lambda m: _head(m, backward=True)],
+    "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
+    "head_forward": [lambda m: _head(m, backward=False)],
+    "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
+    "layer_norm_backward": [lambda m: _norm_backward(m, False)],
+    "linear_activation": [lambda m: ([*_linear(m), m.tile()], {"kind": "gelu_new", "trans_b": False, "accumulate": False})],
+    "linear_bias": [lambda m: (_linear(m), {"trans_b": False})],
+    "matmul": [lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)],
+    "multiply": _tiles(3),
+    "norm_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.row(), m.row(), m.tile()], {})],
+    "norm_backward_apply": [_norm_backward_apply],
+    "norm_backward_sums": [
+        lambda m: ([m.tile(), m.row(), m.column(), m.column(), m.tile(), m.column(), m.column(), _norm_room(m)], {"accumulate": True})
+    ],
+    "norm_finish": [lambda m: ([m.column() for _ in range(4)], {"width": 70, "eps": 1e-5})],
+    "random_normal": [lambda m, f=f: ([m.tile()], _place(m, f, std=0.02, seed=5)) for f in (False, True)],
+    "random_uniform": [lambda m, f=f: ([m.tile()], _place(m, f, low=-1.0, high=2.0, seed=5)) for f in (False, True)],
+    "residual_layer_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.row(), m.tile(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
+    "rms_norm": [lambda m: ([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5})],
+    "rms_norm_backward": [lambda m: _norm_backward(m, True)],
+    "rotary": [lambda m: _rotary(m, 1), lambda m: _rotary(m, m.rows)],
+    "row_dots": [lambda m, a=a: ([m.tile(), m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
+    "row_squares": [lambda m: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"width": 70, "accumulate": True})],
+    "row_sums": [lambda m, a=a: ([m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
+    "scale": _tiles(2, alpha=0.25),
+    "select_rows": [lambda m: _select(m, 1), lambda m: _select(m, m.rows)],
+    "sgd": [lambda m, a=a, n=n, c=c: _sgd(m, a, n, c) for a, n in ((0.0, False), (0.9, False), (0.9, True)) for c in (False, True)],
+    "silu_gate": _tiles(3),
+    "silu_gate_backward": _tiles(5),
+    "softmax": _tiles(2),
+    "softmax_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.tile()], {})],
+    "softmax_backward": _tiles(3),
+    "softmax_backward_apply": [lambda m: ([m.tile(), m.tile(), m.column(), m.tile()], {})],
+    "softmax_sums": [lambda m, a=a: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"accumulate": a}) for a in (False, True)],
+    "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], {})],
+    "sum_squares": [lambda m: ([m.tile(), np.empty(1)], {})],
+}
+
+
+SMALL = {"sum_scalars", "norm_finish", "head_finish", "attention_delta"}
+"""Operations on numbers or on rows only: in some shapes all their tiles stay below `WHOLE`."""
+
+
+def measure(run: Callable[[], None]) -> tuple[int, int]:
+    """(bytes that a thread's first call leaves behind, peak bytes of a later call beyond what was there before it)."""
+    found: list[int] = []
+
+    def both() -> None:
+        np.seterr(all="ignore")  # the thread's own setting
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            run()
+            kept, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            run()
+            _, peak = tracemalloc.get_traced_memory()
+            found.extend((kept - before, peak - kept))
+        finally:
+            tracemalloc.stop()
+
+    run()  # what is made once in the process, such as imports, is not the thread's
+    thread = threading.Thread(target=both)
+    thread.start()
+    thread.join()
+    assert len(found) == 2, "the kernel failed in its thread; its traceback is above"
+    return found[0], found[1]
+
+
+def test_every_kernel_has_a_case() -> None:
+    """No kernel escapes the budget."""
+    assert operations("cpu") == sorted(CASES)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", operations("cpu"))
+def test_temporaries_stay_small(op: str, shape: str, dtype: type) -> None:
+    """Beyond arguments and declared scratch a call allocates at most 64 KiB, and leaves at most that with its thread."""
+    assert op in CASES, f"{op} has no case here; add one, so that its memory is measured"
+    over = []
+    for number, case in enumerate(CASES[op]):
+        args, constants = case(Maker(dtype, *SHAPES[shape]))
+        assert op in SMALL or max(array.nbytes for array in args if array.dtype != np.uint8) >= WHOLE, "too small to show a tile's copy"
+        fast = kernel(op, "cpu")
+        with np.errstate(all="ignore"):
+            kept, peak = measure(lambda fast=fast, args=args, constants=constants: fast(*args, **constants))
+        if max(kept, peak) > LIMIT:
+            over.append(f"case {number}: peak {peak / 1024:.1f} KiB, kept by its thread {kept / 1024:.1f} KiB")
+    assert not over, f"{op} exceeds {LIMIT >> 10} KiB beyond its arguments; use smaller pieces or declare SCRATCH: {'; '.join(over)}"
+
+
+def test_a_thread_keeps_little_of_all_kernels_together() -> None:
+    """A worker that has run every operation holds at most 64 KiB more than one that has run none."""
+    calls = [(op, *case(Maker(np.float32, *SHAPES["even"]))) for op, cases in CASES.items() for case in cases[:1]]
+
+    def everything() -> None:
+        with np.errstate(all="ignore"):
+            for op, args, constants in calls:
+                kernel(op, "cpu")(*args, **constants)
+
+    kept, _ = measure(everything)
+    assert kept <= LIMIT, f"all kernels together leave {kept / 1024:.1f} KiB with a thread"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("trans", [(False, False), (False, True), (True, False)])
+def test_products_without_cblas_stay_small(monkeypatch: pytest.MonkeyPatch, trans: tuple[bool, bool], shape: str, dtype: type) -> None:
+    """Where NumPy's BLAS exports no cblas, products through `np.matmul` keep the same budget."""
+    monkeypatch.setattr(blas, "_SGEMM", None)
+    monkeypatch.setattr(blas, "_DGEMM", None)
+    args, constants = _product(Maker(dtype, *SHAPES[shape]), *trans)
+    _, peak = measure(lambda: kernel("matmul", "cpu")(*args, **constants))
+    assert peak <= LIMIT, f"a product allocated {peak / 1024:.1f} KiB"
+
+
+def test_an_allocation_over_the_limit_is_seen() -> None:
+    """The measurement itself: temporaries, casting buffers and what a thread keeps are counted."""
+    held = threading.local()
+    x = np.ones(1 << 16)
+
+    def keep() -> None:
+        if not hasattr(held, "room"):
+            held.room = np.empty(LIMIT, np.uint8)
+
+    assert measure(lambda: None)[1] < 4 << 10
+    assert measure(lambda: np.copyto(x, x * 2))[1] >= x.nbytes
+    assert measure(lambda: np.add(x, np.ones(x.size, np.float32), out=x))[1] > x.nbytes // 2
+    assert measure(keep)[0] >= LIMIT
