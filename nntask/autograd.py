@@ -39,6 +39,7 @@ Backward = Callable[[Gradients], None]
 The backward function of a loss is given None when the backward pass begins there: its gradient is 1."""
 
 _enabled: Final[ContextVar[bool]] = ContextVar("nntask_tape_enabled", default=True)
+_postponed: Final[ContextVar[list[Callable[[], None]] | None]] = ContextVar("nntask_postponed", default=None)
 _order: Final = itertools.count()
 
 
@@ -221,6 +222,32 @@ def run_backward(root: Edge, gradient: TileTensor | None) -> None:
             if (after.backward is not None or after.consumed) and after.order not in known:
                 known.add(after.order)
                 heapq.heappush(queue, (-after.order, after))
+
+
+@contextmanager
+def accumulation() -> Iterator[None]:
+    """Gradients of several backward passes are summed inside; contributions that are cheap to keep are emitted when the block ends.
+
+    A sum has one order. Where an embedding shares its weight with the head, its contribution comes last in its backward pass, and the head of
+    the next minibatch would have to wait for that whole pass. Put off to the end of the block, it leaves minibatches free to run in any order.
+    """
+    queue: list[Callable[[], None]] = []
+    token = _postponed.set(queue)
+    try:
+        yield
+    finally:
+        _postponed.reset(token)
+    for contribute in queue:
+        contribute()
+
+
+def contribute_late(contribute: Callable[[], None]) -> None:
+    """Emit a contribution to a parameter's gradient at the end of the `accumulation`; at once outside one."""
+    queue = _postponed.get()
+    if queue is None:
+        contribute()
+    else:
+        queue.append(contribute)
 
 
 def tape_enabled() -> bool:

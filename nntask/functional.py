@@ -20,7 +20,7 @@ from tiles.ops import embedding as embedding_ops
 from tiles.ops import loss as loss_ops
 from tiles.ops import random as random_ops
 
-from .autograd import Edge, Gradients, ParameterEdge, Tensor, on_tape
+from .autograd import Edge, Gradients, ParameterEdge, Tensor, contribute_late, on_tape
 from .errors import UsageError
 
 SITES: Final = 1 << 12
@@ -79,7 +79,8 @@ def embedding(tokens: TileTensor, w: Tensor) -> Tensor:
 
     def backward(gradients: Gradients) -> None:
         if edge is not None:
-            embedding_ops.embedding_backward(tokens, _only(gradients), _accumulator(edge))
+            dy = _only(gradients)  # (B, T, C)
+            contribute_late(lambda: embedding_ops.embedding_backward(tokens, dy, _accumulator(edge)))
 
     return on_tape("embedding", [w], [embedding_ops.embedding(tokens, w.data)], backward)[0]
 

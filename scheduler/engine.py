@@ -9,6 +9,7 @@ interrupt inside it leaves it half advanced: either breaks the engine for good, 
 from __future__ import annotations
 
 import itertools
+import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,12 +34,14 @@ from .core.events import (
 )
 from .core.machine import Machine
 from .core.memory import MemoryNode
+from .core.perf import Models
 from .core.policies import POLICIES
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .drivers.cpu import Inspect, WorkerThread
 from .drivers.disk import DiskEngine
 from .drivers.sim import CopyEngine
 from .storage import UNLIMITED, DiskTier, HostArena
+from .storage.perfstore import PerfStore, machine_fingerprint
 from .trace import Trace
 from .waiting import Waiter, WaitingRoom
 
@@ -89,7 +92,11 @@ class Engine:
         nodes = [MemoryNode(name, budget) for name, budget in budgets]
         if disk is not None:
             nodes.append(MemoryNode("disk", disk[1] or UNLIMITED, is_storage=True))
-        self.machine = Machine(nodes, POLICIES[policy](), eviction=eviction, prefetch=prefetch)
+        self.models = Models()
+        self._store = PerfStore(machine_fingerprint(blas_threads=1, versions={"python": platform.python_version()}), [node.name for node in nodes])
+        self._store.load(self.models)
+        self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
+        self.models.memory = self.machine.residency
         self.arenas = [HostArena(budget) for _, budget in budgets]
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
@@ -122,9 +129,11 @@ class Engine:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def advance(self, event: TaskFinished | TaskFailed, worker: Worker) -> Task | None:
-        """Advance the machine by a worker's event; return the worker's next task, if it has one now."""
+    def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
+        """Advance the machine by a worker's event after so many seconds in a kernel; return the worker's next task, if it has one now."""
         with self._lock:
+            if event.task.model_key is not None or event.task.step is not None:  # else no policy has asked about it
+                self.models.record(event.task, worker.kind, seconds)
             if self.inbox:
                 self._drain_inbox()
             return self._carry_out(self.machine.handle(event), worker.id)
@@ -159,6 +168,8 @@ class Engine:
         if self.trace is not None and self.trace.active:
             self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns)
         if not self.closing:
+            with self._lock:
+                self.models.record_copy(source.node, target.node, source.handle.nbytes, (end_ns - start_ns) * 1e-9)
             self.bring(CopyFinished(source, target))
 
     def not_copied(self, action: CopyTile, error: TierFailed) -> None:
@@ -347,10 +358,12 @@ class Engine:
             thread.stop()
         for thread in threads:
             thread.join()
+        self._store.save(self.models)
         self.room.close(SchedulerError("the runtime is closed"))
         self.endings.clear()
-        for resident in self.machine.residency.resident:
-            for replica in resident:
+        residency = self.machine.residency
+        for number in range(len(residency.nodes)):
+            for replica in residency.residents(NodeId(number)):
                 replica.view = None
 
 

@@ -19,6 +19,7 @@ from .frontend import Handle
 from .waiting import Waiter
 
 if TYPE_CHECKING:
+    from .ordering import PlannedOrder
     from .runtime import Runtime
 
 FIRST: Final = 1 << 40
@@ -127,14 +128,16 @@ class Step:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.plan: StepPlan | None = None
+        self.order: PlannedOrder | None = None
         self._instances: list[Instance] = []
         self._waiters: list[Waiter | None] = [None, None]
         self._number = 0
         self._kept: dict[HandleRecord, Handle] = {}
 
     def complete(self, recorder: Recorder) -> None:
-        """Take over what was captured."""
-        self.plan = recorder.finish()
+        """Take over what was captured, and plan its order."""
+        self.order = self._runtime.plan_order(recorder.finish())
+        self.plan = self.order.plan
         self._kept = recorder.kept
 
     @property

@@ -18,12 +18,13 @@ from .core.errors import DoesNotFit, HandleLost
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.memory import rounded
-from .core.policies import DEFAULT_POLICY, POLICIES
+from .core.policies import POLICIES, choose
 from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
 from .core.steps import StepPlan
 from .drivers.cpu import Inspect
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle, TaskRuntime, View
+from .ordering import PlannedOrder, plan_order
 from .recording import Recorder, RecordingError, Step, Ticket
 from .storage import DiskTier
 from .storage.limits import default_ram_budget
@@ -46,7 +47,7 @@ class Runtime(TaskRuntime):
         disk: directory of the disk tier, or it and the tier's size in bytes; None for no disk tier.
         sched: a policy's name, or "auto".
         evict: an eviction policy's name.
-        order: in which order recorded steps are planned: see `orders`.
+        order: in which order recorded steps execute: "auto", "submission", or another candidate of `core.orders`.
         prefetch: whether data moves ahead of the tasks that ask for it.
         lanes: L of REDUX accesses.
         trace: records what runs when; None for no tracing.
@@ -80,7 +81,7 @@ class Runtime(TaskRuntime):
         _check_machine(cpu_workers, sim_gpus, {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
         ram = default_ram_budget() if ram is None else ram
         budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory or ram) for i in range(sim_gpus)]
-        self.policy_name = DEFAULT_POLICY if sched == "auto" else sched
+        self.policy_name = choose(sim_gpus) if sched == "auto" else sched
         self.order = order
         self._engine = Engine(
             budgets,
@@ -276,6 +277,21 @@ class Runtime(TaskRuntime):
         finally:
             self._recorder = None
         step.complete(recorder)
+
+    def plan_order(self, plan: StepPlan) -> PlannedOrder:
+        """The order in which a recorded step will execute here.
+
+        Raises:
+            RecordingError: the step has no order of the name that was asked for.
+        """
+        nodes = self._engine.machine.nodes
+        places = {worker.node for worker in self._engine.machine.dispatch.crew}
+        try:
+            return plan_order(
+                plan, self.order, memory=sum(nodes[place].budget for place in places), last=nodes[self._engine.machine.residency.last].budget
+            )
+        except ValueError as error:
+            raise RecordingError(str(error)) from error
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Make one instance of a recorded step."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scheduler import TaskRuntime
 from tiles import TileTensor
 
-from ..autograd import no_grad
+from ..autograd import accumulation, no_grad
 from ..data import Batch
 from ..models.config import GPT2Config
 from ..models.gpt2 import GPT2
@@ -87,10 +87,11 @@ def emit_training_step(model: GPT2, optimizer: Optimizer, inputs: list[tuple[Til
     """
     model.train()
     losses = []
-    for number, (tokens, targets) in enumerate(inputs):
-        loss = model(tokens, targets, scale=1 / len(inputs), minibatch=number)
-        loss.backward()
-        losses.append(loss.data)
+    with accumulation():
+        for number, (tokens, targets) in enumerate(inputs):
+            loss = model(tokens, targets, scale=1 / len(inputs), minibatch=number)
+            loss.backward()
+            losses.append(loss.data)
     optimizer.step()
     assert optimizer.grad_norm is not None  # step() has just set it
     return losses, optimizer.grad_norm

@@ -50,8 +50,10 @@ def is_needed(replica: Replica) -> bool:
     handle = replica.handle
     if replica.state == "reserved" or handle.lost is not None:
         return False
-    others = [other for other in handle.replicas.values() if other is not replica]
-    return all(other.state == "reserved" and (other.arriving or not other.pins) for other in others)
+    for other in handle.replicas.values():
+        if other is not replica and (other.state != "reserved" or (other.pins and not other.arriving)):
+            return False
+    return True
 
 
 def validate(handle: HandleRecord) -> None:

@@ -75,6 +75,7 @@ class Dispatch:
         """A worker joins the crew."""
         self.workers[worker.id] = worker
         self.crew.append(worker)
+        self.policy.join(worker)
         self._room[worker.node] += worker.depth
         if self.num_ready:
             self._fill(worker)

@@ -1,20 +1,23 @@
 """Which replica goes first when a node is full: eviction policies, as small pure classes behind one question.
 
-`rank(replica)` is a number; the lowest goes first. `residency` asks it of replicas that may go and picks neighbours in memory whose highest rank
-is lowest (`windows`). Dead data never gets here: it is freed with its last use, under every policy.
+A policy gives every replica a key that stands still while it is not used, so that `victims` can keep replicas sorted, and a price to weigh the
+best clean replica against the best dirty one. Dead data never gets here: it is freed with its last use, under every policy.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from math import inf
 from typing import Final, Protocol
 
-from . import coherence
 from .records import Replay, Replica
 
 FAR: Final = 1 << 20
 """Planned tasks until a use nobody knows of."""
+
+NEVER: Final = 1 << 60
+"""`order` of such a use, for the first event's replica."""
 
 
 class Horizon:
@@ -58,8 +61,11 @@ class Horizon:
 class EvictionPolicy(Protocol):
     """The interface of an eviction policy."""
 
-    def rank(self, replica: Replica) -> float:
-        """The lowest goes first."""
+    def key(self, replica: Replica) -> float:
+        """The larger, the sooner it goes, among clean and among dirty replicas; stays the same until the replica is used again."""
+
+    def price(self, key: float, *, dirty: bool) -> float:
+        """What it costs to let a replica go now: of the best clean and the best dirty one, the cheaper goes."""
 
 
 class NextUse:
@@ -71,15 +77,18 @@ class NextUse:
     def __init__(self, horizon: Horizon) -> None:
         self.horizon = horizon
 
-    def rank(self, replica: Replica) -> float:
-        """Bytes to move per byte, over the distance of the next use."""
+    def key(self, replica: Replica) -> float:
+        """`order` of the next use; of those nobody knows of, the least recently used first."""
         distance, overwrites = self.horizon.next_use(replica)
         if overwrites:
-            return 0.0
-        cost = 2.0 if coherence.is_needed(replica) and not replica.outgoing else 1.0
+            return inf
         if distance == FAR:
-            return cost / (FAR + 1 / (1 + replica.last_use))  # least recently used first, among those nobody knows of
-        return cost / (distance + 1)
+            return NEVER - replica.last_use
+        return self.horizon.order + distance
+
+    def price(self, key: float, *, dirty: bool) -> float:
+        """Bytes to move per byte of room, over the distance of the next use."""
+        return (2.0 if dirty else 1.0) / max(key - self.horizon.order, 1.0)
 
 
 class LeastRecentlyUsed:
@@ -88,9 +97,13 @@ class LeastRecentlyUsed:
     def __init__(self, horizon: Horizon) -> None:
         pass
 
-    def rank(self, replica: Replica) -> float:
+    def key(self, replica: Replica) -> float:
+        """The event of the last use, counted backwards."""
+        return -replica.last_use
+
+    def price(self, key: float, *, dirty: bool) -> float:
         """The event of the last use."""
-        return replica.last_use
+        return -key
 
 
 class FirstInFirstOut:
@@ -99,9 +112,13 @@ class FirstInFirstOut:
     def __init__(self, horizon: Horizon) -> None:
         pass
 
-    def rank(self, replica: Replica) -> float:
+    def key(self, replica: Replica) -> float:
+        """The event of its arrival, counted backwards."""
+        return -replica.since
+
+    def price(self, key: float, *, dirty: bool) -> float:
         """The event of its arrival."""
-        return replica.since
+        return -key
 
 
 EVICTION_POLICIES: Final[dict[str, Callable[[Horizon], EvictionPolicy]]] = {

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Final
 
 from . import coherence
-from .records import RW, SCRATCH, NodeId, R, Replica, Task
+from .records import RW, SCRATCH, NodeId, R, Task
 from .residency import Residency
+from .victims import is_dirty
 
 READS: Final = 6
 """Prefetches under way at most."""
@@ -40,6 +41,7 @@ class Lookahead:
     def __init__(self, residency: Residency, node: NodeId) -> None:
         self.residency = residency
         self.node = node
+        self._looked_at = 0
 
     def run(self, *, blocked: bool) -> None:
         """Start what should be under way now.
@@ -97,25 +99,20 @@ class Lookahead:
     def _write_back(self) -> None:
         """Keep some of the node's memory free or droppable."""
         residency = self.residency
-        if residency.num_writing >= WRITES or residency.broken is not None:
-            return
         node = residency.nodes[self.node]
-        wanted = node.budget // CLEAN - (node.budget - node.used)
-        if wanted <= 0:
+        goal = node.budget // CLEAN
+        if residency.num_writing >= WRITES or residency.broken is not None or node.taken - self._looked_at < goal // 8:
             return
-        dirty: list[Replica] = []
-        for replica in residency.resident[self.node]:
-            if replica.pins == replica.outgoing and replica.state != "scratch":
-                if replica.outgoing or not coherence.is_needed(replica):
-                    wanted -= replica.handle.size
-                    if wanted <= 0:
-                        return
-                else:
-                    dirty.append(replica)
-        rank = residency.eviction.rank
-        dirty.sort(key=rank)
-        for replica in dirty[: WRITES - residency.num_writing]:
+        wanted = goal - (node.budget - node.used)
+        for replica in residency.residents(self.node):
             if wanted <= 0:
+                self._looked_at = node.taken
                 return
-            residency.write_back(replica)
-            wanted -= replica.handle.size
+            if replica.pins == replica.outgoing and not is_dirty(replica):
+                wanted -= replica.handle.size
+        for replica in residency.shelves[self.node].dirty(WRITES - residency.num_writing):
+            if wanted > 0:
+                residency.write_back(replica)
+                wanted -= replica.handle.size
+        if wanted <= 0:
+            self._looked_at = node.taken

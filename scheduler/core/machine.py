@@ -179,19 +179,23 @@ class Machine:
         task = event.task
         if task.state != "running":
             raise InvalidEvent(f"{task!r} finished while {task.state}\n{tell(self.history, task)}")
+        residency = self.residency
+        if task.step is not None:
+            task.step.done[task.position] = 1
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
-            replica.pins -= 1
             uses = handle.num_uses = handle.num_uses - 1
+            if mode == SCRATCH:
+                replica.pins -= 1
+                residency.drop(replica)
+                continue
             if mode != R:
-                if mode == SCRATCH:
-                    self.residency.drop(replica)
-                else:
-                    replica.state = "modified"
-                    if handle.lost is not None:
-                        self._revive(handle)
+                replica.state = "modified"
+                if handle.lost is not None:
+                    self._revive(handle)
+            residency.unpin(replica)
             if not uses and handle.released:
                 self._free(handle)
-        self.residency.freed = True
+        residency.freed = True
         task.state = "done"
         self._retire(task)
 
@@ -200,7 +204,7 @@ class Machine:
         if task.state != "running":
             raise InvalidEvent(f"{task!r} failed while {task.state}\n{tell(self.history, task)}")
         for replica in task.replicas:
-            replica.pins -= 1
+            self.residency.unpin(replica)
             if replica.state == "scratch":
                 self.residency.drop(replica)
         self.residency.freed = True
@@ -222,13 +226,15 @@ class Machine:
         source, target, error = event.source, event.target, event.error
         handle = source.handle
         waiting = self.residency.end_copy(source, target)
+        self.residency.unpin(source)
+        self.residency.unpin(target)
         if self.nodes[source.node].is_storage:
             self._lose(handle, f"it could not be read back: {error}")
             for task in waiting:
                 self.residency.forget(task)
                 self._doomed.append((task, TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")))
         else:
-            self.residency.broken = error
+            self.residency.break_tier(error)
             if target.node != self.residency.last:
                 self.residency.drop(target)
             for task in waiting:
@@ -342,7 +348,7 @@ class Machine:
 
     def _let_go(self, replica: Replica) -> None:
         """A task that will not run no longer needs a replica; what holds no data goes."""
-        replica.pins -= 1
+        self.residency.unpin(replica)
         if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and replica.node != self.residency.last)):
             self.residency.drop(replica)
 

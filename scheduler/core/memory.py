@@ -1,8 +1,8 @@
 """Extents and the ledger: who has which bytes of a node, under a hard budget.
 
 Allocation is best fit with coalescing; any free extent serves any size. On top lie bins of just-freed extents by exact size, because a training
-step frees and takes the same sizes over and over: a bin hit costs a list pop. Bins are flushed (coalesced) before the high-water mark is
-allowed to rise, so they never cost memory. Knows nothing of handles, tasks or coherence.
+step frees and takes the same sizes over and over: a bin hit costs a list pop. Bins are flushed (coalesced) before untouched memory is taken, so
+they never cost memory. Knows nothing of handles, tasks or coherence.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from .records import DATA_CLASSES, DataClass
 PAGE: Final = 4096
 """Extents are multiples of this many bytes, so that disk I/O and big pages stay possible."""
 
+LARGE: Final = 64
+"""An extent of at least this fraction of the capacity is large."""
+
 _SPREAD: Final = 4
 """A file's extents may lie in an address space so many times its budget: what fragmentation costs there is addresses, not bytes."""
 
@@ -26,25 +29,26 @@ def rounded(nbytes: int) -> int:
 
 
 class ExtentAllocator:
-    """Hands out extents of [0, capacity).
+    """Hands out extents of [0, capacity): small ones from the bottom up, large ones from the top down, so that they do not cut up each other's room.
 
-    Invariant: handed-out, binned and free extents partition [0, high_water); everything above is untouched.
+    Invariant: handed-out, binned and free extents partition [0, low) and [high, capacity); the gap [low, high) between them is free too.
 
     Args:
         capacity: bytes; rounded down to whole pages.
     """
 
-    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high_water", "used")
+    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "low", "used")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // PAGE * PAGE
-        self.high_water = 0
+        self.low = 0
+        self.high = self.capacity
         self.used = 0
         self.binned = 0
         self._bins: dict[int, list[int]] = {}
-        self._starts: dict[int, int] = {}  # offset -> size of each free extent
-        self._ends: dict[int, int] = {}  # end -> offset of each free extent
-        self._by_size: list[tuple[int, int]] = []  # (size, offset), sorted
+        self._starts: dict[int, int] = {}  # offset -> size of each free extent outside the gap
+        self._ends: dict[int, int] = {}  # end -> offset of each of them
+        self._by_size: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (size, offset) of those below and above the gap, sorted
 
     def allocate(self, size: int) -> int | None:
         """Offset of a new extent of `size` bytes (a multiple of PAGE), or None when no hole is large enough."""
@@ -53,15 +57,17 @@ class ExtentAllocator:
             self.binned -= size
             self.used += size
             return bin_.pop()
-        offset = self._best_fit(size)
+        above = size * LARGE >= self.capacity
+        offset = self._best_fit(size, above)
         if offset is None and self.binned:
             self._flush()
-            offset = self._best_fit(size)
+            offset = self._best_fit(size, above)
         if offset is None:
-            offset = self._extend(size)
-            if offset is None:
-                return None
-        self.used += size
+            offset = self._from_gap(size, above)
+        if offset is None:
+            offset = self._best_fit(size, not above)
+        if offset is not None:
+            self.used += size
         return offset
 
     def claim(self, offset: int, size: int) -> None:
@@ -72,18 +78,27 @@ class ExtentAllocator:
         """
         self._flush()
         end = offset + size
-        if end > self.high_water:
-            self._coalesce(self.high_water, end - self.high_water)
-            self.high_water = end
+        self.used += size
+        if offset >= self.low and end <= self.high:
+            low, high = self.low, self.high
+            if offset - low <= high - end:  # the smaller rest leaves the gap
+                self.low = end
+                if offset > low:
+                    self._insert(low, offset - low)
+            else:
+                self.high = offset
+                if high > end:
+                    self._insert(end, high - end)
+            return
         start = max((start for start in self._starts if start <= offset), default=-1)
-        if start < 0 or start + self._starts[start] < end or end > self.capacity:
+        if start < 0 or start + self._starts[start] < end:
+            self.used -= size
             raise InvalidEvent(f"the extent of {size} B at byte {offset} was claimed, but it is not free")
         hole = self._remove(start)
         if offset > start:
             self._insert(start, offset - start)
         if start + hole > end:
             self._insert(end, start + hole - end)
-        self.used += size
 
     def free(self, offset: int, size: int) -> None:
         """Give an extent back, with the size it was taken with."""
@@ -96,50 +111,54 @@ class ExtentAllocator:
             bin_.append(offset)
 
     def compact(self, nbytes: int) -> None:
-        """The extents in use now fill [0, nbytes): everything above is untouched again."""
-        self.used = self.high_water = nbytes
+        """The extents in use now fill [0, nbytes): everything above is the gap."""
+        self.used = self.low = nbytes
+        self.high = self.capacity
         self.binned = 0
-        self._bins, self._starts, self._ends, self._by_size = {}, {}, {}, []
+        self._bins, self._starts, self._ends, self._by_size = {}, {}, {}, ([], [])
 
     def largest_hole(self) -> int:
         """Size of the largest extent that could be allocated now."""
         return max((size for _, size in self.all_free()), default=0)
 
     def free_extents(self) -> list[tuple[int, int]]:
-        """(offset, size) of every free or binned extent below the high-water mark, sorted."""
+        """(offset, size) of every free or binned extent and of the gap, sorted, as they are."""
         binned = [(offset, size) for size, offsets in self._bins.items() for offset in offsets]
-        return sorted([*self._starts.items(), *binned])
+        return sorted([*self._starts.items(), *binned, *self._gap()])
 
     def all_free(self) -> list[tuple[int, int]]:
-        """(offset, size) of everything that is free, coalesced and sorted, up to the capacity."""
+        """(offset, size) of everything that is free, coalesced and sorted."""
         self._flush()
-        found = sorted(self._starts.items())
-        top = self._ends.get(self.high_water)
-        if top is not None:
-            found.pop()
-        start = self.high_water if top is None else top
-        return [*found, (start, self.capacity - start)] if start < self.capacity else found
+        return sorted([*self._starts.items(), *self._gap()])
 
-    def _best_fit(self, size: int) -> int | None:
-        at = bisect_left(self._by_size, (size, -1))
-        if at == len(self._by_size):
+    def _gap(self) -> list[tuple[int, int]]:
+        return [(self.low, self.high - self.low)] if self.high > self.low else []
+
+    def _best_fit(self, size: int, above: bool) -> int | None:
+        """Take from the smallest hole that is large enough on one side of the gap: its bottom below, its top above."""
+        by_size = self._by_size[above]
+        at = bisect_left(by_size, (size, -1))
+        if at == len(by_size):
             return None
-        hole, offset = self._by_size.pop(at)
+        hole, offset = by_size.pop(at)
         del self._starts[offset], self._ends[offset + hole]
-        if hole > size:
-            self._insert(offset + size, hole - size)
+        rest = hole - size
+        if not rest:
+            return offset
+        if above:
+            self._insert(offset, rest)
+            return offset + rest
+        self._insert(offset + size, rest)
         return offset
 
-    def _extend(self, size: int) -> int | None:
-        """Take from above the high-water mark, beginning with a hole that touches it."""
-        offset = self._ends.get(self.high_water)
-        start = self.high_water if offset is None else offset
-        if start + size > self.capacity:
+    def _from_gap(self, size: int, above: bool) -> int | None:
+        if self.high - self.low < size:
             return None
-        if offset is not None:
-            self._remove(offset)
-        self.high_water = start + size
-        return start
+        if above:
+            self.high -= size
+            return self.high
+        self.low += size
+        return self.low - size
 
     def _flush(self) -> None:
         bins, self._bins, self.binned = self._bins, {}, 0
@@ -148,6 +167,7 @@ class ExtentAllocator:
                 self._coalesce(offset, size)
 
     def _coalesce(self, offset: int, size: int) -> None:
+        """Enter a free extent, merged with its neighbours; what touches the gap becomes part of it."""
         before = self._ends.get(offset)
         if before is not None:
             size += offset - before
@@ -155,17 +175,23 @@ class ExtentAllocator:
             offset = before
         if offset + size in self._starts:
             size += self._remove(offset + size)
-        self._insert(offset, size)
+        if offset + size == self.low:
+            self.low = offset
+        elif offset == self.high:
+            self.high = offset + size
+        else:
+            self._insert(offset, size)
 
     def _insert(self, offset: int, size: int) -> None:
         self._starts[offset] = size
         self._ends[offset + size] = offset
-        insort(self._by_size, (size, offset))
+        insort(self._by_size[offset >= self.high], (size, offset))
 
     def _remove(self, offset: int) -> int:
         size = self._starts.pop(offset)
         del self._ends[offset + size]
-        del self._by_size[bisect_left(self._by_size, (size, offset))]
+        by_size = self._by_size[offset >= self.high]
+        del by_size[bisect_left(by_size, (size, offset))]
         return size
 
 
@@ -179,10 +205,11 @@ class MemoryNode:
             back beyond them is to be discarded.
 
     Attributes:
+        taken: bytes handed out so far.
         peak: most bytes in use at any `mark`; `recent_peak` since `forget_recent_peak`.
     """
 
-    __slots__ = ("budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak")
+    __slots__ = ("budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
 
     def __init__(self, name: str, budget: int, *, is_storage: bool = False) -> None:
         self.name = name
@@ -190,6 +217,7 @@ class MemoryNode:
         self.is_storage = is_storage
         self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget)
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
+        self.taken = 0
         self.peak = 0
         self.recent_peak = 0
         self.peak_by_class: dict[DataClass, int] = dict(self.by_class)
@@ -219,6 +247,7 @@ class MemoryNode:
 
     def _enter(self, size: int, data_class: DataClass) -> None:
         self.by_class[data_class] += size
+        self.taken += size
 
     def mark(self) -> None:
         """Take note of the bytes in use now: what was reserved is there to stay."""
@@ -247,7 +276,7 @@ class MemoryNode:
                 raise InvalidEvent(f"extents of node {self.name} {fault} at byte {offset} (expected {position})")
             position = offset + size
         total = sum(size for _, size in taken)
-        if position != self.extents.high_water or total != self.used or total != sum(self.by_class.values()):
+        if position != self.extents.capacity or total != self.used or total != sum(self.by_class.values()):
             raise InvalidEvent(f"ledger of node {self.name}: replicas hold {total} B, extents {self.used} B, classes {sum(self.by_class.values())} B")
         if self.used > self.budget:
             raise InvalidEvent(f"node {self.name} uses {self.used} B of a budget of {self.budget} B")

@@ -1,39 +1,366 @@
-"""How long a task will take: a history of measured durations per (codelet, footprint, worker kind).
+"""How long tasks and copies will take: measured where there are measurements, guessed from operations and bytes where there are none.
 
-The first sample is dropped (cold caches, lazy set-up) and the estimate is the median of the latest ones, so one spike moves nothing. Knows
-nothing of tasks in flight, memory or time itself: durations are arguments.
+Tasks. One series of durations per (codelet, footprint, worker kind). The footprint is a stable number for everything that decides a task's cost:
+shapes, dtypes and modes of its tiles, and its constants (`footprint` says which). The first duration a process measures of a series is dropped
+(cold caches, lazy set-up); the estimate is the median of the latest ones, so a spike moves nothing. Without any, the codelet's cost function over
+what the kind of worker does per second.
+
+Links. Latency + bytes / bandwidth per (source, target), fitted to measured copies by medians (Theil and Sen), so a few slow ones move nothing.
+
+Rules: durations come in as arguments, nothing here knows time, tasks in flight or files (`storage.perfstore` keeps models between runs). Nothing
+is locked: whoever records from several threads does so under the machine's lock.
 """
 
 from __future__ import annotations
 
+import zlib
+from bisect import bisect_left, insort
 from collections import deque
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Final, NamedTuple, Protocol, cast
+
+from .records import NodeId, Task, WorkerKind
 
 KEPT: Final = 32
-"""Samples remembered per key."""
+"""Durations remembered per series."""
+
+KEPT_COPIES: Final = 24
+"""Copies remembered per link."""
+
+REFIT: Final = 8
+"""A link is fitted anew after so many copies, sooner while it has few."""
+
+UNKNOWN_SECONDS: Final = 1e-4
+"""What a task without measurements and cost function is taken to last."""
 
 Key = tuple[str, int, str]
+"""(codelet name, footprint, worker kind)."""
+
+
+class Rate(NamedTuple):
+    """What a kind of worker does at best: floating-point operations, and bytes read plus written, per second."""
+
+    flops: float
+    nbytes: float
+
+
+RATES: Final[Mapping[WorkerKind, Rate]] = {"cpu": Rate(5e10, 1e10), "sim": Rate(5e10, 1e10), "cuda": Rate(2e13, 1.5e12)}
+"""Rough rates of one worker, until somebody knows better."""
+
+
+# --- what policies ask --------------------------------------------------------------------------------------------------
+
+
+class MemoryView(Protocol):
+    """What estimates need to know of the memory nodes at this moment; `Residency` is one."""
+
+    def free_bytes(self, node: NodeId) -> int:
+        """Bytes of the node's budget that nothing uses."""
+
+    def queued_bytes(self, source: NodeId, target: NodeId) -> int:
+        """Bytes on their way over a link, the copy under way included."""
+
+    def below(self, node: NodeId) -> NodeId:
+        """The node that takes what is evicted from `node`; `node` itself if nothing lies below it."""
+
+
+class Boundless:
+    """Memory without limits or traffic."""
+
+    def free_bytes(self, node: NodeId) -> int:
+        """More than anything needs."""
+        return 1 << 62
+
+    def queued_bytes(self, source: NodeId, target: NodeId) -> int:
+        """Nothing is on its way."""
+        return 0
+
+    def below(self, node: NodeId) -> NodeId:
+        """Nothing is evicted."""
+        return node
+
+
+class Estimates(Protocol):
+    """What cost-based policies ask.
+
+    Attributes:
+        memory: the nodes; whoever builds the machine puts its residency here.
+    """
+
+    memory: MemoryView
+
+    def task_seconds(self, task: Task, kind: WorkerKind) -> float:
+        """Seconds the task will run on a worker of that kind."""
+
+    def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
+        """Seconds to move so many bytes over an idle link; 0 from a node to itself."""
+
+
+class NoEstimates:
+    """Every task takes a second, copies take no time."""
+
+    def __init__(self) -> None:
+        self.memory: MemoryView = Boundless()
+
+    def task_seconds(self, task: Task, kind: WorkerKind) -> float:
+        """One second."""
+        return 1.0
+
+    def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
+        """No time."""
+        return 0.0
+
+
+NO_ESTIMATES: Final = NoEstimates()
+"""For policies made without models."""
+
+
+class Given:
+    """Estimates somebody knows beforehand, as in virtual time.
+
+    Args:
+        duration: seconds of a task on a kind of worker.
+        transfer: seconds of a copy from node to node; None for copies that take no time.
+    """
+
+    def __init__(self, duration: Callable[[Task, WorkerKind], float], transfer: Callable[[NodeId, NodeId, int], float] | None = None) -> None:
+        self.memory: MemoryView = Boundless()
+        self._duration = duration
+        self._transfer = transfer
+
+    def task_seconds(self, task: Task, kind: WorkerKind) -> float:
+        """As given."""
+        return self._duration(task, kind)
+
+    def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
+        """As given."""
+        return 0.0 if self._transfer is None or source == target else self._transfer(source, target, nbytes)
+
+
+# --- tasks --------------------------------------------------------------------------------------------------------------
+
+
+class _View(Protocol):
+    """What footprints look at in a handle's view, where it is there."""
+
+    shape: tuple[int, ...]
+    dtype: object
+
+
+class _Codelet(Protocol):
+    """What is asked of a codelet: its cost is (flops, bytes)."""
+
+    cost: Callable[[Sequence[object], Mapping[str, object]], tuple[float, float]] | None
+
+
+_dtypes: dict[object, str] = {}
+"""Names of dtypes; NumPy takes microseconds to make one."""
+
+
+def footprint(task: Task) -> int:
+    """A number that tasks of equal cost share: the CRC-32 of everything their cost may depend on, the same in every process.
+
+    That is each access's mode, shape and dtype (or size, of views that have no shape), the constants that are bool or str, and the cost function's
+    answer. Numeric constants count by themselves only where there is no cost function: seeds and offsets are numbers too, and cost nothing.
+    """
+    parts: list[str] = []
+    for handle, mode in task.accesses:
+        view = cast(_View, handle.view)
+        if hasattr(view, "shape") and hasattr(view, "dtype"):
+            dtype = _dtypes.get(view.dtype)
+            if dtype is None:
+                dtype = _dtypes[view.dtype] = str(view.dtype)
+            parts.append(f"{mode} {view.shape} {dtype}")
+        else:
+            parts.append(f"{mode} {handle.nbytes}")
+    cost = _cost(task)
+    types = (bool, str) if cost is not None else (bool, str, int, float)
+    parts += [f"{name}={value!r}" for name, value in sorted(task.constants.items()) if isinstance(value, types)]
+    if cost is not None:
+        parts.append(f"{cost[0]:.6g} {cost[1]:.6g}")
+    return zlib.crc32(";".join(parts).encode())
+
+
+def _cost(task: Task) -> tuple[float, float] | None:
+    """(flops, bytes) of a task, if its codelet says."""
+    cost = cast(_Codelet, task.codelet).cost if hasattr(task.codelet, "cost") else None
+    return None if cost is None else cost([handle.view for handle, _ in task.accesses], task.constants)
+
+
+class Series:
+    """The latest durations of one kind of task, and their median.
+
+    Attributes:
+        samples: seconds, oldest first.
+        is_warm: whether this process has dropped its first one.
+    """
+
+    __slots__ = ("_ordered", "is_warm", "samples")
+
+    def __init__(self, samples: Sequence[float] = ()) -> None:
+        self.samples = deque(samples, KEPT)
+        self._ordered = sorted(self.samples)
+        self.is_warm = False
+
+    def add(self, seconds: float) -> None:
+        """Record a duration; the first is dropped."""
+        if not self.is_warm:
+            self.is_warm = True
+            return
+        samples, ordered = self.samples, self._ordered
+        if len(samples) == KEPT:
+            del ordered[bisect_left(ordered, samples.popleft())]
+        samples.append(seconds)
+        insort(ordered, seconds)
+
+    @property
+    def median(self) -> float | None:
+        """Seconds; None without samples."""
+        return _middle(self._ordered) if self._ordered else None
 
 
 class History:
-    """Measured durations and their medians."""
+    """Measured durations by key.
+
+    Attributes:
+        series: everything known; `storage.perfstore` reads and fills it.
+    """
 
     def __init__(self) -> None:
-        self._samples: dict[Key, deque[float]] = {}
-        self._warm: set[Key] = set()
+        self.series: dict[Key, Series] = {}
 
     def add(self, key: Key, seconds: float) -> None:
         """Record a duration; the first of each key is dropped."""
-        if key not in self._warm:
-            self._warm.add(key)
-            return
-        self._samples.setdefault(key, deque(maxlen=KEPT)).append(seconds)
+        series = self.series.get(key)
+        if series is None:
+            series = self.series[key] = Series()
+        series.add(seconds)
 
     def estimate(self, key: Key) -> float | None:
         """Median duration in seconds, or None without samples."""
-        samples = self._samples.get(key)
-        if not samples:
-            return None
-        ordered = sorted(samples)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        series = self.series.get(key)
+        return None if series is None else series.median
+
+
+# --- links --------------------------------------------------------------------------------------------------------------
+
+
+class LinkModel:
+    """Latency + bytes / bandwidth of one link.
+
+    Args:
+        latency: seconds, until copies have been measured.
+        bandwidth: bytes per second, likewise.
+
+    Attributes:
+        samples: (bytes, seconds) of the latest copies.
+    """
+
+    def __init__(self, latency: float = 2e-5, bandwidth: float = 5e9) -> None:
+        self.latency = latency
+        self.bandwidth = bandwidth
+        self.samples: deque[tuple[int, float]] = deque(maxlen=KEPT_COPIES)
+        self._num_new = 0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Record the time a copy took, waiting for the link not included."""
+        if nbytes <= 0 or seconds <= 0.0:
+            return
+        self.samples.append((nbytes, seconds))
+        self._num_new += 1
+        if self._num_new >= min(REFIT, (len(self.samples) + 1) // 2):
+            self.fit()
+
+    def fit(self) -> None:
+        """Fit latency and bandwidth to the samples, by medians."""
+        self._num_new = 0
+        slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(self.samples, 2) if a != b]
+        slope = median(slopes) if slopes else 0.0
+        if slope <= 0.0:  # sizes too much alike to tell latency from bandwidth
+            slope = median([seconds / nbytes for nbytes, seconds in self.samples])
+        self.latency = max(0.0, median([seconds - nbytes * slope for nbytes, seconds in self.samples]))
+        self.bandwidth = 1.0 / slope
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds to move so many bytes while nothing else uses the link."""
+        return self.latency + nbytes / self.bandwidth
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two in the middle; there must be one."""
+    return _middle(sorted(values))
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    middle = len(ordered) >> 1
+    return ordered[middle] if len(ordered) & 1 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+# --- together -----------------------------------------------------------------------------------------------------------
+
+
+class Models:
+    """Estimates from measurements.
+
+    Args:
+        rates: what a worker of each kind does per second, for tasks nobody has measured.
+
+    Attributes:
+        history: durations of tasks.
+        links: models of links by (source, target); `declare` says what is known of one before any copy.
+    """
+
+    def __init__(self, rates: Mapping[WorkerKind, Rate] = RATES) -> None:
+        self.memory: MemoryView = Boundless()
+        self.history = History()
+        self.links: dict[tuple[NodeId, NodeId], LinkModel] = {}
+        self._rates = {**RATES, **rates}
+        self._guesses: dict[Key, float] = {}
+
+    def record(self, task: Task, kind: WorkerKind, seconds: float) -> None:
+        """Take note of how long a task ran. Under a microsecond for a task whose `model_key` is known, as in any replay but the first."""
+        key = task.model_key
+        if key is None:
+            key = task.model_key = (task.name, footprint(task))
+        self.history.add((key[0], key[1], kind), seconds)
+
+    def record_copy(self, source: NodeId, target: NodeId, nbytes: int, seconds: float) -> None:
+        """Take note of how long a copy took once it had the link to itself."""
+        self._link(source, target).add(nbytes, seconds)
+
+    def declare(self, source: NodeId, target: NodeId, latency: float, bandwidth: float) -> None:
+        """Say what is known of a link, seconds and bytes per second; where copies have been measured, they know better."""
+        link = self.links.get((source, target))
+        if link is None or not link.samples:
+            self.links[source, target] = LinkModel(latency, bandwidth)
+
+    def task_seconds(self, task: Task, kind: WorkerKind) -> float:
+        """The median of what was measured, else a guess."""
+        name_and_footprint = task.model_key
+        if name_and_footprint is None:
+            name_and_footprint = task.model_key = (task.name, footprint(task))
+        key = (name_and_footprint[0], name_and_footprint[1], kind)
+        seconds = self.history.estimate(key)
+        if seconds is None:
+            seconds = self._guesses.get(key)
+            if seconds is None:
+                seconds = self._guesses[key] = self._guess(task, kind)
+        return seconds
+
+    def _guess(self, task: Task, kind: WorkerKind) -> float:
+        """The cost function over the rates of the worker, whichever binds."""
+        cost, rate = _cost(task), self._rates.get(kind)
+        if cost is None or rate is None:
+            return UNKNOWN_SECONDS
+        return max(cost[0] / rate.flops, cost[1] / rate.nbytes)
+
+    def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
+        """Latency + bytes / bandwidth."""
+        return 0.0 if source == target else self._link(source, target).seconds(nbytes)
+
+    def _link(self, source: NodeId, target: NodeId) -> LinkModel:
+        link = self.links.get((source, target))
+        if link is None:
+            link = self.links[source, target] = LinkModel()
+        return link

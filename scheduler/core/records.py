@@ -127,6 +127,7 @@ class Task:
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: who waits for the task to run, when that is the program.
+        model_key: codelet name and footprint, once a performance model has asked for them.
     """
 
     id: TaskId
@@ -150,6 +151,7 @@ class Task:
     num_predecessors: int = 0
     is_exit: bool = True
     token: object | None = None
+    model_key: tuple[str, int] | None = None
 
     def __repr__(self) -> str:
         data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in self.accesses)

@@ -12,12 +12,12 @@ moment, or, while no task waits for memory, for data that is used sooner. So eac
 replicas in its way. What it needs of the last tier nobody can take from it: tasks ahead of the planned order leave what the rest of the planned
 order may still need there (`Replay.growth`).
 
-Knows extents (`memory`), the replica protocol (`coherence`) and ranks (`eviction`); does not know policies, dependencies or failures.
+Knows extents (`memory`), the replica protocol (`coherence`) and who goes first (`victims`); does not know policies, dependencies or failures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from . import coherence
@@ -26,7 +26,7 @@ from .events import Action, CopyTile, DiscardExtent, MoveTile
 from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode
 from .records import RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
-from .windows import Span, best_window
+from .victims import Shelf
 
 
 class NothingToRead(Exception):
@@ -55,8 +55,8 @@ class Residency:
 
     Attributes:
         last: the last tier.
-        resident: every replica of each node, scratch included.
-        copies: copies under way by target.
+        shelves: every replica of each node, scratch included, and which of them may go.
+        copies: copies under way by target; `queued` their bytes by link.
         actions: where copies are asked for; the machine sets it for every event.
         freed: whether anything was dropped or unpinned since the machine last looked.
         clock: count of events, for LRU.
@@ -66,7 +66,7 @@ class Residency:
 
     __slots__ = (
         "actions", "broken", "clock", "copies", "eviction", "freed", "horizon", "last", "moved_bytes", "nodes", "num_evictions", "num_hits",
-        "num_misses", "num_writing", "resident",
+        "num_misses", "num_writing", "queued", "shelves",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
@@ -74,9 +74,10 @@ class Residency:
         self.horizon = horizon
         self.eviction = eviction
         self.last = NodeId(len(self.nodes) - 1) if self.nodes[-1].is_storage else RAM
-        self.resident: list[dict[Replica, None]] = [{} for _ in self.nodes]
+        self.shelves = [Shelf(node, eviction) for node in self.nodes]
         self.copies: dict[Replica, Copy] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
+        self.queued: dict[tuple[NodeId, NodeId], int] = {}
         self.num_evictions = 0
         self.num_hits = 0
         self.num_misses = 0
@@ -85,6 +86,28 @@ class Residency:
         self.freed = False
         self.clock = 0
         self.broken: BaseException | None = None
+
+    def break_tier(self, error: BaseException) -> None:
+        """The last tier takes no more data: what is dirty stays where it is."""
+        self.broken = error
+        for shelf in self.shelves:
+            shelf.keep_dirty = True
+
+    def residents(self, node_id: NodeId) -> Iterable[Replica]:
+        """Every replica of a node, scratch included."""
+        return self.shelves[node_id].starts.values()
+
+    def free_bytes(self, node: NodeId) -> int:
+        """Bytes of the node's budget that nothing uses."""
+        return self.nodes[node].budget - self.nodes[node].used
+
+    def queued_bytes(self, source: NodeId, target: NodeId) -> int:
+        """Bytes on their way over a link."""
+        return self.queued.get((source, target), 0)
+
+    def below(self, node: NodeId) -> NodeId:
+        """Where what is evicted goes; the node itself if nothing lies below it."""
+        return RAM if node not in (RAM, self.last) else self.last
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -164,14 +187,20 @@ class Residency:
             replica.state = "scratch"
         else:
             handle.replicas[node_id] = replica
-        self.resident[node_id][replica] = None
+        self.shelves[node_id].enter(replica)
         return replica
+
+    def unpin(self, replica: Replica) -> None:
+        """One user less; without any but copies the replica may go."""
+        replica.pins -= 1
+        if replica.pins == replica.outgoing and replica.node != self.last:
+            self.shelves[replica.node].offer(replica)
 
     def _take_back(self, replicas: list[Replica]) -> None:
         """Undo a half-made reservation; that frees nothing anybody could wait for."""
         freed = self.freed
         for replica in replicas:
-            replica.pins -= 1
+            self.unpin(replica)
             if replica.pins or replica.arriving:
                 continue
             if replica.state == "scratch" or (replica.state == "reserved" and (replica.node != self.last or len(replica.handle.replicas) == 1)):
@@ -186,9 +215,9 @@ class Residency:
         missing.sort(key=lambda access: -access[0].size)
         for replica in present:
             replica.pins += 1
-        plan = self._plan(node_id, [handle.size for handle, _ in missing])
+        plan = None if node_id == self.last else self.shelves[node_id].plan([handle.size for handle, _ in missing])
         for replica in present:
-            replica.pins -= 1
+            self.unpin(replica)
         if plan is None or not self._clear(plan[1]) or not self._make_homes(missing):
             return False
         private: dict[HandleRecord, Replica] = {}
@@ -262,10 +291,11 @@ class Residency:
         self.num_writing += target.node == self.last
         link = (source.node, target.node)
         self.moved_bytes[link] = self.moved_bytes.get(link, 0) + source.handle.nbytes
+        self.queued[link] = self.queued.get(link, 0) + source.handle.nbytes
         self.actions.append(CopyTile(source, target))
 
     def end_copy(self, source: Replica, target: Replica) -> list[Task]:
-        """Take note that a copy has ended, well or not; the tasks that waited for it.
+        """Take note that a copy has ended, well or not; the tasks that waited for it. The caller unpins source and target.
 
         Raises:
             InvalidEvent: no such copy is under way.
@@ -273,10 +303,9 @@ class Residency:
         copy = self.copies.pop(target, None)
         if copy is None or copy.source is not source:
             raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished that was not under way")
-        source.pins -= 1
-        source.outgoing -= 1
-        target.pins -= 1
+        self.queued[source.node, target.node] -= source.handle.nbytes
         target.arriving = False
+        source.outgoing -= 1
         source.handle.num_uses -= 1
         self.num_writing -= target.node == self.last
         self.freed = True
@@ -300,42 +329,9 @@ class Residency:
         waiting = self.end_copy(source, target)
         coherence.step(source, "copied from")
         coherence.step(target, "copy arrived")
+        self.unpin(source)
+        self.unpin(target)
         return [task for task in waiting if not task.num_arriving]
-
-    def _plan(self, node_id: NodeId, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
-        """Where extents of `sizes` would go, and the replicas to drop for it; None if they cannot all be placed."""
-        spans = self._spans(node_id)
-        offsets: list[int] = []
-        victims: list[Replica] = []
-        for size in sizes:
-            window = best_window(spans, size)
-            if window is None:
-                return None
-            first, last = window
-            offset, end = spans[first].offset, spans[last].end
-            victims += [span.replica for span in spans[first : last + 1] if span.replica is not None]
-            rest = [Span(offset + size, end - offset - size)] if end > offset + size else []
-            spans[first : last + 1] = [Span(offset, size, None, movable=False), *rest]
-            offsets.append(offset)
-        return offsets, victims
-
-    def _spans(self, node_id: NodeId, *, sooner_than: int | None = None) -> list[Span]:
-        """The node's memory as spans; with `sooner_than` only what can be dropped at once and is used later than that many tasks from now."""
-        spans = [Span(offset, size) for offset, size in self.nodes[node_id].extents.all_free()]
-        rank = self.eviction.rank
-        for replica in self.resident[node_id]:
-            movable = self.is_movable(replica)
-            if movable and sooner_than is not None:
-                movable = not replica.pins and not coherence.is_needed(replica) and self.horizon.next_use(replica)[0] > sooner_than
-            spans.append(Span(replica.offset, replica.handle.size, replica, movable, rank(replica) if movable else 0.0))
-        spans.sort(key=_offset)
-        return spans
-
-    def is_movable(self, replica: Replica) -> bool:
-        """Whether the replica may go, perhaps after a write-back: nothing but copies uses it, and it is not at home."""
-        if replica.node == self.last or replica.pins != replica.outgoing:
-            return False
-        return self.broken is None or not coherence.is_needed(replica)
 
     def write_back(self, victim: Replica) -> None:
         """Start copying a sole replica to a lower tier: host memory if there is a hole, else home."""
@@ -356,13 +352,11 @@ class Residency:
         node = self.nodes[node_id]
         offset = node.take(handle.size, handle.data_class)
         if offset is None:
-            spans = self._spans(node_id, sooner_than=distance)
-            window = best_window(spans, handle.size)
-            if window is None:
+            plan = self.shelves[node_id].plan_droppable(handle.size, self.horizon.order + distance)
+            if plan is None:
                 return False
-            first, last = window
-            offset = spans[first].offset
-            self._evict([span.replica for span in spans[first : last + 1] if span.replica is not None])
+            offset, victims = plan
+            self._evict(victims)
             node.claim(offset, handle.size, handle.data_class)
         node.mark()
         self._copy(source, self._settle_in(handle, node_id, offset))
@@ -379,10 +373,11 @@ class Residency:
         The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica of the node is pinned. When
         dirty replicas must go, their write-backs are started instead and False is returned.
         """
-        node, resident = self.nodes[node_id], self.resident[node_id]
+        node, shelf = self.nodes[node_id], self.shelves[node_id]
         own = {handle for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas}
         missing = sum(handle.size for handle, _ in task.accesses) - sum(handle.size for handle in own)
-        candidates = sorted((r for r in resident if r.handle not in own and self.is_movable(r)), key=self.eviction.rank)
+        candidates = [replica for replica in shelf.starts.values() if replica.handle not in own and self._may_go(replica)]
+        candidates.sort(key=self.eviction.key, reverse=True)
         victims: list[Replica] = []
         excess = node.used + missing - node.extents.capacity
         for replica in candidates:
@@ -393,7 +388,8 @@ class Residency:
         if excess > 0 or not self._clear(victims):
             return False
         position = 0
-        for replica in sorted(resident, key=_offset):
+        kept = [replica for _, replica in sorted(shelf.starts.items())]
+        for replica in kept:
             if replica.pins:
                 raise InvalidEvent(f"{replica.handle!r} on node {node_id} would be moved while pinned")
             if replica.offset != position:
@@ -402,7 +398,15 @@ class Residency:
                 replica.offset, replica.view = position, None
             position += replica.handle.size
         node.extents.compact(position)
+        shelf.move(kept)
+        for replica in kept:
+            if node_id != self.last:
+                shelf.offer(replica)
         return True
+
+    def _may_go(self, replica: Replica) -> bool:
+        """Whether an unpinned replica may be dropped, perhaps after a write-back."""
+        return replica.node != self.last and (self.broken is None or not coherence.is_needed(replica))
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
@@ -429,7 +433,7 @@ class Residency:
         handle, node = replica.handle, self.nodes[replica.node]
         if replica.state != "scratch":
             del handle.replicas[replica.node]
-        del self.resident[replica.node][replica]
+        self.shelves[replica.node].leave(replica)
         replica.view = None
         node.give(replica.offset, handle.size, handle.data_class)
         if node.is_storage and replica.offset + handle.size > node.budget:
@@ -459,7 +463,10 @@ class Residency:
         used += [replica for target, copy in self.copies.items() for replica in (target, copy.source)]
         for replica in used:
             pins[replica] = pins.get(replica, 0) + 1
-        for number, (node, resident) in enumerate(zip(self.nodes, self.resident, strict=True)):
+        for number, (node, shelf) in enumerate(zip(self.nodes, self.shelves, strict=True)):
+            resident = list(shelf.starts.values())
+            if sorted(shelf.ends) != sorted(replica.offset + replica.handle.size for replica in resident):
+                raise InvalidEvent(f"the shelf of node {node.name} lost track of where its replicas end")
             node.validate([(replica.offset, replica.handle.size) for replica in resident])
             for replica in resident:
                 self._validate_replica(replica, pins.pop(replica, 0))
@@ -486,7 +493,3 @@ class Residency:
             raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
         if handle.released and not handle.num_uses:
             raise InvalidEvent(f"{where} outlived its handle")
-
-
-def _offset(place: Span | Replica) -> int:
-    return place.offset

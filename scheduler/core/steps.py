@@ -117,6 +117,15 @@ class StepPlan:
                     change[use.positions[-1] + 1] -= handle.size
         return list(accumulate(change[:-1]))
 
+    def needed_bytes(self) -> int:
+        """Bytes that exist at once at most, in this order with one task at a time: what the step finds, makes and uses as scratch."""
+        found = sum(handle.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned)
+        return found + max(self.live_bytes(), default=0)
+
+    def largest_task(self) -> int:
+        """Bytes that the hungriest task touches: no memory where tasks run may be smaller."""
+        return max((sum(handle.size for handle, _ in task.accesses) for task in self.tasks), default=0)
+
     def growth(self) -> list[int]:
         """For each place, by how many bytes the live data may still grow until the step ends."""
         live = self.live_bytes()

@@ -25,8 +25,8 @@ class Engine(Protocol):
     closing: bool
     inspect: Inspect | None
 
-    def advance(self, event: TaskFinished | TaskFailed, worker: Worker) -> Task | None:
-        """Advance the machine; return the worker's next task, if it has one now."""
+    def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
+        """Advance the machine after so many seconds in a kernel; return the worker's next task, if it has one now."""
 
     def fail(self, error: BaseException) -> None:
         """The runtime is broken: wake everybody with the reason."""
@@ -50,6 +50,7 @@ class WorkerThread(threading.Thread):
         self.memory = memory
         self.mailbox: SimpleQueue[Task | None] = SimpleQueue()
         self.busy_ns = 0
+        self._last_ns = 0
         self.num_tasks = 0
 
     def run(self) -> None:
@@ -58,7 +59,7 @@ class WorkerThread(threading.Thread):
         while (task := self.mailbox.get()) is not None:
             try:
                 while task is not None and not engine.closing:
-                    task = engine.advance(self._execute(task), worker)
+                    task = engine.advance(self._execute(task), worker, self._last_ns * 1e-9)
             except BaseException as error:  # not of a kernel: a bug of ours, and nobody may be left waiting
                 engine.fail(error)
             del task
@@ -87,6 +88,7 @@ class WorkerThread(threading.Thread):
             return TaskFailed(task, error)
         finally:
             end = perf_counter_ns()
+            self._last_ns = end - start
             self.busy_ns += end - start
             self.num_tasks += 1
             engine.observe(self.worker, task, start, end)

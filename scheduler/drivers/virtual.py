@@ -12,14 +12,19 @@ from dataclasses import dataclass
 
 from ..core.errors import DoesNotFit, SchedulerError
 from ..core.events import CopyFinished, CopyTile, Event, ReportFailure, RunTask, StepStarted, TaskFinished, TaskSubmitted, WorkerJoined
-from ..core.machine import Machine
+from ..core.eviction import DEFAULT_EVICTION
+from ..core.machine import WINDOW, Machine
 from ..core.memory import MemoryNode
+from ..core.perf import Given
 from ..core.policies import POLICIES
 from ..core.records import HandleId, HandleRecord, NodeId, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from ..core.steps import RecordedTask, StepPlan
 
 Duration = Callable[[Task, WorkerKind], float]
 """Seconds a task takes on a kind of worker; `task.codelet`, `task.constants` and the views of its handles say what it is."""
+
+Transfer = Callable[[NodeId, NodeId, int], float]
+"""Seconds it takes to move so many bytes from one node to another over an idle link."""
 
 
 @dataclass(slots=True)
@@ -52,7 +57,7 @@ class VirtualDriver:
         machine: without workers yet.
         workers: (kind, node, depth) of each worker.
         duration: of a task on a kind of worker.
-        bandwidth: bytes per second of each link; None for copies that take no time.
+        transfer: seconds of a copy; None for copies that take no time.
 
     Attributes:
         now: seconds since the start.
@@ -60,11 +65,11 @@ class VirtualDriver:
     """
 
     def __init__(
-        self, machine: Machine, workers: Sequence[tuple[WorkerKind, int, int]], duration: Duration, *, bandwidth: float | None = None
+        self, machine: Machine, workers: Sequence[tuple[WorkerKind, int, int]], duration: Duration, *, transfer: Transfer | None = None
     ) -> None:
         self.machine = machine
         self.duration = duration
-        self.bandwidth = bandwidth
+        self.transfer = transfer
         self.now = 0.0
         self.busy_seconds = [0.0 for _ in workers]
         self._kinds = [kind for kind, _, _ in workers]
@@ -103,7 +108,7 @@ class VirtualDriver:
 
     def _begin_copy(self, copy: CopyTile) -> None:
         link = (copy.source.node, copy.target.node)
-        seconds = copy.source.handle.nbytes / self.bandwidth if self.bandwidth else 0.0
+        seconds = self.transfer(*link, copy.source.handle.nbytes) if self.transfer is not None else 0.0
         end = self._links[link] = max(self.now, self._links.get(link, 0.0)) + seconds
         self._enter(end, CopyFinished(copy.source, copy.target))
 
@@ -119,19 +124,25 @@ def simulate(
     nodes: Sequence[tuple[str, int]],
     policy: str,
     duration: Duration,
-    bandwidth: float | None = None,
+    transfer: Transfer | None = None,
+    storage: bool = False,
+    eviction: str = DEFAULT_EVICTION,
+    prefetch: bool = True,
+    window: int = WINDOW,
     replays: int = 2,
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
 
-    What the step reads without writing it first lies in host memory at the start.
+    What the step reads without writing it first lies in host memory, or below it, at the start.
 
     Args:
         workers: (kind, node, depth) of each worker.
         nodes: (name, budget in bytes) of each memory node, host memory first.
         policy: name of a scheduling policy.
         duration: of a task on a kind of worker, seconds.
-        bandwidth: of each link, bytes per second; None for copies that take no time.
+        transfer: seconds of a copy between two nodes; None for copies that take no time.
+        storage: whether the last node is a disk tier.
+        eviction, prefetch, window: as in `Machine`.
         replays: how often the step runs; the last one is reported, when devices hold what fits.
 
     Raises:
@@ -140,8 +151,12 @@ def simulate(
     """
     if policy not in POLICIES or replays < 1:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)} and replays at least 1, got {policy!r} and {replays}")
-    machine = Machine([MemoryNode(name, budget) for name, budget in nodes], POLICIES[policy]())
-    driver = VirtualDriver(machine, workers, duration, bandwidth=bandwidth)
+    last = len(nodes) - 1
+    places = [MemoryNode(name, budget, is_storage=storage and at == last) for at, (name, budget) in enumerate(nodes)]
+    estimates = Given(duration, transfer)
+    machine = Machine(places, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch, window=window)
+    estimates.memory = machine.residency
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer)
     twin = _detached(plan)
     _load(driver, twin)
     num_tasks = len(twin.tasks)

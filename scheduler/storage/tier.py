@@ -109,7 +109,7 @@ class DiskTier:
         return True
 
 
-def _fallocate() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defined]
+def _fallocate() -> ctypes._NamedFuncPointer | None:
     try:
         function = ctypes.CDLL(None, use_errno=True).fallocate
     except (AttributeError, OSError):

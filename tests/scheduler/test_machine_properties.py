@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from scheduler.core import coherence, graph
+from scheduler.core import coherence, graph, victims
 from scheduler.core.errors import SchedulerError
 from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.machine import Machine
@@ -166,22 +166,12 @@ def no_write_after_read(task: Task) -> None:
             handle.last_writer = task
 
 
-def movable_though_pinned(self, replica):  # type: ignore[no-untyped-def]
-    """`Residency.is_movable` that does not look at pins."""
-    return replica.node != self.last
+def clear_without_looking(self, victims):  # type: ignore[no-untyped-def]
+    """`Residency._clear` that drops whatever the plan names."""
+    self._evict(victims)
+    return True
 
 
-def drop_pinned(self, replica):  # type: ignore[no-untyped-def]
-    """`Residency.drop` that does not look at pins."""
-    pins, replica.pins = replica.pins, 0
-    if replica in self.resident[replica.node]:
-        honest_drop(self, replica)
-    replica.pins = pins
-    if replica.state != "scratch":
-        replica.handle.replicas.setdefault(replica.node, replica)
-
-
-honest_drop = Residency.drop
 honest_free = ExtentAllocator.free
 
 
@@ -193,7 +183,10 @@ def free_twice(self: ExtentAllocator, offset: int, size: int) -> None:
 
 MUTANTS = {
     "no write-after-read edge": [(graph, "link", no_write_after_read)],
-    "evicts pinned replicas": [(Residency, "is_movable", movable_though_pinned), (Residency, "drop", drop_pinned)],
+    "evicts pinned replicas": [
+        (victims, "is_unused", lambda replica: replica.state != "scratch"),
+        (Residency, "_clear", clear_without_looking),
+    ],
     "no invalidation on write": [(Residency, "invalidate_others", lambda self, task: None)],
     "hands an extent out twice": [(ExtentAllocator, "free", free_twice)],
     "drops dirty data without writing it back": [(coherence, "is_needed", lambda replica: False)],

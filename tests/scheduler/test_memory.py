@@ -7,15 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.core.errors import InvalidEvent
+from scheduler.core.eviction import FirstInFirstOut, Horizon
 from scheduler.core.memory import PAGE, ExtentAllocator, MemoryNode, rounded
-from scheduler.core.windows import Span, best_window
+from scheduler.core.records import RAM, HandleId, HandleRecord, Replica
+from scheduler.core.victims import Shelf
 from scheduler.storage import HostArena
 from scheduler.storage.limits import default_ram_budget, memory_limit
 
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["take", "take", "give", "claim"]), st.integers(0, 63), st.integers(1, 5)), max_size=80)
 
 
-@given(pages=st.integers(1, 24), operations=OPERATIONS)
+@given(pages=st.integers(1, 24) | st.just(300), operations=OPERATIONS)
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_extents_partition_the_memory(pages: int, operations: list) -> None:
     """No byte is handed out twice, a request fails only if no hole is large enough, and the ledger adds up after every step."""
@@ -72,24 +74,36 @@ def longest_run(owner: list[int | None]) -> int:
     return best
 
 
-@given(sizes=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 9)), min_size=1, max_size=9), need=st.integers(1, 8))
-@settings(max_examples=200, deadline=None, derandomize=True)
-def test_windows_are_the_cheapest_runs(sizes: list, need: int) -> None:
-    """The chosen run of neighbours is movable, large enough, and no other run is cheaper."""
-    spans, offset = [], 0
-    for size, movable, rank in sizes:
-        spans.append(Span(offset, size, None, movable, rank))
-        offset += size
-    runs = {}
-    for first in range(len(spans)):
-        for last in range(first, len(spans)):
-            run = spans[first : last + 1]
-            if all(span.movable for span in run) and sum(span.size for span in run) >= need:
-                runs[first, last] = max(span.rank for span in run)
-    found = best_window(spans, need)
-    assert (found is None) == (not runs)
-    if found is not None:
-        assert runs[found] == min(runs.values())
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["free", "used", "kept", "kept", "kept"])), min_size=1, max_size=9),
+    need=st.integers(1, 8),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_plan_lets_the_oldest_neighbours_go(sizes: list, need: int) -> None:
+    """The hole lies over free memory and unused replicas, exists if any such run is large enough, and no other run lets only older ones go."""
+    node = MemoryNode("ram", sum(size for size, _ in sizes) * PAGE)
+    shelf = Shelf(node, FirstInFirstOut(Horizon()))
+    offset, spans = 0, []
+    for number, (size, kind) in enumerate(sizes):
+        since = number * 7 % 11
+        spans.append((offset, size * PAGE, kind, since))
+        if kind != "free":
+            node.claim(offset, size * PAGE, "activations")
+            handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
+            replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
+            shelf.enter(replica)
+            shelf.offer(replica)
+        offset += size * PAGE
+    runs = [spans[first:last] for first in range(len(spans)) for last in range(first + 1, len(spans) + 1)]
+    runs = [run for run in runs if all(span[2] != "used" for span in run) and sum(span[1] for span in run) >= need * PAGE]
+    plan = shelf.plan([need * PAGE])
+    assert (plan is None) == (not runs)
+    if plan is not None:
+        (start,), victims = plan
+        touched = [span for span in spans if span[0] < start + need * PAGE and span[0] + span[1] > start]
+        assert [span[0] for span in touched if span[2] != "free"] == sorted(victim.offset for victim in victims)
+        youngest = max((victim.since for victim in victims), default=-1)
+        assert youngest <= min(max((span[3] for span in run if span[2] == "kept"), default=-1) for run in runs)
 
 
 def test_sizes_round_up_to_pages() -> None:

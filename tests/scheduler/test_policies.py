@@ -1,4 +1,4 @@
-"""Policies as pure queues, and the median of measured durations."""
+"""Policies as pure queues: what they promise under every sequence of pushes and pops."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.core.memory import PAGE
-from scheduler.core.perf import History
-from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Prio
+from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Policy, Prio, choose
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Replica, Task, TaskId, Worker, WorkerId, WorkerKind
 
 CPU = Worker(WorkerId(0), "cpu", NodeId(0), depth=1)
@@ -33,6 +32,8 @@ def task(number: int, priority: int = 0, kinds: tuple[WorkerKind, ...] = ("cpu",
 def test_every_task_comes_out_once_at_a_worker_that_can_run_it(name: str, pushes: list, order) -> None:  # type: ignore[no-untyped-def]
     """Nothing is lost, doubled or given to the wrong kind; the length is right; an idle worker finds work if there is any for it."""
     policy = POLICIES[name]()
+    for worker in (CPU, CPU2, SIM):
+        policy.join(worker)
     inside: set[Task] = set()
     for number, (priority, kinds, on) in enumerate(pushes):
         new = task(number, priority, kinds, on)
@@ -48,7 +49,7 @@ def test_every_task_comes_out_once_at_a_worker_that_can_run_it(name: str, pushes
     assert policy.pop(CPU) is policy.pop(SIM) is None
 
 
-def take(policy, worker: Worker, inside: set[Task]) -> None:  # type: ignore[no-untyped-def]
+def take(policy: Policy, worker: Worker, inside: set[Task]) -> None:
     """Pop once and hold the result against what is inside."""
     assert len(policy) == len(inside)
     found = policy.pop(worker)
@@ -81,7 +82,7 @@ def test_stealing_keeps_tasks_where_their_data_is() -> None:
     """A worker takes its own newest task; a task joins the node of its data; an idle worker steals the oldest of the longest queue."""
     policy = LocalityStealing()
     for worker in (CPU, CPU2, SIM):
-        assert policy.pop(worker) is None
+        policy.join(worker)
     for number in range(4):
         policy.push(task(number, on=1), CPU)
     policy.push(task(4, on=0), CPU)
@@ -90,13 +91,23 @@ def test_stealing_keeps_tasks_where_their_data_is() -> None:
     assert [one.id for one in found if one] == [3, 5, 0, 1]
 
 
-def test_history_is_a_median_without_the_first_sample() -> None:
-    """The cold first sample is dropped and a spike moves nothing."""
-    history = History()
-    key = ("gemm", 1, "cpu")
-    assert history.estimate(key) is None
-    for seconds in (9.0, 1.0, 1.2, 50.0, 1.1):
-        history.add(key, seconds)
-    assert history.estimate(key) == pytest.approx(1.15)
-    history.add(key, 1.0)
-    assert history.estimate(key) == 1.1
+@pytest.mark.parametrize("name", POLICIES)
+def test_tasks_may_come_before_workers(name: str) -> None:
+    """Tasks pushed to a policy without workers are kept for those who join, also when only some kinds can run them."""
+    policy = POLICIES[name]()
+    for number, kinds in enumerate([("cpu",), ("sim",), ("cpu", "sim")]):
+        policy.push(task(number, kinds=kinds), None)  # type: ignore[arg-type]
+    policy.join(CPU)
+    assert {found.id for _ in range(2) if (found := policy.pop(CPU))} == {0, 2}
+    assert policy.pop(CPU) is None
+    assert len(policy) == 1
+    policy.join(SIM)
+    found = policy.pop(SIM)
+    assert found is not None
+    assert found.id == 1
+
+
+def test_auto_looks_at_devices_and_pressure() -> None:
+    """CPU workers keep to the order; devices weigh transfers; under pressure what is resident decides."""
+    assert [choose(0), choose(0, 3.0), choose(1), choose(4, 0.8), choose(2, 1.5)] == ["prio", "prio", "dmdas", "dmdas", "reuse"]
+    assert {choose(devices, pressure) for devices in range(3) for pressure in (0.0, 2.0)} <= set(POLICIES)

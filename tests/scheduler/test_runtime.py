@@ -367,7 +367,7 @@ def test_trace_is_valid_chrome_json(name: str, kit, tmp_path) -> None:  # type: 
     import json
 
     trace = Trace()
-    with Runtime(1, sim_gpus=1, ram=MIB, trace=trace) as runtime:
+    with Runtime(1, sim_gpus=1, ram=MIB, sched="eager", trace=trace) as runtime:
         scramble(runtime, kit)
         path = tmp_path / name
         trace.write(path, runtime.worker_names, runtime.node_names)

@@ -59,10 +59,10 @@ def test_copies_take_their_links_time(kit) -> None:  # type: ignore[no-untyped-d
     """A device without data fetches the weight once, at the bandwidth of the link; in the second replay it has it."""
     for plan in record(kit, 1, 4):
         machine = {"workers": [("sim", 1, 1)], "nodes": [("ram", MIB), ("gpu", MIB)], "policy": "prio", "duration": one_second}
-        first = simulate(plan, **machine, bandwidth=PAGE / 3, replays=1)
+        first = simulate(plan, **machine, transfer=lambda source, target, nbytes: 3 * nbytes / PAGE, replays=1)
         assert first.seconds == pytest.approx(3.0 + 4 * 0.5)
         assert first.moved_bytes == {"ram->gpu": PAGE}
-        second = simulate(plan, **machine, bandwidth=PAGE / 3)
+        second = simulate(plan, **machine, transfer=lambda source, target, nbytes: 3 * nbytes / PAGE)
         assert second.seconds == pytest.approx(4 * 0.5)
         assert second.moved_bytes == {"ram->gpu": 0}
 
@@ -98,5 +98,5 @@ def test_the_real_runtime_runs_within_the_simulated_peak(kit) -> None:  # type: 
 def test_bad_arguments_are_refused(kit) -> None:  # type: ignore[no-untyped-def]
     """An unknown policy or no replay at all."""
     for plan in record(kit, 1, 1):
-        with pytest.raises(ValueError, match=r"one of eager, prio, lws .* got 'best' and 2"):
+        with pytest.raises(ValueError, match=r"one of eager, prio, lws.* got 'best' and 2"):
             simulate(plan, workers=[("cpu", 0, 1)], nodes=[("ram", MIB)], policy="best", duration=one_second)

@@ -1,39 +1,27 @@
-"""Which ready task a worker runs next: small pure classes behind `push` and `pop`.
+"""Policies that estimate nothing: eager, prio, and stealing by locality.
 
-A policy sees tasks that are ready (no unfinished predecessor) and workers with room. It never locks, measures or moves anything. Tasks that only
-some kinds of worker can run are kept apart, so that asking is cheap. All ties are broken by submission order.
+Tasks that only some kinds of worker can run are kept apart, so that asking is cheap.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from typing import Final, Protocol
 
-from .records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
-
-
-class Policy(Protocol):
-    """The interface of a scheduling policy."""
-
-    def push(self, task: Task, worker: Worker | None) -> None:
-        """Take a task that became ready; `worker` is the one whose finished task made it so, if any."""
-
-    def pop(self, worker: Worker) -> Task | None:
-        """Give up the task `worker` should run next, or None if there is none it can run."""
-
-    def __len__(self) -> int:
-        """Number of ready tasks held."""
+from ..perf import NO_ESTIMATES, Estimates
+from ..records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
 
 
 class Eager:
     """First ready, first served."""
 
-    def __init__(self) -> None:
+    def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._queues: dict[tuple[WorkerKind, ...], deque[tuple[int, Task]]] = {}
         self._num = 0
         self._num_pushed = 0
+
+    def join(self, worker: Worker) -> None:
+        """All workers share the tasks."""
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Append the task."""
@@ -62,9 +50,12 @@ class Eager:
 class Prio:
     """Highest priority first, then submission order: keeps close to the order in which the program was written, hence to its memory peak."""
 
-    def __init__(self) -> None:
+    def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._heaps: dict[tuple[WorkerKind, ...], list[tuple[int, int, int, Task]]] = {}
         self._num = 0
+
+    def join(self, worker: Worker) -> None:
+        """All workers share the tasks."""
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Enter the task."""
@@ -92,10 +83,16 @@ class Prio:
 class LocalityStealing:
     """A queue per worker; a task joins the worker that holds most of its bytes, an idle worker steals the oldest task of the longest queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._queues: dict[WorkerId, deque[Task]] = {}
         self._nodes: dict[NodeId, list[WorkerId]] = {}
         self._stray: deque[Task] = deque()
+
+    def join(self, worker: Worker) -> None:
+        """The worker gets a queue."""
+        if worker.id not in self._queues:
+            self._queues[worker.id] = deque()
+            self._nodes.setdefault(worker.node, []).append(worker.id)
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Queue the task with the worker that freed it, if the task's data is there, else with a worker where it is."""
@@ -111,11 +108,8 @@ class LocalityStealing:
 
     def pop(self, worker: Worker) -> Task | None:
         """The worker's newest own task, else the oldest of the longest other queue."""
-        own = self._queues.get(worker.id)
-        if own is None:
-            own = self._queues[worker.id] = deque()
-            self._nodes.setdefault(worker.node, []).append(worker.id)
-        task = self._take(own, worker, newest=True) or self._take(self._stray, worker, newest=False)
+        self.join(worker)
+        task = self._take(self._queues[worker.id], worker, newest=True) or self._take(self._stray, worker, newest=False)
         if task is not None:
             return task
         for queue in sorted(self._queues.values(), key=len, reverse=True):
@@ -146,10 +140,3 @@ class LocalityStealing:
                 del queue[at]
                 return task
         return None
-
-
-POLICIES: Final[dict[str, Callable[[], Policy]]] = {"eager": Eager, "prio": Prio, "lws": LocalityStealing}
-"""Every policy by the name users type."""
-
-DEFAULT_POLICY: Final = "prio"
-"""What "auto" means at present."""

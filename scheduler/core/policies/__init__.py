@@ -1,0 +1,72 @@
+"""Which ready task a worker runs next: small pure classes behind `join`, `push` and `pop`.
+
+A policy sees tasks that are ready (no unfinished predecessor) and workers with room. It never locks, measures or moves anything; what it may ask of
+durations and memory is in its `Estimates`. All ties are broken by submission order, so equal events and estimates give equal decisions.
+
+    eager   first ready, first served
+    prio    priority, then submission order: keeps to the order in which the program was written, hence to its memory peak
+    lws     a queue per worker where the data is, idle workers steal
+    dm      the worker expected to end the task soonest: queued seconds + execution
+    dmda    dm + the transfers of what is missing there, behind what its link has queued, + evictions for which there is no room
+    dmdas   dmda, each queue by priority, then submission order
+    reuse   dmdas, data first: among the next tasks of the queue, the one that misses fewest bytes there (in the spirit of DARTS)
+
+Modules: `base` (the interface), `simple` (eager, prio, lws), `costs` (what a task costs on a worker, and `explain`), `expected` (dm, dmda, dmdas),
+`reuse`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..perf import Estimates, NoEstimates
+from .base import Policy, PolicyFactory
+from .costs import Candidate, explain
+from .expected import DataAware, DataAwareSorted, ExpectedEnd
+from .reuse import Reuse
+from .simple import Eager, LocalityStealing, Prio
+
+POLICIES: Final[dict[str, PolicyFactory]] = {
+    "eager": Eager,
+    "prio": Prio,
+    "lws": LocalityStealing,
+    "dm": ExpectedEnd,
+    "dmda": DataAware,
+    "dmdas": DataAwareSorted,
+    "reuse": Reuse,
+}
+"""Every policy by the name users type."""
+
+DEFAULT_POLICY: Final = "prio"
+"""What `choose` answers for a machine without devices."""
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "Candidate",
+    "DataAware",
+    "DataAwareSorted",
+    "Eager",
+    "Estimates",
+    "ExpectedEnd",
+    "LocalityStealing",
+    "NoEstimates",
+    "Policy",
+    "PolicyFactory",
+    "Prio",
+    "Reuse",
+    "choose",
+    "explain",
+]
+
+
+def choose(num_devices: int, pressure: float = 0.0) -> str:
+    """The policy that "auto" stands for.
+
+    Args:
+        num_devices: workers with memory of their own.
+        pressure: bytes the devices' tasks work on, over the bytes of all device memory together; above 1 not everything can stay.
+    """
+    if not num_devices:
+        return DEFAULT_POLICY
+    return "reuse" if pressure > 1.0 else "dmdas"

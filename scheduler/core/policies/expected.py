@@ -1,0 +1,226 @@
+"""Minimum expected completion time: dm, dmda and dmdas, after StarPU's policies of these names (Augonnet et al. 2011).
+
+A task that becomes ready is queued where it is expected to end soonest (`costs`). Workers of one kind on one node are interchangeable, so they form
+a *place* and share its queue: what is estimated once per place costs as little with 64 workers as with one, and nothing has to be rebalanced inside.
+
+Decisions stay late. A worker whose place has nothing for it takes the task from the far end of another place's queue, if it expects to end it no
+later than the place where it waits. So nobody idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
+Tasks that no place can run yet wait for a worker that can.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import Final, NamedTuple
+
+from ..perf import NO_ESTIMATES, Estimates
+from ..records import HandleRecord, NodeId, Task, Worker, WorkerId, WorkerKind
+from .costs import Candidate, Move, Place, find_move
+
+STEAL: Final = 8
+"""Tasks at the far end of a queue that a worker from elsewhere looks at."""
+
+NOTHING: Final = Move(0, 0.0, 0.0, 0.0, [])
+
+
+def sum_up(weights: tuple[float, float, Move]) -> float:
+    """Seconds until the task has ended, of (queueing, execution, move)."""
+    queueing, seconds, move = weights
+    return queueing + seconds + move.transfer_seconds + move.eviction_seconds
+
+
+class Entry(NamedTuple):
+    """A queued task; entries sort from the last to the first.
+
+    Attributes:
+        urgency, rank, number: priority; minus the order among equal priorities; minus the count of pushes.
+        seconds: it will run.
+        transfer_seconds: its copies will take.
+        brings: handles it will bring to the node.
+    """
+
+    urgency: int
+    rank: int
+    number: int
+    task: Task
+    seconds: float
+    transfer_seconds: float
+    brings: list[HandleRecord]
+
+
+class Queues(Place):
+    """A place and its queues: one for each set of kinds that can run a task.
+
+    Attributes:
+        seconds, transfer_seconds: of all queued tasks.
+        promised: handles that queued tasks will bring to the node, and how many of them.
+    """
+
+    def __init__(self, kind: WorkerKind, node: NodeId) -> None:
+        super().__init__(kind, node)
+        self.queues: dict[tuple[WorkerKind, ...], list[Entry]] = {}
+        self.seconds = 0.0
+        self.transfer_seconds = 0.0
+        self.promised: dict[HandleRecord, int] = {}
+        self._num = 0
+
+    def put(self, entry: Entry) -> None:
+        """Queue a task."""
+        queue = self.queues.get(entry.task.kinds)
+        if queue is None:
+            queue = self.queues[entry.task.kinds] = []
+        insort(queue, entry)
+        self._num += 1
+        self.seconds += entry.seconds
+        self.transfer_seconds += entry.transfer_seconds
+        for handle in entry.brings:
+            self.promised[handle] = self.promised.get(handle, 0) + 1
+
+    def take(self, queue: list[Entry], at: int) -> Task:
+        """Give up a queued task."""
+        entry = queue.pop(at)
+        self._num -= 1
+        if self._num:
+            self.seconds -= entry.seconds
+            self.transfer_seconds -= entry.transfer_seconds
+        else:
+            self.seconds = self.transfer_seconds = 0.0
+        for handle in entry.brings:
+            count = self.promised[handle] - 1
+            if count:
+                self.promised[handle] = count
+            else:
+                del self.promised[handle]
+        return entry.task
+
+    def head(self) -> list[Entry] | None:
+        """The queue whose last entry has its turn."""
+        best: list[Entry] | None = None
+        for queue in self.queues.values():
+            if queue and (best is None or queue[-1] > best[-1]):
+                best = queue
+        return best
+
+    def first(self) -> Task | None:
+        """Give up the task whose turn it is."""
+        queue = self.head()
+        return None if queue is None else self.take(queue, -1)
+
+    def backlog(self, estimates: Estimates) -> float:
+        """Seconds of work per worker, queued here or with the workers."""
+        return self.seconds / len(self.workers) + self.assigned_seconds(estimates)
+
+
+class ExpectedEnd:
+    """dm: queued seconds + execution; where the data lies does not matter. Queues are first in, first out.
+
+    Args:
+        estimates: of durations, links and memory.
+    """
+
+    weighs_data = False
+    is_sorted = False
+    queues: type[Queues] = Queues
+
+    def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
+        self.estimates = estimates
+        self._places: dict[tuple[WorkerKind, NodeId], Queues] = {}
+        self._place_of: dict[WorkerId, Queues] = {}
+        self._strays: list[Task] = []
+        self._num = 0
+        self._num_pushed = 0
+
+    def join(self, worker: Worker) -> None:
+        """The worker joins its place; tasks that only it can run are queued."""
+        if worker.id in self._place_of:
+            return
+        place = self._places.setdefault((worker.kind, worker.node), self.queues(worker.kind, worker.node))
+        place.workers.append(worker)
+        self._place_of[worker.id] = place
+        strays, self._strays = self._strays, []
+        self._num -= len(strays)
+        for task in strays:
+            self.push(task, None)
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Queue the task where it is expected to end soonest; ties go to the place that joined first."""
+        self._num += 1
+        self._num_pushed += 1
+        places = [place for place in self._places.values() if place.kind in task.kinds]
+        if not places:
+            self._strays.append(task)
+            return
+        best, best_total, best_move, best_seconds = places[0], float("inf"), NOTHING, 0.0
+        if len(self._places) > 1:
+            for place in places:
+                weights = self._weigh(task, place)
+                total = sum_up(weights)
+                if total < best_total:
+                    best, best_total, (_, best_seconds, best_move) = place, total, weights
+        urgency, rank = (task.priority, -task.order) if self.is_sorted else (0, 0)
+        best.put(Entry(urgency, rank, -self._num_pushed, task, best_seconds, best_move.transfer_seconds, best_move.brings))
+
+    def pop(self, worker: Worker) -> Task | None:
+        """The next task of the worker's place, else one it can end no later than the place where it waits."""
+        place = self._place_of.get(worker.id)
+        if place is None:  # it asks before it has been introduced
+            self.join(worker)
+            place = self._place_of[worker.id]
+        task = place.first()
+        if task is None and self._num and len(self._places) > 1:
+            task = self._steal(worker, place)
+        if task is not None:
+            self._num -= 1
+        return task
+
+    def __len__(self) -> int:
+        return self._num
+
+    def explain(self, task: Task) -> list[Candidate]:
+        """What the task would cost now on each worker that can run it, the queues included; cheapest first, ties by worker."""
+        found = []
+        for place in self._places.values():
+            if place.kind in task.kinds:
+                queueing, seconds, move = self._weigh(task, place)
+                found += [
+                    Candidate(each.id, each.kind, each.node, seconds, move.transfer_seconds, queueing, move.eviction_seconds, move.nbytes)
+                    for each in place.workers
+                ]
+        return sorted(found, key=lambda candidate: (candidate.total, candidate.worker))
+
+    def _weigh(self, task: Task, place: Queues) -> tuple[float, float, Move]:
+        """Seconds of queueing and of execution, and what the place lacks."""
+        estimates = self.estimates
+        move = find_move(task, place.node, estimates, place.promised) if self.weighs_data else NOTHING
+        queueing = max(place.backlog(estimates), move.wait_seconds + place.transfer_seconds)
+        return queueing, estimates.task_seconds(task, place.kind), move
+
+    def _steal(self, worker: Worker, home: Queues) -> Task | None:
+        """A task that waits elsewhere, from the longest queue on, if the worker ends it no later than its place would."""
+        estimates = self.estimates
+        for place in sorted(self._places.values(), key=lambda place: -place.seconds):
+            if place is home:
+                continue
+            for kinds, queue in place.queues.items():
+                if worker.kind not in kinds:
+                    continue
+                before = place.seconds  # of the tasks up to the one looked at
+                for at in range(min(STEAL, len(queue))):
+                    entry = queue[at]
+                    before -= entry.seconds
+                    end = place.assigned_seconds(estimates) + before / len(place.workers) + entry.seconds + entry.transfer_seconds
+                    if sum_up(self._weigh(entry.task, home)) <= end:
+                        return place.take(queue, at)
+        return None
+
+
+class DataAware(ExpectedEnd):
+    """dmda: dm + transfers + evictions."""
+
+    weighs_data = True
+
+
+class DataAwareSorted(DataAware):
+    """dmdas: dmda with queues by priority, then submission order."""
+
+    is_sorted = True

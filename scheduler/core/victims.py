@@ -1,0 +1,247 @@
+"""Which replicas of a node to drop so that extents fit: candidates kept sorted, and the hole that letting them go would make.
+
+A shelf holds one node's replicas by place and, when nothing but copies uses them, as candidates in two heaps: clean (dropping them loses
+nothing) and dirty (they must be written back first). A plan lets candidates go in the order of the eviction policy, on paper, and merges them
+with the free memory around them until a hole is large enough; only those inside the hole are victims. Entries of the heaps go stale when a
+replica is used, moved or dropped; a stale entry is thrown away, or entered anew, when it comes up.
+
+Candidates much smaller than the hole that is looked for do not decide where it lies: where one stands between two that go, it goes with them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Final
+
+from . import coherence
+from .eviction import EvictionPolicy
+from .memory import MemoryNode
+from .records import Replica
+
+SMALL: Final = 64
+"""A replica this many times smaller than the hole is small."""
+
+TRIED: Final = 48
+"""Candidates looked at, at most, for a hole that nobody waits for."""
+
+Entry = tuple[float, int, int, Replica]
+"""(-key, event of the entry, offset, replica): sorts like the key; the rest breaks ties without comparing replicas."""
+
+
+class Shelf:
+    """The replicas of one node, as candidates for eviction.
+
+    Args:
+        node: its extents.
+        policy: in which order they go.
+
+    Attributes:
+        starts, ends: replicas by their first byte, and by the first byte after them.
+        keep_dirty: whether nothing can be written back any more.
+    """
+
+    def __init__(self, node: MemoryNode, policy: EvictionPolicy) -> None:
+        self.node = node
+        self.policy = policy
+        self.starts: dict[int, Replica] = {}
+        self.ends: dict[int, Replica] = {}
+        self._heaps: tuple[list[Entry], list[Entry]] = ([], [])
+        self.keep_dirty = False
+        self._num_entries = 0
+
+    def enter(self, replica: Replica) -> None:
+        """A replica has settled on the node."""
+        self.starts[replica.offset] = replica
+        self.ends[replica.offset + replica.handle.size] = replica
+
+    def leave(self, replica: Replica) -> None:
+        """A replica was dropped."""
+        del self.starts[replica.offset]
+        del self.ends[replica.offset + replica.handle.size]
+
+    def move(self, replicas: Sequence[Replica]) -> None:
+        """All replicas lie elsewhere now."""
+        self.starts = {replica.offset: replica for replica in replicas}
+        self.ends = {replica.offset + replica.handle.size: replica for replica in replicas}
+
+    def offer(self, replica: Replica) -> None:
+        """Nothing but copies uses the replica any more: it is a candidate."""
+        dirty = is_dirty(replica)
+        self._num_entries += 1
+        heapq.heappush(self._heaps[dirty], (-self.policy.key(replica), self._num_entries, replica.offset, replica))
+        if len(self._heaps[dirty]) > 4 * len(self.starts) + 64:
+            self._sweep(dirty)
+
+    def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
+        """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
+        drawn: list[tuple[int, Entry]] = []
+        found = _Paper(self, self.node.extents.all_free()).place(sizes, self._all(drawn))
+        self._put_back(drawn)
+        return found
+
+    def plan_droppable(self, size: int, later_than: float) -> tuple[int, list[Replica]] | None:
+        """Where an extent would go over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
+        drawn: list[tuple[int, Entry]] = []
+        found = _Paper(self, self.node.extents.all_free(), later_than).place([size], self._clean(drawn, later_than))
+        self._put_back(drawn)
+        return None if found is None else (found[0][0], found[1])
+
+    def dirty(self, limit: int) -> list[Replica]:
+        """The first dirty candidates, at most `limit`, that no copy uses yet."""
+        drawn: list[tuple[int, Entry]] = []
+        while len(drawn) < limit and self._top(1) is not None:
+            drawn.append((1, heapq.heappop(self._heaps[1])))
+        self._put_back(drawn)
+        return [entry[3] for _, entry in drawn]
+
+    def _all(self, drawn: list[tuple[int, Entry]]) -> Iterator[Replica]:
+        """Candidates in the order in which they should go; their entries are taken out of the heaps and noted in `drawn`."""
+        price = self.policy.price
+        tops = [self._top(0), None if self.keep_dirty else self._top(1)]
+        prices = [price(-heap[0][0], dirty=bool(which)) if tops[which] is not None else inf for which, heap in enumerate(self._heaps)]
+        while True:
+            which = 0 if prices[0] <= prices[1] else 1
+            replica = tops[which]
+            if replica is None:
+                return
+            heap = self._heaps[which]
+            drawn.append((which, heapq.heappop(heap)))
+            yield replica
+            tops[which] = self._top(which)
+            prices[which] = price(-heap[0][0], dirty=bool(which)) if tops[which] is not None else inf
+
+    def _clean(self, drawn: list[tuple[int, Entry]], later_than: float) -> Iterator[Replica]:
+        heap = self._heaps[0]
+        while len(drawn) < TRIED and (replica := self._top(0)) is not None and -heap[0][0] > later_than:
+            drawn.append((0, heapq.heappop(heap)))
+            if not replica.pins:
+                yield replica
+
+    def _top(self, which: int) -> Replica | None:
+        """The first candidate of a heap whose entry holds; stale ones before it are thrown away or corrected."""
+        heap = self._heaps[which]
+        while heap:
+            key, _, offset, replica = heap[0]
+            if self.starts.get(offset) is not replica or not is_unused(replica):
+                heapq.heappop(heap)
+            elif is_dirty(replica) != which or -self.policy.key(replica) != key:
+                heapq.heappop(heap)
+                self.offer(replica)
+                heap = self._heaps[which]
+            else:
+                return replica
+        return None
+
+    def _put_back(self, drawn: Sequence[tuple[int, Entry]]) -> None:
+        for which, entry in drawn:
+            heapq.heappush(self._heaps[which], entry)
+
+    def _sweep(self, which: int) -> None:
+        """Throw away stale and doubled entries."""
+        latest: dict[Replica, Entry] = {}
+        for entry in self._heaps[which]:
+            replica = entry[3]
+            if self.starts.get(entry[2]) is replica and is_unused(replica) and (replica not in latest or latest[replica][1] < entry[1]):
+                latest[replica] = entry
+        self._heaps[which][:] = latest.values()
+        heapq.heapify(self._heaps[which])
+
+
+class _Paper:
+    """Free memory on paper: runs of free extents and of candidates that were let go."""
+
+    def __init__(self, shelf: Shelf, free: Sequence[tuple[int, int]], later_than: float | None = None) -> None:
+        self.shelf = shelf
+        self.later_than = later_than
+        self.runs: dict[int, int] = {}  # start -> end
+        self.ends: dict[int, int] = {}  # end -> start
+        self.gone: dict[int, Replica] = {}  # let go, by offset
+        for offset, size in free:
+            self._add(offset, offset + size)
+
+    def place(self, sizes: Sequence[int], candidates: Iterator[Replica]) -> tuple[list[int], list[Replica]] | None:
+        """Let candidates go until every size has its place."""
+        offsets: list[int] = []
+        victims: dict[Replica, None] = {}
+        for size in sizes:
+            run = min(((end - start, start) for start, end in self.runs.items() if end - start >= size), default=None)
+            start = None if run is None else run[1]
+            while start is None:
+                replica = next(candidates, None)
+                if replica is None:
+                    return None
+                if replica.offset in self.gone:
+                    continue
+                start = self._let_go(replica, size)
+            offsets.append(self._carve(start, size, victims))
+        return offsets, list(victims)
+
+    def _let_go(self, replica: Replica, size: int) -> int | None:
+        """Add a candidate; the start of the run around it, if that is large enough now."""
+        self.gone[replica.offset] = replica
+        start, end = self._add(replica.offset, replica.offset + replica.handle.size)
+        small = size // SMALL
+        shelf = self.shelf
+        while end - start < size:
+            after, before = shelf.starts.get(end), shelf.ends.get(start)
+            if after is not None and after.handle.size <= small and self._may_go(after):
+                neighbour = after
+            elif before is not None and before.handle.size <= small and self._may_go(before):
+                neighbour = before
+            else:
+                return None
+            self.gone[neighbour.offset] = neighbour
+            start, end = self._add(neighbour.offset, neighbour.offset + neighbour.handle.size)
+        return start
+
+    def _may_go(self, replica: Replica) -> bool:
+        if replica.offset in self.gone:  # its place is taken
+            return False
+        if not is_unused(replica) or (self.shelf.keep_dirty and coherence.is_needed(replica)):
+            return False
+        if self.later_than is None:
+            return True
+        return not replica.pins and not coherence.is_needed(replica) and self.shelf.policy.key(replica) > self.later_than
+
+    def _add(self, start: int, end: int) -> tuple[int, int]:
+        """Enter a run and merge it with its neighbours; returns the whole."""
+        before = self.ends.pop(start, None)
+        if before is not None:
+            start = before
+        after = self.runs.pop(end, None)
+        if after is not None:
+            del self.ends[after]
+            end = after
+        self.runs[start] = end
+        self.ends[end] = start
+        return start, end
+
+    def _carve(self, start: int, size: int, victims: dict[Replica, None]) -> int:
+        """Take `size` bytes of a run, from the end of it that loses fewer bytes; returns their offset."""
+        end = self.runs.pop(start)
+        del self.ends[end]
+        left, right = self._inside(start, start + size), self._inside(end - size, end)
+        is_left = sum(replica.handle.size for replica in left) <= sum(replica.handle.size for replica in right)
+        offset = start if is_left else end - size
+        victims.update(dict.fromkeys(left if is_left else right))
+        if is_left and end > start + size:
+            self._add(start + size, end)
+        elif not is_left and end - size > start:
+            self._add(start, end - size)
+        return offset
+
+    def _inside(self, start: int, end: int) -> list[Replica]:
+        """Candidates let go that overlap [start, end)."""
+        return [replica for offset, replica in self.gone.items() if offset < end and offset + replica.handle.size > start]
+
+
+def is_dirty(replica: Replica) -> bool:
+    """Whether the replica must be written back before it is dropped, and nobody does so yet."""
+    return not replica.outgoing and coherence.is_needed(replica)
+
+
+def is_unused(replica: Replica) -> bool:
+    """Whether nothing but copies uses the replica."""
+    return replica.pins == replica.outgoing

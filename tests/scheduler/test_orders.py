@@ -1,0 +1,172 @@
+"""Candidate orders of a recorded step: always valid, and layer-major where the step repeats."""
+
+from __future__ import annotations
+
+import itertools
+from time import perf_counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.core.orders import candidates, repetition
+from scheduler.core.records import HandleId, HandleRecord, Kind, Mode
+from scheduler.core.steps import RecordedTask, StepPlan
+
+PAGE = 4096
+
+
+class Sketch:
+    """Builds plans by hand."""
+
+    def __init__(self) -> None:
+        self.tasks: list[RecordedTask] = []
+        self.owned: dict[HandleRecord, bool] = {}
+        self._ids = itertools.count()
+
+    def tile(self, name: str, kind: Kind = "temporary", pages: int = 2) -> HandleRecord:
+        """A tile; temporaries belong to the step."""
+        size = pages * PAGE
+        record = HandleRecord(HandleId(next(self._ids)), size, size, None, name, kind, "activations")
+        if kind == "temporary":
+            self.owned[record] = False
+        return record
+
+    def task(self, name: str, *accesses: tuple[HandleRecord, Mode]) -> None:
+        """The next task."""
+        self.tasks.append(RecordedTask(None, name, ("cpu",), accesses, {}, 0))
+
+    def plan(self) -> StepPlan:
+        """What has been built."""
+        return StepPlan(self.tasks, self.owned)
+
+
+def toy_step(layers: int = 3, minibatches: int = 4, recompute: bool = False) -> StepPlan:
+    """Forward, backward and update of a chain of layers, one minibatch after the other."""
+    sketch = Sketch()
+    weights = [sketch.tile(f"w{at}", "persistent", 8) for at in range(layers)]
+    moments = [sketch.tile(f"m{at}", "persistent", 8) for at in range(layers)]
+    gradients = [sketch.tile(f"d{at}", pages=8) for at in range(layers)]
+    for minibatch in range(minibatches):
+        data, copy = sketch.tile("data", "input"), sketch.tile("copy")
+        sketch.task("copy input", (data, "R"), (copy, "W"))
+        x = [copy]
+        for weight in weights:
+            x.append(sketch.tile("x"))
+            sketch.task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
+        dx = sketch.tile("dx")
+        sketch.task("loss", (x[-1], "R"), (dx, "W"))
+        for at in reversed(range(layers)):
+            if recompute:
+                again = sketch.tile("again")
+                sketch.task("forward", (x[at], "R"), (weights[at], "R"), (again, "W"))
+                x[at + 1] = again
+            sketch.task("backward weight", (x[at], "R"), (x[at + 1], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
+            before, dx = dx, sketch.tile("dx")
+            sketch.task("backward input", (before, "R"), (weights[at], "R"), (dx, "W"))
+    norms = [sketch.tile("norm", pages=1) for _ in range(layers)]
+    for gradient, norm in zip(gradients, norms, strict=True):
+        sketch.task("squares", (gradient, "R"), (norm, "W"))
+    for weight, moment, gradient in zip(weights, moments, gradients, strict=True):
+        sketch.task("adam", (weight, "RW"), (moment, "RW"), (gradient, "R"))
+    return sketch.plan()
+
+
+def check_topological(plan: StepPlan, order: list[int]) -> None:
+    """Every position once, after all its predecessors."""
+    assert sorted(order) == list(range(len(plan.tasks)))
+    when = {position: at for at, position in enumerate(order)}
+    assert all(when[before] < when[position] for position, waits in enumerate(plan.predecessors) for before in waits)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_every_candidate_of_any_graph_is_a_topological_order(data: st.DataObject) -> None:
+    """Random tasks over persistent, input and temporary tiles: each candidate runs every task once after its predecessors, the same each time."""
+    sketch = Sketch()
+    tiles = [sketch.tile(f"{kind} {at}", kind, pages=at + 1) for kind in ("persistent", "input", "temporary") for at in range(3)]
+    modes = {"persistent": ("R", "W", "RW", "SCRATCH"), "input": ("R",), "temporary": ("R", "W", "RW", "SCRATCH")}
+    for _ in range(data.draw(st.integers(0, 25))):
+        chosen = data.draw(st.lists(st.sampled_from(tiles), max_size=4, unique=True))
+        sketch.task(data.draw(st.sampled_from("abc")), *((tile, data.draw(st.sampled_from(modes[tile.kind]))) for tile in chosen))
+    plan = sketch.plan()
+    found = candidates(plan)
+    assert list(found)[:3] == ["submission", "eager-update", "layers"]
+    for order in found.values():
+        check_topological(plan, order)
+    assert candidates(sketch.plan()) == found
+
+
+def users(plan: StepPlan, order: list[int], tile: str) -> list[str]:
+    """Names of the tasks that touch a tile, in order."""
+    return [plan.tasks[at].name for at in order if any(handle.name == tile for handle, _ in plan.tasks[at].accesses)]
+
+
+def test_layer_major_touches_each_weight_once_per_pass() -> None:
+    """All minibatches read a weight in one run forward and one backward (the last layer's is the same run) and sum its gradient in one."""
+    plan = toy_step()
+    order = candidates(plan)["layers"]
+    assert users(plan, order, "w2") == ["forward", "backward input"] * 4 + ["adam"]
+    names = [plan.tasks[at].name for at in order]
+    tiles = [{handle.name for handle, _ in plan.tasks[at].accesses} for at in order]
+    for weight, gradient in (("w0", "d0"), ("w1", "d1")):
+        assert users(plan, order, weight) == ["forward"] * 4 + ["backward input"] * 4 + ["adam"]
+        for name, tile in (("forward", weight), ("backward input", weight), ("backward weight", gradient)):
+            run = [at for at in range(len(order)) if names[at] == name and tile in tiles[at]]
+            assert run[-1] - run[0] == 3, f"{name} of {tile} is interrupted"
+    assert [names.index("adam"), names[-1]] == [[at for at in range(len(order)) if "d2" in tiles[at]][-1], "adam"]
+
+
+def test_groups_follow_one_another_and_the_turn_is_minibatch_major() -> None:
+    """layers:2 finishes two minibatches before the next two begin; in a turn order the last layer runs forward and back per minibatch."""
+    plan = toy_step(layers=8)
+    found = repetition(plan)
+    assert found.num_minibatches == 4
+    orders = candidates(plan)
+    groups = [found.minibatch[at] // 2 for at in orders["layers:2"] if found.minibatch[at] >= 0]
+    assert groups == sorted(groups)
+    turn = orders["turn:1/8"]
+    assert users(plan, turn, "w7") == ["forward", "backward input"] * 4 + ["adam"]
+    assert users(plan, turn, "w0") == ["forward"] * 4 + ["backward input"] * 4 + ["adam"]
+
+
+def test_eager_update_moves_only_updates_and_as_early_as_they_can() -> None:
+    """What is no update keeps its place among the others; each update follows its last predecessor, other updates aside."""
+    plan = toy_step()
+    order = candidates(plan)["eager-update"]
+    found = repetition(plan)
+    assert {plan.tasks[at].name for at, update in enumerate(found.updates) if update} == {"squares", "adam"}
+    rest = [at for at in order if not found.updates[at]]
+    assert rest == sorted(rest)
+    when = {position: at for at, position in enumerate(order)}
+    for position, update in enumerate(found.updates):
+        if update:
+            latest = max(when[before] for before in plan.predecessors[position])
+            assert all(found.updates[at] for at in order[latest + 1 : when[position]])
+
+
+def test_recomputed_layers_run_in_the_backward_pass() -> None:
+    """A forward task that runs again for the backward pass is not mistaken for a minibatch, nor done early."""
+    plan = toy_step(recompute=True)
+    assert repetition(plan).num_minibatches == 4
+    order = candidates(plan)["layers"]
+    last_loss = max(at for at, position in enumerate(order) if plan.tasks[position].name == "loss")
+    for weight in ("w0", "w1"):
+        assert users(plan, order[:last_loss], weight) == ["forward"] * 4
+        assert users(plan, order[last_loss:], weight).count("forward") == 4
+
+
+def test_a_step_of_one_minibatch_is_left_in_order() -> None:
+    """Without repetition nothing but updates moves."""
+    plan = toy_step(minibatches=1)
+    orders = candidates(plan)
+    assert list(orders) == ["submission", "eager-update", "layers"]
+    assert orders["layers"] == orders["eager-update"]
+
+
+def test_twenty_thousand_tasks_take_little_time() -> None:
+    """All candidates of a long step; the bar is 1.5 s, with room for a busy machine."""
+    plan = toy_step(layers=100, minibatches=65)
+    assert len(plan.tasks) > 19_500
+    begin = perf_counter()
+    assert len(candidates(plan)) > 10
+    assert perf_counter() - begin < 5

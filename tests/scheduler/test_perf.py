@@ -1,0 +1,219 @@
+"""Performance models: medians that spikes do not move, footprints that are stable, links fitted from copies, and their file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler import Codelet, Cost
+from scheduler.core.perf import KEPT, UNKNOWN_SECONDS, History, LinkModel, Models, Rate, footprint
+from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
+from scheduler.storage.perfstore import PerfStore, default_directory, machine_fingerprint
+from tiles.tensor import TileView
+
+RAM, GPU = NodeId(0), NodeId(1)
+KEY = ("gemm", 1, "cpu")
+COST = Codelet("gemm", cost=lambda views, constants: Cost(2.0 * views[0].shape[0] ** 3, float(views[0].nbytes)))
+
+
+def task(codelet: Codelet | None = None, shape: tuple[int, ...] = (4, 4), dtype: str = "float32", **constants: object) -> Task:
+    """A task that reads one tile."""
+    view = TileView(shape, np.dtype(dtype))
+    handle = HandleRecord(HandleId(0), view.nbytes, 4096, view, "", "temporary", "activations")
+    return Task(TaskId(0), codelet, "gemm", ("cpu",), ((handle, "R"),), constants)
+
+
+def test_history_is_a_median_without_the_first_sample() -> None:
+    """The cold first sample is dropped and a spike moves nothing."""
+    history = History()
+    assert history.estimate(KEY) is None
+    for seconds in (9.0, 1.0, 1.2, 50.0, 1.1):
+        history.add(KEY, seconds)
+    assert history.estimate(KEY) == pytest.approx(1.15)
+    history.add(KEY, 1.0)
+    assert history.estimate(KEY) == 1.1
+
+
+@given(st.lists(st.floats(0.0, 1e3), min_size=2, max_size=3 * KEPT))
+@settings(derandomize=True, deadline=None)
+def test_the_estimate_is_the_median_of_the_latest(samples: list[float]) -> None:
+    """Of the last `KEPT`, the first ever not counted."""
+    history = History()
+    for seconds in samples:
+        history.add(KEY, seconds)
+    assert history.estimate(KEY) == statistics.median(samples[1:][-KEPT:])
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=9, max_size=40), st.lists(st.floats(10.0, 1e6), max_size=4), st.randoms(use_true_random=False))
+@settings(derandomize=True, deadline=None)
+def test_spikes_do_not_move_the_model(samples: list[float], spikes: list[float], dice) -> None:  # type: ignore[no-untyped-def]
+    """A few durations out of all proportion leave the estimate among the others."""
+    history, mixed = History(), [*samples[1:], *spikes]
+    dice.shuffle(mixed)
+    for seconds in (samples[0], *mixed):
+        history.add(KEY, seconds)
+    estimate = history.estimate(KEY)
+    assert estimate is not None
+    assert 0.9 <= estimate <= 1.1
+
+
+def test_footprints_tell_apart_what_costs_differently() -> None:
+    """Shapes, dtypes, modes, switches and operation counts count; seeds and offsets do not; numbers are the same in every process."""
+    assert footprint(task()) == footprint(task()) == 1594697441
+    varied = [task(), task(shape=(4, 8)), task(dtype="float64"), task(trans=True), task(trans=False), task(kind="relu"), task(n=3), task(COST)]
+    assert len({footprint(each) for each in varied}) == len(varied)
+    assert footprint(task(COST, seed=1)) == footprint(task(COST, seed=2))
+    assert footprint(task(COST, causal=True)) != footprint(task(COST, causal=False))
+
+
+def test_unmeasured_tasks_are_guessed_from_their_cost() -> None:
+    """Whichever of operations and bytes binds; what was measured beats the guess; a task without cost gets a constant."""
+    models = Models({"cpu": Rate(128.0, 16.0)})
+    assert models.task_seconds(task(COST), "cpu") == 4.0  # 64 bytes at 16 a second, against 128 operations at 128
+    assert Models({"cpu": Rate(16.0, 64.0)}).task_seconds(task(COST), "cpu") == 8.0
+    assert models.task_seconds(task(), "cpu") == UNKNOWN_SECONDS
+    for seconds in (7.0, 3.0):
+        models.record(task(COST), "cpu", seconds)
+    assert models.task_seconds(task(COST), "cpu") == 3.0
+    assert models.task_seconds(task(COST), "host") == UNKNOWN_SECONDS
+
+
+def test_the_key_of_a_task_is_computed_once() -> None:
+    """Later records and estimates of the same task find it in its slot."""
+    models, one = Models(), task()
+    models.record(one, "cpu", 1.0)
+    assert one.model_key == ("gemm", footprint(one))
+    one.model_key = ("other", 5)
+    models.record(one, "cpu", 1.0)
+    assert ("other", 5, "cpu") in models.history.series
+
+
+@given(
+    latency=st.floats(1e-6, 1e-3),
+    bandwidth=st.floats(1e8, 1e11),
+    sizes=st.lists(st.integers(1 << 12, 1 << 24), min_size=12, max_size=40, unique=True),
+    spikes=st.integers(0, 2),
+)
+@settings(derandomize=True, deadline=None)
+def test_links_are_fitted_despite_spikes(latency: float, bandwidth: float, sizes: list[int], spikes: int) -> None:
+    """Copies of several sizes give latency and bandwidth back; one in eight that took a hundred times longer changes little."""
+    link = LinkModel()
+    for at, nbytes in enumerate(sizes):
+        link.add(nbytes, (latency + nbytes / bandwidth) * (100.0 if at % 8 < spikes // 2 else 1.0))
+    link.fit()
+    for nbytes in sizes:
+        assert link.seconds(nbytes) == pytest.approx(latency + nbytes / bandwidth, rel=0.3)
+
+
+def test_links_of_one_size_have_no_latency() -> None:
+    """Copies of one size only cannot tell; a copy of that size is predicted right. Nonsense is ignored."""
+    link = LinkModel()
+    for seconds in (2.0, 2.0, 9.0, 2.0, 0.0, -1.0):
+        link.add(100, seconds)
+    assert (link.seconds(100), link.seconds(200)) == (2.0, 4.0)
+    models = Models()
+    models.declare(RAM, GPU, 1.0, 100.0)
+    assert models.transfer_seconds(RAM, GPU, 200) == 3.0
+    assert models.transfer_seconds(GPU, GPU, 200) == 0.0
+    models.record_copy(RAM, GPU, 100, 5.0)
+    models.declare(RAM, GPU, 1.0, 100.0)
+    assert models.transfer_seconds(RAM, GPU, 100) == 5.0
+
+
+# --- the file -----------------------------------------------------------------------------------------------------------
+
+
+def store(directory: Path, *names: str, threads: int = 1) -> PerfStore:
+    """The store of this machine."""
+    return PerfStore(machine_fingerprint(blas_threads=threads, versions={"numpy": "1"}), names or ("ram", "gpu"), directory)
+
+
+def measured() -> Models:
+    """Models with a series and a link."""
+    models = Models()
+    for seconds in (9.0, 1.0, 2.0, 4.0):
+        models.history.add(KEY, seconds)
+    models.record_copy(RAM, GPU, 1000, 0.5)
+    return models
+
+
+def test_models_survive_a_round_trip(tmp_path: Path) -> None:
+    """What was saved is estimated again, links by the names of their nodes; nothing but the file is left in the directory."""
+    assert store(tmp_path).load(Models()) == 0
+    assert store(tmp_path).save(measured())
+    later = Models()
+    assert store(tmp_path, "ram", "sim", "gpu").load(later) == 2
+    assert later.history.estimate(KEY) == 2.0
+    assert later.transfer_seconds(RAM, NodeId(2), 1000) == 0.5
+    later.history.add(KEY, 100.0)  # the first of this process is cold again
+    assert later.history.estimate(KEY) == 2.0
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_saving_keeps_what_only_the_file_knew(tmp_path: Path) -> None:
+    """Two runs of different models share the file."""
+    store(tmp_path).save(measured())
+    other = Models()
+    for _ in range(2):
+        other.history.add(("norm", 2, "sim"), 3.0)
+    store(tmp_path).save(other)
+    both = Models()
+    store(tmp_path).load(both)
+    assert (both.history.estimate(KEY), both.history.estimate(("norm", 2, "sim"))) == (2.0, 3.0)
+
+
+def test_another_machine_has_another_file(tmp_path: Path) -> None:
+    """The number of BLAS threads makes another machine."""
+    store(tmp_path).save(measured())
+    assert store(tmp_path, threads=2).load(Models()) == 0
+    assert store(tmp_path).path != store(tmp_path, threads=2).path
+
+
+@given(st.data())
+@settings(derandomize=True, deadline=None, max_examples=150)
+def test_corrupt_files_are_ignored(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Cut off, overwritten or well-formed nonsense: nothing is read, nothing raised, and the next save repairs it."""
+    one = store(tmp_path_factory.mktemp("perf"))
+    assert one.save(measured())
+    whole = one.path.read_bytes()
+    content = json.loads(whole)
+    nonsense = st.sampled_from(
+        [None, 7, "x", [[1]], [["a", "b"]], [["a", 1, "cpu", [-1.0]]], [["a", 1, "cpu", [float("inf")]]], [["a", "b", [[0, 1]]]]]
+    )
+    broken = data.draw(
+        st.one_of(
+            st.integers(0, len(whole) - 1).map(lambda at: whole[:at]),
+            st.binary(max_size=50),
+            st.tuples(st.sampled_from(["version", "machine", "tasks", "links"]), nonsense).map(
+                lambda change: json.dumps({**content, change[0]: change[1]}).encode()
+            ),
+        )
+    )
+    one.path.write_bytes(broken)
+    models = Models()
+    assert one.load(models) == 0
+    assert not models.history.series
+    assert not models.links
+    assert one.save(measured())
+    assert one.load(models) == 2
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    """`save` says that it has not; the run goes on."""
+    (tmp_path / "file").write_text("")
+    assert not store(tmp_path / "file" / "below").save(measured())
+
+
+def test_where_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Under the cache directory the environment names, else the usual one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_directory() == tmp_path / "nntask" / "perf"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_directory() == tmp_path / ".cache" / "nntask" / "perf"
