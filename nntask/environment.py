@@ -34,7 +34,12 @@ VARIABLES: Final = (
     Variable("NNTASK_NCPU", "ncpu", "CPU workers"),
     Variable("NNTASK_SIM_GPU", "sim-gpu", "simulated devices"),
     Variable("NNTASK_RAM", "ram", "byte budget of RAM, e.g. 2GiB"),
+    Variable("NNTASK_DISK", "disk", "disk tier below RAM: DIR or DIR:SIZE"),
+    Variable("NNTASK_GPU_MEMORY", "gpu-memory", "byte budget of each simulated device"),
+    Variable("NNTASK_SIM_BANDWIDTH", "sim-bandwidth", "bytes per second of each link of a simulated device"),
     Variable("NNTASK_SCHED", "sched", "scheduling policy"),
+    Variable("NNTASK_EVICT", "evict", "what leaves a full memory first"),
+    Variable("NNTASK_ORDER", "order", "in which order a step is executed when memory is short"),
     Variable("NNTASK_CACHE", "", "directory for tokenizers and tokenised text (default ~/.cache/nntask)"),
 )
 

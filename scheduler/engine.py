@@ -40,7 +40,7 @@ from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task
 from .drivers.cpu import Inspect, WorkerThread
 from .drivers.disk import DiskEngine
 from .drivers.sim import CopyEngine
-from .storage import UNLIMITED, DiskTier, HostArena
+from .storage import DiskTier, HostArena
 from .storage.perfstore import PerfStore, machine_fingerprint
 from .trace import Trace
 from .waiting import Waiter, WaitingRoom
@@ -91,7 +91,7 @@ class Engine:
         self.room = WaitingRoom()
         nodes = [MemoryNode(name, budget) for name, budget in budgets]
         if disk is not None:
-            nodes.append(MemoryNode("disk", disk[1] or UNLIMITED, is_storage=True))
+            nodes.append(MemoryNode("disk", disk[1] or disk[0].free_bytes(), is_storage=True))
         self.models = Models()
         self._store = PerfStore(machine_fingerprint(blas_threads=1, versions={"python": platform.python_version()}), [node.name for node in nodes])
         self._store.load(self.models)

@@ -44,7 +44,7 @@ class Runtime(TaskRuntime):
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
         gpu_memory: budget of each simulated device in bytes; None for as much as host memory.
         sim_bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
-        disk: directory of the disk tier, or it and the tier's size in bytes; None for no disk tier.
+        disk: directory of the disk tier, or it and the tier's size in bytes (default: what is free there); None for no disk tier.
         sched: a policy's name, or "auto".
         evict: an eviction policy's name.
         order: in which order recorded steps execute: "auto", "submission", or another candidate of `core.orders`.

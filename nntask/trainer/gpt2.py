@@ -26,6 +26,7 @@ from .engine import Outcome
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
+    from scheduler.ordering import PlannedOrder
     from scheduler.recording import Step, Ticket
     from scheduler.runtime import Runtime
 
@@ -190,6 +191,13 @@ class Gpt2Engine(Inference):
     def num_tasks(self) -> int:
         """Tasks of one optimizer step."""
         return self._training_step().num_tasks
+
+    @property
+    def order(self) -> PlannedOrder:
+        """The order in which an optimizer step executes, and what it is expected to move."""
+        order = self._training_step().order
+        assert order is not None  # recording has ended
+        return order
 
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
         """State of the optimizer by name."""

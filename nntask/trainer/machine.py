@@ -13,7 +13,7 @@ from scheduler.trace import Trace
 
 from ..errors import Diverged, DoesNotFit, StorageError
 from ..sizes import parse_size
-from .rules import trace_range
+from .rules import disk_of, trace_range
 from .settings import TrainSettings
 
 
@@ -36,17 +36,38 @@ def check_finite(name: str, views: list[Any], modes: list[str], names: list[str]
 
 
 def open_runtime(settings: TrainSettings) -> Runtime:
-    """The runtime that `settings` ask for."""
+    """The runtime that `settings` ask for.
+
+    Raises:
+        DoesNotFit: a budget exceeds the address space.
+        StorageError: the directory of the disk tier cannot be used.
+    """
     resources, observe = settings.resources, settings.observe
-    return Runtime(
-        resources.ncpu,
-        sim_gpus=resources.sim_gpu,
-        ram=parse_size(resources.ram, "--ram") if resources.ram else None,
-        sched=resources.sched,
-        lanes=settings.tiling.lanes or 1,
-        trace=Trace(active=not observe.trace_steps) if observe.trace else None,
-        inspect=check_finite if settings.run.check_finite else None,
-    )
+    disk = disk_of(resources.disk)
+    try:
+        return Runtime(
+            resources.ncpu,
+            sim_gpus=resources.sim_gpu,
+            gpu_memory=_size(resources.gpu_memory, "--gpu-memory"),
+            sim_bandwidth=_size(resources.sim_bandwidth, "--sim-bandwidth"),
+            ram=_size(resources.ram, "--ram"),
+            disk=disk,
+            sched=resources.sched,
+            evict=resources.evict,
+            order=resources.order,
+            prefetch=resources.prefetch,
+            lanes=settings.tiling.lanes or 1,
+            trace=Trace(active=not observe.trace_steps) if observe.trace else None,
+            inspect=check_finite if settings.run.check_finite else None,
+        )
+    except MemoryError as error:
+        raise DoesNotFit(f"--ram {resources.ram} or --gpu-memory {resources.gpu_memory}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"--disk {resources.disk}: {error.strerror or error}; name a directory that can be written") from error
+
+
+def _size(text: str, flag: str) -> int | None:
+    return parse_size(text, flag) if text else None
 
 
 class Tracer:

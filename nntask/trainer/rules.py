@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, Protocol
 
 from ..errors import UsageError
@@ -60,6 +61,7 @@ _RANGES: Final = (
     ("optimizer", "min_lr", 0.0, float("inf"), True),
     ("optimizer", "start_lr", 0.0, float("inf"), True),
 )
+_ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
 
@@ -98,8 +100,19 @@ def check_values(settings: TrainSettings) -> None:
             limit = f"at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
             raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; the nearest legal value is {low:g}" + _near(value, high))
     _check_combinations(settings)
-    if settings.resources.ram:
-        parse_size(settings.resources.ram, "--ram")
+    resources = settings.resources
+    for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
+        if text:
+            parse_size(text, flag)
+    disk_of(resources.disk)
+    if _ORDER.fullmatch(resources.order) is None:
+        raise UsageError(
+            f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, or turn:K/8 with K from 1 to 7, "
+            f"got {resources.order!r}; use --order auto"
+        )
+    for text, flag in ((resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
+        if text and not resources.sim_gpu:
+            raise UsageError(f"{flag} {text} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
     trace_range(settings.observe.trace_steps)
 
 
@@ -131,6 +144,22 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
     if settings.observe.trace_steps and not settings.observe.trace:
         raise UsageError(f"--trace-steps {settings.observe.trace_steps} needs --trace FILE; add it")
+
+
+def disk_of(text: str) -> tuple[Path, int | None] | None:
+    """Directory and size in bytes of --disk, None for no disk tier.
+
+    Raises:
+        UsageError: it names no directory, or a size that is none.
+    """
+    if not text:
+        return None
+    directory, colon, size = text.rpartition(":")
+    if not colon or "/" in size:
+        return Path(text), None
+    if not directory:
+        raise UsageError(f"--disk must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB")
+    return Path(directory), parse_size(size, "--disk")
 
 
 def trace_range(text: str) -> tuple[int, int] | None:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from scheduler.core import errors as scheduler_errors
 from scheduler.core.errors import TaskError
+from scheduler.ordering import SUBMISSION
 from tiles import TileTensor
 
 from ..checkpoints import MODEL, OPTIMIZER, Checkpoint
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
-from ..errors import UsageError
+from ..errors import StorageError, UsageError
 from ..models.config import GPT2Config
 from ..schedule import make_schedule
 from ..sizes import format_size
@@ -84,6 +85,8 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
             return _go(running)
         except TaskError as error:
             raise as_divergence(error) from error
+        except scheduler_errors.TierFailed as error:
+            raise StorageError(f"{error}; the last checkpoint is safe") from error
         except scheduler_errors.DoesNotFit as error:
             raise does_not_fit(error) from error
 
@@ -247,6 +250,12 @@ def _print_header(running: _Running) -> None:
     )
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
     say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
+    order = running.engine.order
+    if order.forecasts:
+        say(
+            f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB a step "
+            f"(submission: {order.forecasts[SUBMISSION].total / 1e9:.2f} GB)"
+        )
     say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
 
 

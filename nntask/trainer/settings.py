@@ -182,14 +182,24 @@ class ResourceSettings:
     """CPU workers (default: the cores this process may use)"""
     sim_gpu: int = 0
     """simulated devices: more workers, each with a memory of its own"""
+    gpu_memory: str = ""
+    """byte budget of each simulated device, e.g. 1GiB (default: that of RAM)"""
+    sim_bandwidth: str = ""
+    """bytes per second of each link of a simulated device, e.g. 8GB (default: as fast as memory copies)"""
     ram: str = ""
-    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free)"""
-    sched: Literal["auto", "eager", "prio", "lws"] = "auto"
+    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free); below what the model needs, --disk takes the rest"""
+    disk: str = ""
+    """DIR or DIR:SIZE, a disk tier below RAM: one file in DIR of at most SIZE bytes (default: what is free there), gone when the run ends"""
+    sched: Literal["auto", "eager", "prio", "lws", "dm", "dmda", "dmdas", "reuse"] = "auto"
     """scheduling policy"""
+    evict: Literal["next-use", "lru", "fifo"] = "next-use"
+    """what leaves a full memory first"""
+    order: str = "auto"
+    """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G or turn:K/8"""
+    prefetch: bool = True
+    """move tiles before they are asked for"""
     restrict: Literal["none", "cpu", "cuda"] = "none"
     """where kernels may run"""
-    strict: bool = False
-    """a kernel that is missing on a kind of worker is an error instead of a fallback"""
 
 
 @dataclass(frozen=True, slots=True)

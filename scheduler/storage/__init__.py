@@ -1,6 +1,6 @@
 """Memory of nodes: one arena per node, taken once, so that no allocation happens while tasks run."""
 
 from .arena import HostArena
-from .tier import UNLIMITED, DiskTier
+from .tier import DiskTier
 
-__all__ = ["UNLIMITED", "DiskTier", "HostArena"]
+__all__ = ["DiskTier", "HostArena"]

@@ -18,9 +18,6 @@ from typing import Final
 
 from .arena import HostArena
 
-UNLIMITED: Final = 1 << 60
-"""Budget of a tier without a size: the file system is the limit."""
-
 _PUNCH_HOLE_KEEP_SIZE: Final = 3
 _REFUSALS: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -48,6 +45,11 @@ class DiskTier:
         except BaseException:
             os.close(self._fd)
             raise
+
+    def free_bytes(self) -> int:
+        """What the file system has left for us now: the budget of a tier without a size."""
+        found = os.fstatvfs(self._fd)
+        return found.f_bavail * found.f_frsize
 
     def write(self, arena: HostArena, source_offset: int, offset: int, nbytes: int) -> None:
         """Write whole pages from an arena.
