@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,6 +51,9 @@ WINDOW: Final = 8192
 
 SIM_DEPTH: Final = 3
 """Tasks admitted to a simulated device at a time: one runs while the data of the next ones arrives."""
+
+SWITCH_SECONDS: Final = 5e-4
+"""A thread that needs the interpreter for microseconds, to hand out the next task, waits at most so long for one that computes in Python."""
 
 ABANDONED: Final = object()
 """Token of a program's task whose program was interrupted while it waited."""
@@ -115,6 +119,7 @@ class Engine:
 
     def hire(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> None:
         """Start the threads and let the workers join."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
         workers += [Worker(WorkerId(cpu_workers + i), "sim", NodeId(1 + i), depth=SIM_DEPTH) for i in range(sim_gpus)]
         nodes = [RAM, *(NodeId(1 + i) for i in range(sim_gpus))]

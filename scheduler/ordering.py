@@ -13,6 +13,9 @@ from .core.steps import StepPlan
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission"
 
+WINDOW: Final = 256
+"""Tasks ahead of the oldest unfinished one that may run where memory is short."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedOrder:
@@ -47,7 +50,7 @@ def plan_order(plan: StepPlan, order: str, *, memory: int, last: int) -> Planned
     Raises:
         ValueError: the step has no order of that name.
     """
-    if order == SUBMISSION or (order == AUTO and plan.needed_bytes() <= memory):
+    if order in (AUTO, SUBMISSION) and plan.needed_bytes() <= memory:
         return PlannedOrder(SUBMISSION, plan, {})
     found = {name: _permuted(plan, positions) for name, positions in candidates(plan).items()}
     if order != AUTO and order not in found:
@@ -60,4 +63,4 @@ def plan_order(plan: StepPlan, order: str, *, memory: int, last: int) -> Planned
 
 def _permuted(plan: StepPlan, positions: list[int]) -> StepPlan:
     """The same tasks in another order; every order that keeps conflicting accesses in theirs has the same dependencies."""
-    return StepPlan([plan.tasks[position] for position in positions], plan.owned)
+    return StepPlan([plan.tasks[position] for position in positions], plan.owned, window=WINDOW)

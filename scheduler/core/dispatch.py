@@ -51,13 +51,11 @@ class Dispatch:
         blocked: per node, tasks waiting for memory, oldest first.
         num_active: tasks running, the program's included.
         num_ready: tasks the policy holds.
-        window: planned tasks this far beyond the oldest unfinished one are held back from the policy.
     """
 
-    def __init__(self, residency: Residency, policy: Policy, window: int) -> None:
+    def __init__(self, residency: Residency, policy: Policy) -> None:
         self.residency = residency
         self.policy = policy
-        self.window = window
         self.host = Worker(HOST, "host", RAM, depth=1 << 60)
         self.workers: dict[WorkerId, Worker] = {HOST: self.host}
         self.crew: list[Worker] = []
@@ -85,7 +83,7 @@ class Dispatch:
         task.state = "ready"
         if task.kinds[0] == "host":
             self._assign(task, self.host)
-        elif task.step is not None and task.order > self.residency.horizon.order + self.window:
+        elif task.step is not None and task.order > self.residency.horizon.order + task.step.window:
             heapq.heappush(self._held, (task.order, task.id, task, worker))
         else:
             self.num_ready += 1
@@ -93,9 +91,12 @@ class Dispatch:
 
     def let_in(self) -> None:
         """The planned order has advanced: let its next tasks into the policy."""
-        held, limit = self._held, self.residency.horizon.order + self.window
-        while held and held[0][0] <= limit:
-            _, _, task, worker = heapq.heappop(held)
+        held, order = self._held, self.residency.horizon.order
+        while held:
+            task, worker = held[0][2:]
+            if task.step is not None and task.order > order + task.step.window:
+                return
+            heapq.heappop(held)
             self.num_ready += 1
             self.policy.push(task, worker)
 

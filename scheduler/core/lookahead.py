@@ -24,7 +24,7 @@ WRITES: Final = 4
 AHEAD: Final = 8
 """The planned tasks whose missing bytes together are this fraction of the node's budget are looked at."""
 
-CLEAN: Final = 10
+CLEAN: Final = 6
 """Early write-backs keep this fraction of the node's budget free or droppable."""
 
 TASKS: Final = 64

@@ -50,9 +50,6 @@ from .story import tell
 HISTORY: Final = 512
 """Events remembered for stories."""
 
-WINDOW: Final = 256
-"""Planned tasks ahead of the oldest unfinished one that may run."""
-
 
 class Machine:
     """The state machine.
@@ -61,17 +58,14 @@ class Machine:
         nodes: memory nodes; a node's id is its position, host memory comes first.
         policy: chooses among ready tasks.
         eviction: name of the eviction policy.
-        window: planned tasks ahead of the oldest unfinished one that may run.
         prefetch: whether data is fetched and written back ahead of the tasks that ask for it.
     """
 
-    def __init__(
-        self, nodes: Sequence[MemoryNode], policy: Policy, *, eviction: str = DEFAULT_EVICTION, window: int = WINDOW, prefetch: bool = True
-    ) -> None:
+    def __init__(self, nodes: Sequence[MemoryNode], policy: Policy, *, eviction: str = DEFAULT_EVICTION, prefetch: bool = True) -> None:
         self.horizon = Horizon()
         self.residency = Residency(nodes, self.horizon, EVICTION_POLICIES[eviction](self.horizon))
         self.nodes = self.residency.nodes
-        self.dispatch = Dispatch(self.residency, policy, window)
+        self.dispatch = Dispatch(self.residency, policy)
         self.lookahead: Lookahead | None = None
         self._prefetch = prefetch and len(nodes) > 1
         self.history: deque[Event] = deque(maxlen=HISTORY)

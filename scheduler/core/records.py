@@ -32,6 +32,9 @@ TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "runnin
 RAM: Final = NodeId(0)
 """The node of host memory: the home of every CPU worker and of data lent to the program."""
 
+ANY: Final = 1 << 60
+"""A window that holds nothing back."""
+
 HOST: Final = WorkerId(-1)
 """The program itself, as the worker of its acquisitions; it runs any number of them at a time."""
 
@@ -167,6 +170,7 @@ class Replay:
         num_unfinished: tasks of this replay that are neither done nor cancelled.
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
+        window: its tasks this far beyond the oldest unfinished one are held back from the policy.
         growth: for each planned place, by how many bytes what lives may still grow until the replay ends.
         first_order: `order` of the first task of this replay.
         done: per planned place, whether its task has ended in this replay.
@@ -178,6 +182,7 @@ class Replay:
     owned: list[tuple[HandleRecord, int]]
     shared: list[SharedUse]
     growth: Sequence[int] = ()
+    window: int = ANY
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)
     frontier: int = 0

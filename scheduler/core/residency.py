@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from . import coherence
 from .errors import InvalidEvent
@@ -27,6 +28,10 @@ from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode
 from .records import RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from .victims import Shelf
+
+
+SOON: Final = 16
+"""A replica that is used within so many planned tasks is not dropped while a write-back could make room instead."""
 
 
 class NothingToRead(Exception):
@@ -66,7 +71,7 @@ class Residency:
 
     __slots__ = (
         "actions", "broken", "clock", "copies", "eviction", "freed", "horizon", "last", "moved_bytes", "nodes", "num_evictions", "num_hits",
-        "num_misses", "num_writing", "queued", "shelves",
+        "num_misses", "num_writing", "queued", "shelves", "_waiting",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
@@ -78,6 +83,7 @@ class Residency:
         self.copies: dict[Replica, Copy] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
         self.queued: dict[tuple[NodeId, NodeId], int] = {}
+        self._waiting: dict[NodeId, Task] = {}  # whose victims are being written back; nothing changes for it before a copy has ended
         self.num_evictions = 0
         self.num_hits = 0
         self.num_misses = 0
@@ -213,12 +219,19 @@ class Residency:
         present = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
         missing = [(handle, mode) for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas]
         missing.sort(key=lambda access: -access[0].size)
+        if node_id == self.last or self._waiting.get(node_id) is task:
+            return False
         for replica in present:
             replica.pins += 1
-        plan = None if node_id == self.last else self.shelves[node_id].plan([handle.size for handle, _ in missing])
+        plan = self._find_room(node_id, [handle.size for handle, _ in missing])
         for replica in present:
             self.unpin(replica)
-        if plan is None or not self._clear(plan[1]) or not self._make_homes(missing):
+        if plan is None:
+            return False
+        if not self._clear(plan[1]):
+            self._waiting[node_id] = task
+            return False
+        if not self._make_homes(missing):
             return False
         private: dict[HandleRecord, Replica] = {}
         for (handle, mode), offset in zip(missing, plan[0], strict=True):
@@ -233,6 +246,11 @@ class Residency:
         self.nodes[node_id].mark()
         self._fetch(task)
         return True
+
+    def _find_room(self, node_id: NodeId, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
+        """Where extents would go and what is in the way: what can be dropped at once, if that is not needed soon, else what should go first."""
+        shelf = self.shelves[node_id]
+        return shelf.plan_droppable(sizes, self.horizon.order + SOON) or shelf.plan(sizes)
 
     def _make_homes(self, missing: Sequence[tuple[HandleRecord, str]]) -> bool:
         """Reserve the homes of what a task will write, all or none."""
@@ -304,6 +322,7 @@ class Residency:
         if copy is None or copy.source is not source:
             raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished that was not under way")
         self.queued[source.node, target.node] -= source.handle.nbytes
+        self._waiting.clear()
         target.arriving = False
         source.outgoing -= 1
         source.handle.num_uses -= 1
@@ -352,10 +371,10 @@ class Residency:
         node = self.nodes[node_id]
         offset = node.take(handle.size, handle.data_class)
         if offset is None:
-            plan = self.shelves[node_id].plan_droppable(handle.size, self.horizon.order + distance)
+            plan = self.shelves[node_id].plan_droppable([handle.size], self.horizon.order + distance)
             if plan is None:
                 return False
-            offset, victims = plan
+            (offset,), victims = plan
             self._evict(victims)
             node.claim(offset, handle.size, handle.data_class)
         node.mark()

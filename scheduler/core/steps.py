@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .records import RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerKind
+from .records import ANY, RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerKind
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +47,12 @@ class StepPlan:
     Args:
         tasks: in recorded order.
         owned: handles made while recording; True for outputs, which outlive the replay, False for those that die at their last use.
+        window: tasks this far beyond the oldest unfinished one are held back.
     """
 
-    def __init__(self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool]) -> None:
+    def __init__(self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY) -> None:
         self.tasks = list(tasks)
+        self.window = window
         self.owned = dict(owned)
         self.predecessors: list[set[int]] = []
         self.successors: list[list[int]] = [[] for _ in self.tasks]
@@ -151,7 +153,7 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], growth=self.growth())
+        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], growth=self.growth(), window=self.window)
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         for task, successors in zip(replay.tasks, self.successors, strict=True):

@@ -23,7 +23,7 @@ from .records import Replica
 SMALL: Final = 64
 """A replica this many times smaller than the hole is small."""
 
-TRIED: Final = 48
+TRIED: Final = 200
 """Candidates looked at, at most, for a hole that nobody waits for."""
 
 Entry = tuple[float, int, int, Replica]
@@ -81,12 +81,12 @@ class Shelf:
         self._put_back(drawn)
         return found
 
-    def plan_droppable(self, size: int, later_than: float) -> tuple[int, list[Replica]] | None:
-        """Where an extent would go over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
+    def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
+        """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
         drawn: list[tuple[int, Entry]] = []
-        found = _Paper(self, self.node.extents.all_free(), later_than).place([size], self._clean(drawn, later_than))
+        found = _Paper(self, self.node.extents.all_free(), later_than).place(sizes, self._clean(drawn, later_than))
         self._put_back(drawn)
-        return None if found is None else (found[0][0], found[1])
+        return found
 
     def dirty(self, limit: int) -> list[Replica]:
         """The first dirty candidates, at most `limit`, that no copy uses yet."""

@@ -1,19 +1,21 @@
 """Virtual time: the same machine without threads or data, with durations instead of kernels.
 
 Drives `nntask plan` and experiments on imaginary machines. Time is a number that jumps to the next end of a task or copy; ties are broken by the
-order in which things began, so a simulation always gives the same result. Copies over one link follow one another.
+order in which things began, so a simulation always gives the same result. Copies over one link follow one another; those from and to the disk
+tier share a few channels, as the requests in flight of the real one do, and reads go before writes.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import DoesNotFit, SchedulerError
 from ..core.events import CopyFinished, CopyTile, Event, ReportFailure, RunTask, StepStarted, TaskFinished, TaskSubmitted, WorkerJoined
 from ..core.eviction import DEFAULT_EVICTION
-from ..core.machine import WINDOW, Machine
+from ..core.machine import Machine
 from ..core.memory import MemoryNode
 from ..core.perf import Given
 from ..core.policies import POLICIES
@@ -58,6 +60,7 @@ class VirtualDriver:
         workers: (kind, node, depth) of each worker.
         duration: of a task on a kind of worker.
         transfer: seconds of a copy; None for copies that take no time.
+        channels: copies from and to the disk tier under way at most.
 
     Attributes:
         now: seconds since the start.
@@ -65,7 +68,13 @@ class VirtualDriver:
     """
 
     def __init__(
-        self, machine: Machine, workers: Sequence[tuple[WorkerKind, int, int]], duration: Duration, *, transfer: Transfer | None = None
+        self,
+        machine: Machine,
+        workers: Sequence[tuple[WorkerKind, int, int]],
+        duration: Duration,
+        *,
+        transfer: Transfer | None = None,
+        channels: int = 1,
     ) -> None:
         self.machine = machine
         self.duration = duration
@@ -75,6 +84,10 @@ class VirtualDriver:
         self._kinds = [kind for kind, _, _ in workers]
         self._agenda: list[tuple[float, int, Event]] = []
         self._links: dict[tuple[NodeId, NodeId], float] = {}
+        self._tier = machine.residency.last if machine.nodes[-1].is_storage else None
+        self._num_channels = channels  # of the tier that are free
+        self._reads: deque[CopyTile] = deque()
+        self._writes: deque[CopyTile] = deque()
         self._num_begun = 0
         for number, (kind, node, depth) in enumerate(workers):
             self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth)))
@@ -98,6 +111,9 @@ class VirtualDriver:
         while self._agenda:
             self.now, _, event = heapq.heappop(self._agenda)
             self.bring(event)
+            if self._tier is not None and isinstance(event, CopyFinished) and self._tier in (event.source.node, event.target.node):
+                self._num_channels += 1
+                self._use_channels()
 
     def _begin_task(self, task: Task) -> None:
         seconds = 0.0
@@ -108,9 +124,22 @@ class VirtualDriver:
 
     def _begin_copy(self, copy: CopyTile) -> None:
         link = (copy.source.node, copy.target.node)
-        seconds = self.transfer(*link, copy.source.handle.nbytes) if self.transfer is not None else 0.0
-        end = self._links[link] = max(self.now, self._links.get(link, 0.0)) + seconds
+        if self._tier in link:
+            (self._reads if link[0] == self._tier else self._writes).append(copy)
+            self._use_channels()
+            return
+        end = self._links[link] = max(self.now, self._links.get(link, 0.0)) + self._seconds(copy)
         self._enter(end, CopyFinished(copy.source, copy.target))
+
+    def _use_channels(self) -> None:
+        """Begin copies from and to the tier while it takes any."""
+        while self._num_channels and (self._reads or self._writes):
+            self._num_channels -= 1
+            copy = (self._reads or self._writes).popleft()
+            self._enter(self.now + self._seconds(copy), CopyFinished(copy.source, copy.target))
+
+    def _seconds(self, copy: CopyTile) -> float:
+        return 0.0 if self.transfer is None else self.transfer(copy.source.node, copy.target.node, copy.source.handle.nbytes)
 
     def _enter(self, at: float, event: Event) -> None:
         self._num_begun += 1
@@ -126,9 +155,9 @@ def simulate(
     duration: Duration,
     transfer: Transfer | None = None,
     storage: bool = False,
+    channels: int = 1,
     eviction: str = DEFAULT_EVICTION,
     prefetch: bool = True,
-    window: int = WINDOW,
     replays: int = 2,
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
@@ -142,21 +171,22 @@ def simulate(
         duration: of a task on a kind of worker, seconds.
         transfer: seconds of a copy between two nodes; None for copies that take no time.
         storage: whether the last node is a disk tier.
-        eviction, prefetch, window: as in `Machine`.
+        channels: copies from and to the disk tier under way at most, each as long as `transfer` says.
+        eviction, prefetch: as in `Machine`.
         replays: how often the step runs; the last one is reported, when devices hold what fits.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
-        ValueError: the policy is unknown or `replays` is not positive.
+        ValueError: the policy is unknown, or `replays` or `channels` is not positive.
     """
-    if policy not in POLICIES or replays < 1:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)} and replays at least 1, got {policy!r} and {replays}")
+    if policy not in POLICIES or replays < 1 or channels < 1:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}")
     last = len(nodes) - 1
     places = [MemoryNode(name, budget, is_storage=storage and at == last) for at, (name, budget) in enumerate(nodes)]
     estimates = Given(duration, transfer)
-    machine = Machine(places, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch, window=window)
+    machine = Machine(places, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
     estimates.memory = machine.residency
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels)
     twin = _detached(plan)
     _load(driver, twin)
     num_tasks = len(twin.tasks)
@@ -216,7 +246,7 @@ def _detached(plan: StepPlan) -> StepPlan:
         )
         for task in plan.tasks
     ]
-    return StepPlan(tasks, {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins})
+    return StepPlan(tasks, {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}, window=plan.window)
 
 
 def _clone(handle: HandleRecord) -> HandleRecord:

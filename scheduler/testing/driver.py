@@ -39,10 +39,11 @@ from ..core.events import (
     WorkerJoined,
 )
 from ..core.eviction import DEFAULT_EVICTION
-from ..core.machine import WINDOW, Machine
+from ..core.machine import Machine
 from ..core.memory import PAGE, MemoryNode, rounded
 from ..core.policies import POLICIES
 from ..core.records import (
+    ANY,
     RW,
     SCRATCH,
     HandleId,
@@ -73,7 +74,8 @@ class FakeDriver:
         workers: (kind, node, depth) of each worker.
         policy: name of a scheduling policy.
         storage: whether the last node is a file instead of memory.
-        eviction, window: of the machine.
+        eviction: of the machine.
+        window: of recorded steps.
         collect: force a garbage collection inside every handler of the machine.
     """
 
@@ -85,10 +87,11 @@ class FakeDriver:
         *,
         storage: bool = False,
         eviction: str = DEFAULT_EVICTION,
-        window: int = WINDOW,
+        window: int = ANY,
         collect: bool = False,
     ) -> None:
-        self.fresh_machine = partial(fresh_machine, pages, policy, storage=storage, eviction=eviction, window=window)
+        self.fresh_machine = partial(fresh_machine, pages, policy, storage=storage, eviction=eviction)
+        self.window = window
         self.machine = self.fresh_machine()
         self.memory = [bytearray(node.extents.capacity) for node in self.machine.nodes]
         self.log = EventLog()
@@ -133,7 +136,7 @@ class FakeDriver:
     ) -> FakeStep:
         """Capture tasks over handles; `owned` as in `StepPlan`."""
         recorded = [RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, 0) for at, accesses in enumerate(tasks)]
-        return FakeStep(self, StepPlan(recorded, owned))
+        return FakeStep(self, StepPlan(recorded, owned, window=self.window))
 
     def start(self, replay: Replay, number: int) -> None:
         """Begin a replay."""
@@ -348,11 +351,11 @@ class FakeStep:
         return self.driver.handle(handle.size // PAGE, f"{handle.name}'")
 
 
-def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str, window: int) -> Machine:
+def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str) -> Machine:
     """A machine with nodes of so many pages."""
     last = len(pages) - 1
     nodes = [MemoryNode(f"node {at}", number * PAGE, is_storage=storage and at == last) for at, number in enumerate(pages)]
-    return Machine(nodes, POLICIES[policy](), eviction=eviction, window=window)
+    return Machine(nodes, POLICIES[policy](), eviction=eviction)
 
 
 def collect_inside(machine: Machine) -> None:
