@@ -24,8 +24,8 @@ def batches() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32) for _ in range(STEPS)]
 
 
-def losses(runtime: TaskRuntime) -> list[tuple[bytes, bytes]]:
-    """Bits of the losses and gradient norms of twenty clipped steps with dropout, two minibatches each."""
+def losses(runtime: TaskRuntime, steps: int = STEPS) -> list[tuple[bytes, bytes]]:
+    """Bits of the losses and gradient norms of so many clipped steps with dropout, two minibatches each."""
     model = GPT2(CONFIG, TILING, runtime, seed=3)
     optimizer = AdamW(decay_groups(model, 0.1), 3e-3, max_norm=1.0)
     inputs = [model.input_tensors(BATCH // 2) for _ in range(2)]
@@ -44,7 +44,7 @@ def losses(runtime: TaskRuntime) -> list[tuple[bytes, bytes]]:
         with runtime.record() as step:
             outputs, norm = emit()
     seen, ticket = [], None
-    for number, ids in enumerate(batches()):
+    for number, ids in enumerate(batches()[:steps]):
         for (tokens, targets), part in zip(inputs, np.split(ids, 2), strict=True):
             tokens.write(part[:, :-1])
             targets.write(part[:, 1:])
