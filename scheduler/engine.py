@@ -171,7 +171,7 @@ class Engine:
         """A copy engine has carried out a copy."""
         source, target = action.source, action.target
         if self.trace is not None and self.trace.active:
-            self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns)
+            self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns, source.handle.id)
         if not self.closing:
             with self._lock:
                 self.models.record_copy(source.node, target.node, source.handle.nbytes, (end_ns - start_ns) * 1e-9)
@@ -186,7 +186,7 @@ class Engine:
         """Record a task in the trace."""
         trace = self.trace
         if trace is not None and trace.active:
-            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns)
+            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, tuple([handle.id for handle, _ in task.accesses]))
             trace.add_counters(end_ns, [node.used for node in self.machine.nodes], self.machine.dispatch.num_ready)
 
     def fail(self, error: BaseException) -> None:

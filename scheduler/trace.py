@@ -1,6 +1,6 @@
 """A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
 
-One track per worker, one per link, counters for the bytes of each node and for ready tasks. Events are appended as tuples while the program
+One track per worker, one per link, arrows from copies to the tasks they serve, counters for the bytes of each node and for ready tasks. Events are appended as tuples while the program
 runs and turned into JSON when the file is written; a name that ends in ``.gz`` is compressed.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,20 @@ class Trace:
     def __init__(self, *, active: bool = True) -> None:
         self.active = active
         self._tasks: list[tuple[int, str, int, int, int]] = []
+        self._touched: list[tuple[int, tuple[int, ...]]] = []  # per task its node and its handles
         self._copies: list[tuple[int, int, str, int, int, int]] = []
+        self._copied: list[int] = []  # per copy its handle
         self._counters: list[tuple[int, list[int], int]] = []
 
-    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int) -> None:
-        """A kernel ran on a worker."""
+    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, handles: tuple[int, ...]) -> None:
+        """A kernel ran on a worker, over data on the worker's node."""
         self._tasks.append((worker, name, task, start_ns, end_ns))
+        self._touched.append((node, handles))
 
-    def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int) -> None:
-        """Bytes moved between nodes."""
+    def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int, handle: int) -> None:
+        """Bytes of a handle moved between nodes."""
         self._copies.append((source, target, name, nbytes, start_ns, end_ns))
+        self._copied.append(handle)
 
     def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
         """Bytes in use per node and tasks ready."""
@@ -67,7 +72,25 @@ class Trace:
                 "dur": (end - start) / 1e3,
                 "args": {"bytes": nbytes},
             }
+        yield from self._arrows(links)
         for at, used, num_ready in self._counters:
             for node, nbytes in zip(nodes, used, strict=True):
                 yield {"ph": "C", "pid": 1, "name": f"bytes {node}", "ts": at / 1e3, "args": {"bytes": nbytes}}
             yield {"ph": "C", "pid": 1, "name": "ready tasks", "ts": at / 1e3, "args": {"tasks": num_ready}}
+
+    def _arrows(self, links: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+        """From the end of each copy to the first task that uses what it brought."""
+        uses: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (node, handle) -> (start, worker) of tasks, in order
+        for (worker, _, _, start, _), (node, handles) in zip(self._tasks, self._touched, strict=True):
+            for handle in handles:
+                uses.setdefault((node, handle), []).append((start, worker))
+        for places in uses.values():
+            places.sort()
+        for number, ((source, target, name, _, _, end), handle) in enumerate(zip(self._copies, self._copied, strict=True)):
+            places = uses.get((target, handle), [])
+            at = bisect_left(places, (end, -1))
+            if at < len(places):
+                start, worker = places[at]
+                arrow = {"cat": "copy", "name": name, "id": number}
+                yield {"ph": "s", "pid": 2, "tid": links.index((source, target)), "ts": end / 1e3, **arrow}
+                yield {"ph": "f", "bp": "e", "pid": 1, "tid": worker, "ts": start / 1e3, **arrow}

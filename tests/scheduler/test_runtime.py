@@ -379,6 +379,9 @@ def test_trace_is_valid_chrome_json(name: str, kit, tmp_path) -> None:  # type: 
     spans = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and isinstance(event["ts"], float) for event in spans)
     assert sum(event["name"] == "plus" for event in spans) > 100
+    starts, ends = ([event["id"] for event in events if event["ph"] == phase] for phase in "sf")
+    assert starts
+    assert starts == ends
     assert {event["name"] for event in events if event["ph"] == "C"} == {"bytes ram", "bytes sim:0", "ready tasks"}
 
 

@@ -98,5 +98,5 @@ def test_the_real_runtime_runs_within_the_simulated_peak(kit) -> None:  # type: 
 def test_bad_arguments_are_refused(kit) -> None:  # type: ignore[no-untyped-def]
     """An unknown policy or no replay at all."""
     for plan in record(kit, 1, 1):
-        with pytest.raises(ValueError, match=r"one of eager, prio, lws.* got 'best' and 2"):
+        with pytest.raises(ValueError, match=r"one of eager, prio, lws.* got 'best', 2 and 1"):
             simulate(plan, workers=[("cpu", 0, 1)], nodes=[("ram", MIB)], policy="best", duration=one_second)

@@ -1,0 +1,144 @@
+"""One training job under memory budgets: the child process of `claims`, useful alone.
+
+    python benchmarks/memory/job.py --ram 650MB --disk scratch --steps 2
+    python benchmarks/memory/job.py --model gpt2-medium --sim-gpu 2 --gpu-memory 1GB --ncpu 0
+
+Flags are those of ``nntask train`` as far as they say where and how it runs; the data is random tokens from a fixed seed, so that losses can be
+compared. Prints one JSON object: losses (exact, as hexadecimal), seconds and bytes per step, peaks of the ledger, and resident memory above what
+the process had before the model was built (RssAnon + RssShmem, sampled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from nntask.data import Batch
+from nntask.models.config import PRESETS
+from nntask.trainer.gpt2 import Gpt2Engine
+from nntask.trainer.machine import open_runtime
+from nntask.trainer.prepare import with_tiles
+from nntask.trainer.rules import resolve
+from nntask.trainer.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
+
+SAMPLED_SECONDS: Final = 0.02
+
+
+def private_bytes() -> int:
+    """RssAnon + RssShmem of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+class Watch(threading.Thread):
+    """Samples resident memory until stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.peak = private_bytes()
+        self._stop_asked = threading.Event()
+
+    def run(self) -> None:
+        """Sample."""
+        while not self._stop_asked.wait(SAMPLED_SECONDS):
+            self.peak = max(self.peak, private_bytes())
+
+    def stop(self) -> int:
+        """Bytes above the start."""
+        self._stop_asked.set()
+        self.join()
+        return max(self.peak, private_bytes()) - self.before
+
+
+def settings_of(args: argparse.Namespace) -> TrainSettings:
+    """Settings of the job."""
+    return TrainSettings(
+        model=ModelSettings(model=args.model, seq_len=PRESETS[args.model].n_positions, dropout=args.dropout),
+        tiling=TilingSettings(batch=args.batch, minibatch=1, minibatch_tile=1, vocab_tile=args.vocab_tile, lanes=args.lanes),
+        optimizer=OptimizerSettings(grad_clip=args.grad_clip, lr=1e-4),
+        resources=ResourceSettings(
+            ncpu=args.ncpu,
+            sim_gpu=args.sim_gpu,
+            gpu_memory=args.gpu_memory,
+            sim_bandwidth=args.sim_bandwidth,
+            ram=args.ram,
+            disk=args.disk,
+            sched=args.sched,
+            evict=args.evict,
+            order=args.order,
+            prefetch=not args.no_prefetch,
+        ),
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train and measure."""
+    config = PRESETS[args.model]
+    if args.dropout is not None:
+        config = replace(config, resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout)
+    settings, tiling = with_tiles(resolve(settings_of(args), config), config)
+    watch = Watch()
+    watch.start()
+    rng = np.random.default_rng(0)
+    losses, laps = [], []
+    with open_runtime(settings) as runtime:
+        engine = Gpt2Engine(config, tiling, runtime, settings)
+        order = engine.order
+        runtime.wait()
+        for step in range(1, args.steps + 1):
+            ids = rng.integers(0, config.vocab_size, (args.batch, config.n_positions + 1)).astype(np.int32)
+            before, begin = runtime.stats(forget_recent_peak=True), perf_counter()
+            outcome = engine.start(step, 1e-4, Batch(ids[:, :-1], ids[:, 1:])).result()
+            seconds, after = perf_counter() - begin, runtime.stats()
+            losses.append(float(outcome.loss).hex())
+            moved = {link: n - before["moved_bytes"].get(link, 0) for link, n in after["moved_bytes"].items()}
+            busy = {name: after["busy_seconds"][name] - n for name, n in before["busy_seconds"].items()}
+            laps.append({"seconds": seconds, "moved_bytes": moved, "busy_seconds": busy, "evictions": after["evictions"] - before["evictions"]})
+        stats = runtime.stats()
+    resident = watch.stop()
+    return {
+        "losses": losses,
+        "order": order.name,
+        "needed_bytes": order.plan.needed_bytes(),
+        "tokens_per_second": args.batch * config.n_positions / min(lap["seconds"] for lap in laps[1:] or laps),
+        "laps": laps,
+        "peak_bytes": stats["peak_bytes"],
+        "budget_bytes": stats["budget_bytes"],
+        "resident_above_start": resident,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--model", default="gpt2", choices=sorted(PRESETS))
+    found.add_argument("--batch", type=int, default=8)
+    found.add_argument("--vocab-tile", type=int, default=6283)
+    found.add_argument("--steps", type=int, default=2)
+    found.add_argument("--dropout", type=float)
+    found.add_argument("--grad-clip", type=float, default=0.0)
+    found.add_argument("--lanes", type=int)
+    found.add_argument("--ncpu", type=int, default=2)
+    found.add_argument("--sim-gpu", type=int, default=0)
+    for name in ("gpu-memory", "sim-bandwidth", "ram", "disk"):
+        found.add_argument(f"--{name}", default="")
+    found.add_argument("--sched", default="auto")
+    found.add_argument("--evict", default="next-use")
+    found.add_argument("--order", default="auto")
+    found.add_argument("--no-prefetch", action="store_true")
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(run(parser().parse_args()), sys.stdout)
+    print()
