@@ -1,0 +1,88 @@
+"""The budget is real: the command trains, saves, resumes, validates and samples inside a memory cgroup hardly larger than its budget."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RAM = 96 << 20
+START = 130 << 20
+"""What Python, NumPy and our modules take before a model is built, with room to spare."""
+LIMIT = START + int(1.05 * RAM) + (250 << 20)
+CONFIG = {"vocab_size": 8000, "n_positions": 256, "n_embd": 512, "n_layer": 8, "n_head": 8}
+FLAGS = (
+    "--config-path=config.json --dataset=train.bin --dataset-path=. --val-path=. --batch=4 --minibatch=1 --minibatch-tile=1 --vocab-tile=2000 "
+    "--lr=1e-3 --ncpu=2 --sample-tokens=4 --run-dir=run --eval-every=2 --eval-batches=2"
+)
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """The file that takes the processes of a new memory cgroup."""
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    base, file = (first, "memory.limit_in_bytes") if first.is_dir() else (second, "memory.max")
+    group = base / f"nntask-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / file).write_text(str(limit))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no memory cgroup can be created here: {error.strerror}")
+    try:
+        yield group / "cgroup.procs"
+    finally:
+        group.rmdir()
+
+
+def nntask(folder: Path, procs: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the command inside the group."""
+    starter = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, [sys.executable, '-m', 'nntask', *sys.argv[2:]])"
+    return subprocess.run(
+        [sys.executable, "-c", starter, str(procs), "train", *flags],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with a model of 29 M parameters, 350 MB of state, and random tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    ids = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 20_000).astype(np.uint16)
+    ids[:16_000].tofile(tmp_path / "train.bin")
+    ids[16_000:].tofile(tmp_path / "val.bin")
+    return tmp_path
+
+
+def records(folder: Path) -> list[dict]:
+    """The run's metrics."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_stays_within_its_cgroup(job: Path) -> None:
+    """Initialisation, training, checkpoint, resume, validation and sampling; without the budget the same run would be killed."""
+    with memory_group(LIMIT) as procs:
+        for flags in (["--steps=2"], ["--resume=run", "--steps=4"]):
+            done = nntask(job, procs, *(FLAGS.split() if "--resume=run" not in flags else []), *flags, f"--ram={RAM}B", "--disk=tier")
+            assert done.returncode == 0, done.stdout + done.stderr
+        found = records(job)
+        assert [record["step"] for record in found] == [1, 2, 3, 4]
+        assert all(record["resident_peak_bytes"]["ram"] <= RAM for record in found)
+        assert not list((job / "tier").iterdir())
+        (job / "run").rename(job / "within")
+        done = nntask(job, procs, *FLAGS.split(), "--steps=2", "--ram=2GiB")
+        assert done.returncode == -9, f"the group does not bind: {done.stdout}{done.stderr}"
