@@ -64,7 +64,7 @@ def settings_of(args: argparse.Namespace) -> TrainSettings:
     """Settings of the job."""
     return TrainSettings(
         model=ModelSettings(model=args.model, seq_len=PRESETS[args.model].n_positions, dropout=args.dropout),
-        tiling=TilingSettings(batch=args.batch, minibatch=1, minibatch_tile=1, vocab_tile=args.vocab_tile, lanes=args.lanes),
+        tiling=TilingSettings(batch=args.batch, minibatch=args.minibatch, minibatch_tile=1, vocab_tile=args.vocab_tile, lanes=args.lanes),
         optimizer=OptimizerSettings(grad_clip=args.grad_clip, lr=1e-4),
         resources=ResourceSettings(
             ncpu=args.ncpu,
@@ -123,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", default="gpt2", choices=sorted(PRESETS))
     found.add_argument("--batch", type=int, default=8)
+    found.add_argument("--minibatch", type=int, default=1)
     found.add_argument("--vocab-tile", type=int, default=6283)
     found.add_argument("--steps", type=int, default=2)
     found.add_argument("--dropout", type=float)
