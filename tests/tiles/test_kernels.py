@@ -343,3 +343,37 @@ def test_accumulating_into_16_bits_reads_the_old_value() -> None:
     emit(runtime, "accumulate", [(total.handles[0], RW), (part.handles[0], R)])
     emit(runtime, "add_into", [(part.handles[0], R), (total.handles[0], REDUX)])
     np.testing.assert_array_equal(total.read().astype(np.float32), 8.0)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("kind", ["gelu_new", "relu"])
+def test_every_task_of_a_model_has_a_cost(flash: bool, kind: str) -> None:
+    """Cost functions, which schedulers and planners call, take the tiles of every task of a training step."""
+    from nntask.models.config import GPT2Config
+    from nntask.models.gpt2 import GPT2
+    from nntask.optim import AdamW, decay_groups
+    from nntask.tiling import ModelTiling
+    from scheduler import InlineRuntime
+    from scheduler.codelet import Codelet
+
+    costs = []
+
+    class Costs(InlineRuntime):
+        def _submit(self, codelet: Codelet, accesses, constants, priority) -> None:  # type: ignore[no-untyped-def]
+            if codelet.cost is not None:
+                costs.append(codelet.cost([handle.view for handle, _ in accesses], constants))
+            super()._submit(codelet, accesses, constants, priority)
+
+    config = GPT2Config(vocab_size=31, n_positions=12, n_embd=16, n_layer=1, n_head=2, activation_function=kind)
+    model = GPT2(config, ModelTiling(seq_tile=5, inner_tile=20, vocab_tile=11), Costs(), flash=flash)
+    tokens, targets = model.input_tensors(2)
+    for tensor in (tokens, targets):
+        tensor.write(np.zeros(tensor.shape, np.int32))
+    model.train()
+    model.dropout_key.write(np.array([0, 1], np.uint64))
+    optimizer = AdamW(decay_groups(model, 0.1), 1e-3)
+    optimizer.prepare(1, 1e-3)
+    model(tokens, targets).backward()
+    optimizer.step()
+    assert costs
+    assert all(cost.flops >= 0 and cost.nbytes > 0 for cost in costs)

@@ -107,6 +107,12 @@ def _flops(factor: float) -> Any:
     return count
 
 
+def _apply_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Of stored weights (B, H, Tq, Tk) by values (B, Tk, W)."""
+    b, _, tq, tk = views[0].shape
+    return float(2.0 * b * tq * tk * views[1].shape[2])
+
+
 @register("attention", "cpu", flops=_flops(2.0))
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
     """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
@@ -263,7 +269,7 @@ def attention_lse(s: Array, peak: Array, total: Array, *rest: Array, first: bool
         lse[0][...] += peak
 
 
-@register("attention_apply", "cpu", flops=_flops(1.0))
+@register("attention_apply", "cpu", flops=_apply_flops)
 def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: Pair, accumulate: bool) -> None:
     """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v; `rest` is [key, scratch]."""
     size = at.head_size
