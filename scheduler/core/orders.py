@@ -240,8 +240,11 @@ class _Facts:
             for handle, mode in task.accesses
             if mode == R and handle in plan.owned
         }
-        for position in range(len(plan.tasks)):
-            self._enter(position)
+        links = [self._enter(position) for position in range(len(plan.tasks))]
+        for position in reversed(range(len(plan.tasks))):
+            self.updates[position] &= all(self.updates[after] for after in plan.successors[position])
+        for position, linked in enumerate(links):
+            self._join(position, linked)
 
     def minibatches(self) -> list[int]:
         """Minibatch of each task, see `Repetition`: a part of the graph that shares a key with another part."""
@@ -256,7 +259,8 @@ class _Facts:
         outside = [_NONE if before else _FIRST for before in self._plan.predecessors]
         return [number.get(root, outside[at]) if inside[at] else outside[at] for at, root in enumerate(roots)]
 
-    def _enter(self, position: int) -> None:
+    def _enter(self, position: int) -> list[int]:
+        """Learn a task's key, and whether it is an update but for what follows it; returns the tasks that belong to the same part."""
         task = self._plan.tasks[position]
         reads = [(handle, self._values.get(handle)) for handle, mode in task.accesses if mode == R]
         parts: list[object] = [task.name]
@@ -273,10 +277,11 @@ class _Facts:
         if all(value.is_constant if value is not None else handle.kind == "input" for handle, value in reads) and not self._writes_shared(position):
             self._constant.add(position)
         self.updates.append(self._is_update(position, reads))
-        self._join(position, writers)
+        linked = writers + self._continued(position)
         for at, (handle, mode) in enumerate(task.accesses):
             if mode not in (R, SCRATCH):
                 self._values[handle] = _Value(self._number((key, at)), position, position in self._constant)
+        return linked
 
     def _is_update(self, position: int, reads: Sequence[tuple[HandleRecord, _Value | None]]) -> bool:
         """Shrinking, and not a contribution of some minibatch: those read what a task made that is not shrinking."""
@@ -284,11 +289,11 @@ class _Facts:
             return self._shrinking[position]
         return all(value is None or value.is_constant or handle in self._gradients or self._shrinking[value.writer] for handle, value in reads)
 
-    def _join(self, position: int, writers: Sequence[int]) -> None:
+    def _join(self, position: int, linked: Sequence[int]) -> None:
         """Put a task and those whose results it reads, or goes on summing up, into one part."""
         if self.updates[position]:
             return
-        for writer in (*writers, *self._continued(position)):
+        for writer in linked:
             if not self.updates[writer]:
                 one, other = self._find(position), self._find(writer)
                 self._parent[max(one, other)] = min(one, other)
