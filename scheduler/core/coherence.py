@@ -50,7 +50,7 @@ def is_needed(replica: Replica) -> bool:
     handle = replica.handle
     if replica.state == "reserved" or handle.lost is not None:
         return False
-    for other in handle.replicas.values():
+    for other in handle.replicas.values():  # noqa: SIM110 - hot path: half the time of a generator
         if other is not replica and (other.state != "reserved" or (other.pins and not other.arriving)):
             return False
     return True

@@ -5,7 +5,7 @@ or times. Replaying it must give the same actions in the same order, which turns
 
     ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
     ("task", id, name, kinds, ((handle, mode), ...), priority, order)      TaskSubmitted
-    ("instance", key, tasks, owned, shared, growth, window, agendas)       first mention of a recorded step's instance
+    ("instance", key, tasks, owned, shared, makes, peaks, window, agendas)  first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
     ("joined", worker, kind, node, depth) ("released", handle)
@@ -108,7 +108,7 @@ class EventLog:
         agendas = tuple(
             (handle.id, tuple(handle.agenda.positions), tuple(handle.agenda.overwrites)) for handle, _ in replay.owned if handle.agenda is not None
         )
-        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.growth), replay.window, agendas))
+        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.peaks), replay.window, agendas))
 
 
 class Revival:
@@ -137,8 +137,8 @@ class Revival:
     def _on_task(self, number: int, name: str, kinds: Any, accesses: Any, priority: int, order: int) -> TaskSubmitted:
         return TaskSubmitted(self._task(number, name, kinds, accesses, priority, order=order))
 
-    def _on_instance(self, key: int, tasks: Any, owned: Any, shared: Any, growth: Any, window: int, agendas: Any) -> None:
-        replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], growth, window)
+    def _on_instance(self, key: int, tasks: Any, owned: Any, shared: Any, makes: Any, peaks: Any, window: int, agendas: Any) -> None:
+        replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
         for handle, positions, overwrites in agendas:
             self._handles[handle].agenda = Agenda(positions, overwrites, replay)
         for position, (number, name, kinds, accesses, priority, waits, _, is_exit) in enumerate(tasks):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import coherence
-from .records import RW, SCRATCH, NodeId, R, Task
+from .records import RW, SCRATCH, HandleRecord, NodeId, R, Task
 from .residency import Residency
 from .victims import is_dirty
 
@@ -89,8 +89,8 @@ class Lookahead:
                 continue
             nbytes += handle.size
             if (mode == R or mode == RW) and node not in handle.replicas and handle.lost is None and num_started < limit:
-                if coherence.best_source(handle, None) is None:
-                    continue  # an earlier task has yet to write it
+                if coherence.best_source(handle, None) is None or is_in_use(handle):
+                    continue  # an earlier task has yet to write it, or may be writing it elsewhere (the program does)
                 if not self.residency.prefetch(handle, node, distance):
                     return None
                 num_started += 1
@@ -116,3 +116,8 @@ class Lookahead:
                 wanted -= replica.handle.size
         if wanted <= 0:
             self._looked_at = node.taken
+
+
+def is_in_use(handle: HandleRecord) -> bool:
+    """Whether an admitted task uses the handle somewhere."""
+    return any(replica.pins - replica.arriving != replica.outgoing for replica in handle.replicas.values())

@@ -156,11 +156,16 @@ class Machine:
         self.num_unfinished += len(replay.tasks)
         for handle, num_uses in replay.owned:
             handle.num_uses += num_uses
-            if handle.lost is not None:
+            if handle.replicas:  # a copy has kept it alive beyond its last use
+                self._lose(handle, "it died with an earlier replay")
+                self.residency.claims.reenter(handle, replay)
+            elif handle.lost is not None:
                 self._revive(handle)
         for use in replay.shared:
             use.handle.num_uses += use.num_uses
             use.handle.agenda = use.agenda
+        if replay.tasks:
+            self.residency.claims.promise(replay)
         graph.link_step(replay.shared)
         for task in replay.roots:
             if not task.num_waiting:
@@ -308,9 +313,9 @@ class Machine:
         """The planned task at the frontier of a replay has ended."""
         frontier = replay.done.find(0, replay.frontier)
         replay.frontier = len(replay.tasks) if frontier < 0 else frontier
-        replays = self.horizon.replays
-        while replays and replays[0].frontier == len(replays[0].tasks):
-            del replays[0]
+        if replay.frontier == len(replay.tasks):
+            self.horizon.replays.remove(replay)
+            self.residency.claims.forget(replay)
         self.dispatch.let_in()
 
     # --- failure ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ PAGE: Final = 4096
 LARGE: Final = 64
 """An extent of at least this fraction of the capacity is large."""
 
-_SPREAD: Final = 4
-"""A file's extents may lie in an address space so many times its budget: what fragmentation costs there is addresses, not bytes."""
+_SPREAD: Final = 64
+"""A file's extents may lie in an address space so many times its budget: what fragmentation costs there is addresses, not bytes. So wide that none
+of them is large: they all lie as near to the beginning as they can, because what lies beyond the budget is discarded with each of them."""
 
 
 def rounded(nbytes: int) -> int:

@@ -50,6 +50,7 @@ class Replica:
         pins: tasks and copies that use the extent now; a pinned replica is never evicted.
         outgoing: copies out of it that are under way; each is one of its pins.
         arriving: whether a copy into it is under way.
+        is_ahead: whether it is the home of a temporary that the planned order would not have made yet.
         since, last_use: the machine's event count when it settled here and at the last use.
     """
 
@@ -60,6 +61,7 @@ class Replica:
     pins: int = 0
     outgoing: int = 0
     arriving: bool = False
+    is_ahead: bool = False
     since: int = 0
     last_use: int = 0
     view: object | None = None
@@ -171,7 +173,8 @@ class Replay:
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
         window: its tasks this far beyond the oldest unfinished one are held back from the policy.
-        growth: for each planned place, by how many bytes what lives may still grow until the replay ends.
+        makes: for each planned place, the bytes of temporaries its task is the first to write.
+        peaks: for each planned place and the end, the most bytes of temporaries and scratch that exist at once from there on, one task at a time.
         first_order: `order` of the first task of this replay.
         done: per planned place, whether its task has ended in this replay.
         frontier: the first place whose task has not.
@@ -181,7 +184,8 @@ class Replay:
     roots: list[Task]
     owned: list[tuple[HandleRecord, int]]
     shared: list[SharedUse]
-    growth: Sequence[int] = ()
+    makes: Sequence[int] = ()
+    peaks: Sequence[int] = (0,)
     window: int = ANY
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)

@@ -9,8 +9,7 @@ is tried again when they have arrived.
 
 Why this ends. A write-back needs nothing that is not reserved already, so every one ends; replicas are dropped only for a task admitted at that
 moment, or, while no task waits for memory, for data that is used sooner. So each attempt of the oldest blocked task has strictly fewer dirty
-replicas in its way. What it needs of the last tier nobody can take from it: tasks ahead of the planned order leave what the rest of the planned
-order may still need there (`Replay.growth`).
+replicas in its way. What it needs of the last tier nobody can take from it: see `claims`.
 
 Knows extents (`memory`), the replica protocol (`coherence`) and who goes first (`victims`); does not know policies, dependencies or failures.
 """
@@ -22,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from . import coherence
+from .claims import Claims
 from .errors import InvalidEvent
 from .events import Action, CopyTile, DiscardExtent, MoveTile
 from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode
 from .records import RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from .victims import Shelf
-
 
 SOON: Final = 16
 """A replica that is used within so many planned tasks is not dropped while a write-back could make room instead."""
@@ -65,13 +64,30 @@ class Residency:
         actions: where copies are asked for; the machine sets it for every event.
         freed: whether anything was dropped or unpinned since the machine last looked.
         clock: count of events, for LRU.
+        claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched.
     """
 
     __slots__ = (
-        "actions", "broken", "clock", "copies", "eviction", "freed", "horizon", "last", "moved_bytes", "nodes", "num_evictions", "num_hits",
-        "num_misses", "num_writing", "queued", "shelves", "_waiting",
+        "_waiting",
+        "actions",
+        "broken",
+        "claims",
+        "clock",
+        "copies",
+        "eviction",
+        "freed",
+        "horizon",
+        "last",
+        "moved_bytes",
+        "nodes",
+        "num_evictions",
+        "num_hits",
+        "num_misses",
+        "num_writing",
+        "queued",
+        "shelves",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
@@ -79,6 +95,7 @@ class Residency:
         self.horizon = horizon
         self.eviction = eviction
         self.last = NodeId(len(self.nodes) - 1) if self.nodes[-1].is_storage else RAM
+        self.claims = Claims(self.nodes[self.last], self.last, horizon)
         self.shelves = [Shelf(node, eviction) for node in self.nodes]
         self.copies: dict[Replica, Copy] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
@@ -123,7 +140,7 @@ class Residency:
         Raises:
             NothingToRead: the task reads data that does not exist; nothing was reserved.
         """
-        if task.step is not None and not self._may_run_ahead(task):
+        if not self.claims.allow(task):
             return False
         node_id, last, clock = task.node, self.last, self.clock
         replicas: list[Replica] = []
@@ -140,7 +157,9 @@ class Residency:
                     return len(self.nodes) > 1 and self._admit_by_eviction(task)
                 replica = self._settle_in(handle, node_id, offset, private=mode == SCRATCH)
                 if mode != SCRATCH:
-                    if node_id != last and last not in handle.replicas and not self._make_home(handle):
+                    if node_id == last:
+                        self.claims.enter(replica, task.order)
+                    elif last not in handle.replicas and not self._make_home(handle, task.order):
                         replica.pins += 1
                         replicas.append(replica)
                         self._take_back(replicas)
@@ -167,23 +186,12 @@ class Residency:
         """Whether the task could run on the node without a single new byte."""
         return all(mode != SCRATCH and node_id in handle.replicas for handle, mode in task.accesses)
 
-    def _may_run_ahead(self, task: Task) -> bool:
-        """Whether a planned task leaves what the rest of the planned order may still need of the last tier; the oldest task always may."""
-        replays = self.horizon.replays
-        oldest, last = replays[0], self.nodes[self.last]
-        growth = oldest.growth[oldest.frontier] if oldest.frontier < len(oldest.growth) else 0
-        slack = last.budget - last.used - growth
-        if slack > last.budget >> 1 or task.order <= oldest.first_order + oldest.frontier:
-            return True
-        wanted = [handle for handle, mode in task.accesses if self.last not in handle.replicas and (mode != SCRATCH or task.node == self.last)]
-        return not wanted or sum(handle.size for handle in wanted) <= slack
-
-    def _make_home(self, handle: HandleRecord) -> bool:
-        """Reserve the handle's extent on the last tier."""
+    def _make_home(self, handle: HandleRecord, order: int) -> bool:
+        """Reserve the handle's extent on the last tier for the task of that order."""
         offset = self.nodes[self.last].take(handle.size, handle.data_class)
         if offset is None:
             return False
-        self._settle_in(handle, self.last, offset)
+        self.claims.enter(self._settle_in(handle, self.last, offset), order)
         return True
 
     def _settle_in(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
@@ -221,6 +229,9 @@ class Residency:
         missing.sort(key=lambda access: -access[0].size)
         if node_id == self.last or self._waiting.get(node_id) is task:
             return False
+        for handle, mode in missing:
+            if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
+                raise NothingToRead(handle)
         for replica in present:
             replica.pins += 1
         plan = self._find_room(node_id, [handle.size for handle, _ in missing])
@@ -228,11 +239,12 @@ class Residency:
             self.unpin(replica)
         if plan is None:
             return False
-        if not self._clear(plan[1]):
+        if not self._are_clean(plan[1]):
             self._waiting[node_id] = task
             return False
-        if not self._make_homes(missing):
+        if not self._make_homes(missing, task.order):
             return False
+        self._evict(plan[1])
         private: dict[HandleRecord, Replica] = {}
         for (handle, mode), offset in zip(missing, plan[0], strict=True):
             self.nodes[node_id].claim(offset, handle.size, handle.data_class)
@@ -252,22 +264,23 @@ class Residency:
         shelf = self.shelves[node_id]
         return shelf.plan_droppable(sizes, self.horizon.order + SOON) or shelf.plan(sizes)
 
-    def _make_homes(self, missing: Sequence[tuple[HandleRecord, str]]) -> bool:
-        """Reserve the homes of what a task will write, all or none."""
+    def _make_homes(self, missing: Sequence[tuple[HandleRecord, str]], order: int) -> bool:
+        """Reserve the homes of what the task of that order will write, all or none."""
         made: list[Replica] = []
+        freed = self.freed
         for handle, mode in missing:
             if mode != SCRATCH and self.last not in handle.replicas:
-                if not self._make_home(handle):
+                if not self._make_home(handle, order):
                     for home in made:
                         self.drop(home)
+                    self.freed = freed  # nothing that anybody could wait for
                     return False
                 made.append(handle.replicas[self.last])
         return True
 
-    def _clear(self, victims: Sequence[Replica]) -> bool:
-        """Drop the victims if that loses nothing; else start the write-backs that are missing, and drop nothing."""
+    def _are_clean(self, victims: Sequence[Replica]) -> bool:
+        """Whether dropping the victims loses nothing; if it does, start the write-backs that are missing."""
         if all(not victim.pins and not coherence.is_needed(victim) for victim in victims):
-            self._evict(victims)
             return True
         for victim in victims:
             if not victim.pins and coherence.is_needed(victim):
@@ -387,11 +400,25 @@ class Residency:
             self.drop(victim)
 
     def compact_for(self, task: Task, node_id: NodeId) -> bool:
-        """Make one hole of all that is free or droppable on an idle node, if the task then fits there; else change nothing.
+        """Make one hole of all that is free or droppable on an idle node, and of what is free on the last tier, if the task then fits there.
 
-        The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica of the node is pinned. When
-        dirty replicas must go, their write-backs are started instead and False is returned.
+        The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica is pinned. When dirty replicas must
+        go, their write-backs are started instead and False is returned. A file needs no compaction, its addresses are plenty.
         """
+        if not self.claims.allow(task):
+            return False
+        homes = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self.last not in handle.replicas)
+        last = self.nodes[self.last]
+        if node_id != self.last and last.used + homes > last.budget:
+            return False
+        if not self._make_hole(task, node_id):
+            return False
+        if node_id != self.last and not last.is_storage:
+            self._compact(self.last)
+        return True
+
+    def _make_hole(self, task: Task, node_id: NodeId) -> bool:
+        """Make one hole of all that is free or droppable on the node, if the task then fits there."""
         node, shelf = self.nodes[node_id], self.shelves[node_id]
         own = {handle for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas}
         missing = sum(handle.size for handle, _ in task.accesses) - sum(handle.size for handle in own)
@@ -404,8 +431,15 @@ class Residency:
                 break
             victims.append(replica)
             excess -= replica.handle.size
-        if excess > 0 or not self._clear(victims):
+        if excess > 0 or not self._are_clean(victims):
             return False
+        self._evict(victims)
+        self._compact(node_id)
+        return True
+
+    def _compact(self, node_id: NodeId) -> None:
+        """Move all replicas of an idle node to its beginning."""
+        shelf = self.shelves[node_id]
         position = 0
         kept = [replica for _, replica in sorted(shelf.starts.items())]
         for replica in kept:
@@ -416,12 +450,11 @@ class Residency:
                     self.actions.append(MoveTile(node_id, replica.offset, position, replica.handle.nbytes))
                 replica.offset, replica.view = position, None
             position += replica.handle.size
-        node.extents.compact(position)
+        self.nodes[node_id].extents.compact(position)
         shelf.move(kept)
         for replica in kept:
             if node_id != self.last:
                 shelf.offer(replica)
-        return True
 
     def _may_go(self, replica: Replica) -> bool:
         """Whether an unpinned replica may be dropped, perhaps after a write-back."""
@@ -452,6 +485,8 @@ class Residency:
         handle, node = replica.handle, self.nodes[replica.node]
         if replica.state != "scratch":
             del handle.replicas[replica.node]
+            if replica.node == self.last:
+                self.claims.leave(replica)
         self.shelves[replica.node].leave(replica)
         replica.view = None
         node.give(replica.offset, handle.size, handle.data_class)
@@ -464,10 +499,16 @@ class Residency:
                 self.drop(home)
 
     def drop_unpinned(self, handle: HandleRecord) -> None:
-        """Drop every replica no copy is using; what a copy still uses goes when it has ended."""
+        """Drop every replica nobody is using; what a copy still uses goes when it has ended, and the home with the last of them."""
         for replica in list(handle.replicas.values()):
-            if not replica.pins and replica.node in handle.replicas:
+            if not replica.pins and replica.node != self.last:
                 self.drop(replica)
+        home = handle.replicas.get(self.last)
+        if home is not None and not home.pins:
+            if len(handle.replicas) == 1:
+                self.drop(home)
+            else:
+                home.state = "reserved"
 
     # --- inspection ---------------------------------------------------------------------------------------------------
 
@@ -491,6 +532,7 @@ class Residency:
                 self._validate_replica(replica, pins.pop(replica, 0))
                 if replica.node != number:
                     raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
+        self.claims.validate(replica for replica in self.residents(self.last) if replica.state != "scratch")
         for replica in pins:
             raise InvalidEvent(f"{replica.handle!r} on node {replica.node} is in use but was dropped")
 

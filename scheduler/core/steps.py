@@ -124,18 +124,55 @@ class StepPlan:
         found = sum(handle.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned)
         return found + max(self.live_bytes(), default=0)
 
+    def minimum_bytes(self, *, is_last: bool, computes: bool, replays: int = 2) -> int:
+        """The smallest budget of a memory with which every task of the step gets its turn, whatever ends first: what a plan refuses to go below.
+
+        A memory with a tier below it must hold the hungriest task, or, where no task runs, the largest tile, which the program may ask for. The
+        last tier must hold what exists at once in the planned order with one task at a time: all data that outlives the step, one instance of the
+        outputs for each replay in flight, and the largest sum of temporaries (copies of inputs among them) and, if tasks run there, scratch. The
+        second replay's temporaries do not add to it: tasks ahead of the planned order get only room that the rest of that order does not need.
+        Data that the step does not use comes on top.
+
+        Args:
+            is_last: whether no tier lies below.
+            computes: whether tasks run on data in this memory.
+            replays: that will ever run; with one, the outputs have one instance.
+        """
+        if not is_last:
+            return self.largest_task() if computes else max((handle.size for handle in self.uses if not self._is_scratch(handle)), default=0)
+        kept = sum(handle.size for handle in self.uses if handle not in self.owned and not self._is_scratch(handle))
+        outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
+        return kept + min(replays, 2) * outputs + max(self.temporary_bytes(scratch=computes), default=0)
+
+    def temporary_bytes(self, *, scratch: bool) -> list[int]:
+        """For each place in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch."""
+        change = [0] * (len(self.tasks) + 1)
+        for handle, use in self.uses.items():
+            if self._is_scratch(handle):
+                for position in use.positions if scratch else ():
+                    change[position] += handle.size
+                    change[position + 1] -= handle.size
+            elif self.owned.get(handle) is False:
+                change[use.positions[0]] += handle.size
+                change[use.positions[-1] + 1] -= handle.size
+        return list(accumulate(change[:-1]))
+
+    def _is_scratch(self, handle: HandleRecord) -> bool:
+        use = self.uses[handle]
+        return use.first_writer is None and not use.readers
+
     def largest_task(self) -> int:
         """Bytes that the hungriest task touches: no memory where tasks run may be smaller."""
         return max((sum(handle.size for handle, _ in task.accesses) for task in self.tasks), default=0)
 
-    def growth(self) -> list[int]:
-        """For each place, by how many bytes the live data may still grow until the step ends."""
-        live = self.live_bytes()
-        highest, growth = 0, [0] * len(live)
-        for position in range(len(live) - 1, -1, -1):
-            highest = max(highest, live[position])
-            growth[position] = highest - (live[position - 1] if position else 0)
-        return growth
+    def _claims(self) -> tuple[list[int], list[int]]:
+        """`makes` and `peaks` of the step's replays."""
+        makes = [0] * len(self.tasks)
+        for handle, use in self.uses.items():
+            if self.owned.get(handle) is False and not self._is_scratch(handle):
+                makes[use.positions[0]] += handle.size
+        peaks = [*accumulate(reversed(self.temporary_bytes(scratch=True)), max, initial=0)]
+        return makes, peaks[::-1]
 
     def instantiate(self, clone: Callable[[HandleRecord], HandleRecord], first_id: int) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Tasks and own handles of one instance.
@@ -153,7 +190,8 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], growth=self.growth(), window=self.window)
+        makes, peaks = self._claims()
+        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], makes=makes, peaks=peaks, window=self.window)
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         for task, successors in zip(replay.tasks, self.successors, strict=True):

@@ -1,7 +1,7 @@
 """Fakes for tests: a driver without threads or time, real little buffers, and the sequential truth to compare with.
 
 `FakeDriver` holds a `Machine`; a test submits tasks and chooses which running task or copy ends next. Every handle holds one 64-bit number,
-written at the start of each page of its extent, so that overlapping extents, early evictions and stale replicas show as wrong numbers:
+written into each page of its extent, so that overlapping extents, early evictions and stale replicas show as wrong numbers:
 
   - a task's inputs are read when it starts and again when it ends, and must not have changed in between;
   - what it is about to overwrite is filled with garbage when it starts;
@@ -40,7 +40,7 @@ from ..core.events import (
 )
 from ..core.eviction import DEFAULT_EVICTION
 from ..core.machine import Machine
-from ..core.memory import PAGE, MemoryNode, rounded
+from ..core.memory import PAGE, MemoryNode
 from ..core.policies import POLICIES
 from ..core.records import (
     ANY,
@@ -76,6 +76,7 @@ class FakeDriver:
         storage: whether the last node is a file instead of memory.
         eviction: of the machine.
         window: of recorded steps.
+        prefetch: of the machine.
         collect: force a garbage collection inside every handler of the machine.
     """
 
@@ -88,12 +89,13 @@ class FakeDriver:
         storage: bool = False,
         eviction: str = DEFAULT_EVICTION,
         window: int = ANY,
+        prefetch: bool = True,
         collect: bool = False,
     ) -> None:
-        self.fresh_machine = partial(fresh_machine, pages, policy, storage=storage, eviction=eviction)
+        self.fresh_machine = partial(fresh_machine, pages, policy, storage=storage, eviction=eviction, prefetch=prefetch)
         self.window = window
         self.machine = self.fresh_machine()
-        self.memory = [bytearray(node.extents.capacity) for node in self.machine.nodes]
+        self.memory: list[dict[int, int]] = [{} for _ in self.machine.nodes]  # the number in each page, by its offset
         self.log = EventLog()
         self.actions: list[Entry] = []
         self.runs: list[Run] = []
@@ -132,10 +134,17 @@ class FakeDriver:
         self.inbox.append(handle)
 
     def record(
-        self, tasks: Sequence[Sequence[tuple[HandleRecord, Mode]]], owned: Mapping[HandleRecord, bool], kinds: tuple[WorkerKind, ...] = CPU
+        self,
+        tasks: Sequence[Sequence[tuple[HandleRecord, Mode]]],
+        owned: Mapping[HandleRecord, bool],
+        kinds: tuple[WorkerKind, ...] = CPU,
+        *,
+        num_urgent: int = 0,
     ) -> FakeStep:
-        """Capture tasks over handles; `owned` as in `StepPlan`."""
-        recorded = [RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, 0) for at, accesses in enumerate(tasks)]
+        """Capture tasks over handles; `owned` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs."""
+        recorded = [
+            RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, int(at < num_urgent)) for at, accesses in enumerate(tasks)
+        ]
         return FakeStep(self, StepPlan(recorded, owned, window=self.window))
 
     def start(self, replay: Replay, number: int) -> None:
@@ -183,11 +192,11 @@ class FakeDriver:
         elif isinstance(action, MoveTile):
             if self.num_under_way:
                 raise Wrong("tiles were moved while something was under way")
-            memory = self.memory[action.node]
-            size = rounded(action.nbytes)
-            memory[action.offset : action.offset + size] = memory[action.source_offset : action.source_offset + size]
+            memory, distance = self.memory[action.node], action.offset - action.source_offset
+            pages = range(action.source_offset, action.source_offset + action.nbytes, PAGE)
+            memory.update({page + distance: memory.get(page, 0) for page in pages})
         elif isinstance(action, DiscardExtent):
-            self.memory[action.node][action.offset : action.offset + action.nbytes] = bytes(action.nbytes)
+            self.memory[action.node].update(dict.fromkeys(range(action.offset, action.offset + action.nbytes, PAGE), 0))
         elif isinstance(action, ReportFailure):
             run = self._current[action.task]
             run.error, run.ended = action.error, True
@@ -255,15 +264,13 @@ class FakeDriver:
             Wrong: its pages disagree, so something else has written there.
         """
         memory = self.memory[replica.node]
-        pages = range(replica.offset, replica.offset + replica.handle.size, PAGE)
-        values = {int.from_bytes(memory[page : page + 8], "little") for page in pages}
+        values = {memory.get(page, 0) for page in range(replica.offset, replica.offset + replica.handle.size, PAGE)}
         if len(values) != 1:
             raise Wrong(f"the pages of {replica.handle!r} on node {replica.node} disagree: {sorted(values)}")
         return values.pop()
 
     def _store(self, replica: Replica, value: int) -> None:
-        for page in range(replica.offset, replica.offset + replica.handle.size, PAGE):
-            self.memory[replica.node][page : page + 8] = value.to_bytes(8, "little")
+        self.memory[replica.node].update(dict.fromkeys(range(replica.offset, replica.offset + replica.handle.size, PAGE), value))
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -351,11 +358,11 @@ class FakeStep:
         return self.driver.handle(handle.size // PAGE, f"{handle.name}'")
 
 
-def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str) -> Machine:
+def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str, prefetch: bool = True) -> Machine:
     """A machine with nodes of so many pages."""
     last = len(pages) - 1
     nodes = [MemoryNode(f"node {at}", number * PAGE, is_storage=storage and at == last) for at, number in enumerate(pages)]
-    return Machine(nodes, POLICIES[policy](), eviction=eviction)
+    return Machine(nodes, POLICIES[policy](), eviction=eviction, prefetch=prefetch)
 
 
 def collect_inside(machine: Machine) -> None:

@@ -166,9 +166,8 @@ def no_write_after_read(task: Task) -> None:
             handle.last_writer = task
 
 
-def clear_without_looking(self, victims):  # type: ignore[no-untyped-def]
-    """`Residency._clear` that drops whatever the plan names."""
-    self._evict(victims)
+def find_all_clean(self, victims):  # type: ignore[no-untyped-def]
+    """`Residency._are_clean` that lets whatever the plan names be dropped."""
     return True
 
 
@@ -185,7 +184,7 @@ MUTANTS = {
     "no write-after-read edge": [(graph, "link", no_write_after_read)],
     "evicts pinned replicas": [
         (victims, "is_unused", lambda replica: replica.state != "scratch"),
-        (Residency, "_clear", clear_without_looking),
+        (Residency, "_are_clean", find_all_clean),
     ],
     "no invalidation on write": [(Residency, "invalidate_others", lambda self, task: None)],
     "hands an extent out twice": [(ExtentAllocator, "free", free_twice)],

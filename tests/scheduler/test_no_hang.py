@@ -1,0 +1,222 @@
+"""At or above the planned minimum every task of a recorded step gets its turn, whatever ends first; below it the refusal names the number.
+
+Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs) on one to four nodes with budgets from the minimum upwards,
+under every policy, several replays, in random completion orders. Each case ends with the sequential truth, and `FakeDriver` validates the ledger
+after every event. More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from random import Random
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from scheduler.core.errors import DoesNotFit
+from scheduler.core.eviction import EVICTION_POLICIES
+from scheduler.core.memory import PAGE
+from scheduler.core.policies import POLICIES
+from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, W
+from scheduler.testing import FakeDriver, FakeStep
+
+NUM_CASES = int(os.environ.get("NNTASK_NO_HANG_CASES", "1000"))
+Access = tuple[HandleRecord, Mode]
+
+# (nodes, workers as (kind, node), whether the last node is a disk)
+LAYOUTS = (
+    (1, (("cpu", 0),), False),
+    (1, (("cpu", 0),) * 2, False),
+    (1, (("cpu", 0),) * 4, False),
+    (2, (("cpu", 0),), True),
+    (2, (("cpu", 0),) * 2, True),
+    (2, (("cpu", 0),) * 4, True),
+    (2, (("sim", 1),), False),
+    (2, (("cpu", 0), ("sim", 1)), False),
+    (3, (("sim", 1), ("sim", 2)), False),
+    (3, (("cpu", 0), ("cpu", 0), ("sim", 1), ("sim", 2)), False),
+    (3, (("sim", 1),), True),
+    (3, (("cpu", 0), ("sim", 1)), True),
+    (4, (("sim", 1), ("sim", 2)), True),
+    (4, (("cpu", 0), ("cpu", 0), ("sim", 1), ("sim", 2)), True),
+)
+
+
+@dataclass
+class Sketch:
+    """A step drawn from numbers: handles, tasks over them, who owns what."""
+
+    driver: FakeDriver
+    persistent: list[HandleRecord] = field(default_factory=list)
+    inputs: list[HandleRecord] = field(default_factory=list)
+    outputs: list[HandleRecord] = field(default_factory=list)
+    owned: dict[HandleRecord, bool] = field(default_factory=dict)
+    tasks: list[list[Access]] = field(default_factory=list)
+    readable: list[HandleRecord] = field(default_factory=list)
+
+    def new(self, pages: int, name: str, *, is_output: bool = False) -> HandleRecord:
+        """A handle of the step."""
+        handle = self.driver.handle(pages, name)
+        self.owned[handle] = is_output
+        return handle
+
+    def begin(self, sizes: list[int], num_inputs: int) -> None:
+        """Persistent data, and inputs with the step's own copies of them."""
+        for at, pages in enumerate(sizes):
+            (self.inputs if at < num_inputs else self.persistent).append(self.driver.handle(pages, f"p{at}"))
+        for handle in self.inputs:
+            own = self.new(handle.size // PAGE, f"{handle.name} copy")
+            self.tasks.append([(handle, R), (own, W)])
+            self.readable.append(own)
+        self.readable += self.persistent
+
+    def add(self, what: int, a: int, b: int, pages: int) -> None:
+        """One or more tasks of a kind."""
+        old, other = self.readable[-1 - a % len(self.readable)], self.readable[b % len(self.readable)]
+        if what == 0:  # link of a chain, perhaps with scratch
+            self.derive([self.readable[-1]], pages, scratch=a % 3)
+        elif what == 1:  # fan out, join
+            parts = [self.derive([old], 1 + (pages + at) % 3) for at in range(1 + b % 4)]
+            self.derive(parts, pages)
+        elif what == 2:
+            self.derive([old, other], pages, scratch=pages % 3)
+        elif what == 3 and old is not other:  # accumulate
+            self.tasks.append([(old, RW), (other, R)])
+        elif what == 4:
+            output = self.new(pages, "out", is_output=True)
+            self.outputs.append(output)
+            self.tasks.append([(old, R), (output, W)])
+            self.readable.append(output)
+        elif what == 5 and self.persistent:  # overwrite
+            target = self.persistent[b % len(self.persistent)]
+            self.tasks.append([(target, W)] if target is old else [(old, R), (target, W)])
+        else:
+            self.tasks.append([(old, RW)])
+
+    def derive(self, sources: list[HandleRecord], pages: int, scratch: int = 0) -> HandleRecord:
+        """A task that makes new data out of old."""
+        target = self.new(pages, "tmp")
+        accesses: list[Access] = [(source, R) for source in dict.fromkeys(sources)]
+        accesses.append((target, W))
+        if scratch:
+            accesses.append((self.new(scratch, "scratch"), SCRATCH))
+        self.tasks.append(accesses)
+        self.readable.append(target)
+        return target
+
+
+SKETCHES = st.tuples(
+    st.lists(st.integers(1, 4), min_size=2, max_size=5),
+    st.integers(0, 2),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=9),
+)
+EXTRA = st.sampled_from((0, 0, 0, 1, 2, 3, 5, 9, 30))
+
+
+@dataclass
+class Case:
+    """A driver with a step recorded, and what it may use at least."""
+
+    driver: FakeDriver
+    sketch: Sketch
+    step: FakeStep
+    largest: int
+
+
+def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, eviction: str, window: int, prefetch: bool, below: int = 0) -> Case:
+    """A machine with so many pages more than the minimum on each node, and `below` less where tasks run, with the step's data in place."""
+    num_nodes, workers, storage = layout
+    sizes, num_inputs, adds = sketch
+
+    def draw(pages: list[int]) -> tuple[FakeDriver, Sketch, FakeStep]:
+        crew = [(kind, node, 1 if kind == "cpu" else 1 + extras[-1] % 3) for kind, node in workers]
+        driver = FakeDriver(pages, crew, policy, storage=storage, eviction=eviction, window=window, prefetch=prefetch)
+        drawn = Sketch(driver)
+        drawn.begin(sizes, num_inputs)
+        for add in adds:
+            drawn.add(*add)
+        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs))
+
+    plan = draw([1] * num_nodes)[2].plan
+    busy = {node for _, node in workers}
+    last = num_nodes - 1 if storage else 0
+    pages = []
+    for node in range(num_nodes):
+        computes = node in busy
+        minimum = plan.minimum_bytes(is_last=node == last, computes=computes) // PAGE
+        minimum += extras[node] - (below if computes and node != last else 0)
+        pages.append(minimum)
+    driver, drawn, step = draw(pages)
+    return Case(driver, drawn, step, plan.largest_task())
+
+
+def program(case: Case, chance: Random, replays: int) -> None:
+    """Write data, replay with two in flight, write inputs and read outputs between, end things in any order."""
+    driver, sketch, step = case.driver, case.sketch, case.step
+    used = step.plan.uses
+    for handle in [*sketch.persistent, *sketch.inputs]:
+        if handle in used:
+            driver.submit((handle, W), kinds=("host",))
+            driver.drain(chance.randrange)
+    twins: list[dict[HandleRecord, HandleRecord]] = []
+    while len(twins) < replays or driver.num_under_way:
+        if len(twins) < replays and step.can_replay and (chance.random() < 0.3 or not driver.num_under_way):
+            for handle in sketch.inputs:
+                driver.submit((handle, W), kinds=("host",))
+            twins.append(step.replay())
+            if sketch.outputs and chance.random() < 0.5:
+                driver.submit((twins[-1][chance.choice(sketch.outputs)], R), kinds=("host",))
+        elif driver.num_under_way:
+            driver.end(chance.randrange(driver.num_under_way) if chance.random() < 0.8 else 0)
+
+
+def quiet(num_cases: int) -> settings:
+    """So many cases, the same ones every time."""
+    return settings(
+        max_examples=num_cases,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    sketch=SKETCHES,
+    extras=st.lists(EXTRA, min_size=5, max_size=5),
+    policy=st.sampled_from(sorted(POLICIES)),
+    eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+    window=st.sampled_from((0, 1, 3, ANY)),
+    prefetch=st.booleans(),
+    replays=st.integers(1, 4),
+    seed=st.integers(0, 1 << 30),
+)
+@quiet(NUM_CASES)
+def test_random_steps_end_at_the_planned_minimum(
+    layout: tuple, sketch: tuple, extras: list[int], policy: str, eviction: str, window: int, prefetch: bool, replays: int, seed: int
+) -> None:
+    """Nothing is refused, nothing hangs, the ledger holds, and the values are those of sequential execution."""
+    case = prepare(layout, sketch, extras, policy, eviction, window, prefetch)
+    program(case, Random(seed), replays)
+    for run in case.driver.runs:
+        assert run.error is None, run.error
+    case.driver.check()
+
+
+@given(
+    layout=st.sampled_from([each for each in LAYOUTS if not (each[1][0][1] == 0 and not each[2])]),
+    sketch=SKETCHES,
+    policy=st.sampled_from(sorted(POLICIES)),
+    seed=st.integers(0, 1 << 30),
+)
+@quiet(100)
+def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, sketch: tuple, policy: str, seed: int) -> None:
+    """The hungriest task is refused and says what it needs; everything else ends."""
+    case = prepare(layout, sketch, [0] * 5, policy, "next-use", ANY, True, below=1)
+    program(case, Random(seed), 1)
+    case.driver.check()
+    refused = [str(run.error) for run in case.driver.runs if isinstance(run.error, DoesNotFit)]
+    assert any(f"{case.largest:,} B at once" in message for message in refused), refused
