@@ -1,7 +1,7 @@
 """A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
 
-One track per worker, one per link, arrows from copies to the tasks they serve, counters for the bytes of each node and for ready tasks. Events are appended as tuples while the program
-runs and turned into JSON when the file is written; a name that ends in ``.gz`` is compressed.
+One track per worker, one per link, arrows from copies to the tasks they serve, counters for the bytes of each node and for ready tasks. Events are
+appended as tuples while the program runs and turned into JSON when the file is written; a name that ends in ``.gz`` is compressed.
 """
 
 from __future__ import annotations

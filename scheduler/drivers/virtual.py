@@ -227,8 +227,8 @@ def _difference(before: Simulation, after: Simulation) -> Simulation:
 
 
 def _load(driver: VirtualDriver, plan: StepPlan) -> None:
-    """The program writes what the step expects to find."""
-    for number, (handle, use) in enumerate(plan.uses.items()):
+    """The program writes what the step expects to find, what is used first at last: so memory holds about what an earlier replay would leave."""
+    for number, (handle, use) in enumerate(reversed(plan.uses.items())):
         if use.needs_data and handle not in plan.owned:
             task = Task(TaskId(-1 - number), None, "load", ("host",), ((handle, W),), {}, order=number - len(plan.uses))
             driver.bring(TaskSubmitted(task))

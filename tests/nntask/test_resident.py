@@ -46,7 +46,9 @@ def memory_group(limit: int) -> Iterator[Path]:
 
 def nntask(folder: Path, procs: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the command inside the group."""
-    starter = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, [sys.executable, '-m', 'nntask', *sys.argv[2:]])"
+    starter = (
+        "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, [sys.executable, '-m', 'nntask', *sys.argv[2:]])"
+    )
     return subprocess.run(
         [sys.executable, "-c", starter, str(procs), "train", *flags],
         cwd=folder,

@@ -75,10 +75,14 @@ def test_a_write_that_fails(code: int, kit, tmp_path: Path, monkeypatch: pytest.
             raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(DiskTier, "write", fail)
-        with pytest.raises((TierFailed, HandleLost), match=r"--disk|written"):
+
+        def increment_all() -> None:
             for handle in handles:
                 with runtime.acquire(handle, "RW") as view:
                     view += 1
+
+        with pytest.raises((TierFailed, HandleLost), match=r"--disk|written"):
+            increment_all()
         monkeypatch.setattr(DiskTier, "write", honest)
         readable = 0
         for handle in handles:
@@ -100,14 +104,15 @@ def test_a_read_that_fails(kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(DiskTier, "read", fail)
-        lost = []
+        lost, reasons = [], []
         for handle in handles:
             try:
                 kit.value(runtime, handle)
             except HandleLost as error:
-                assert "read back" in str(error)
                 lost.append(handle)
+                reasons.append(str(error))
         assert lost
+        assert all("read back" in reason for reason in reasons)
         runtime.submit(kit.double, [(lost[0], "RW")])
         with pytest.raises(TaskError, match=r"read back"):
             runtime.wait()
