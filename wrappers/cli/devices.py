@@ -1,10 +1,12 @@
-"""``nntask devices``: the processor, its cores and the memory this process may use."""
+"""``nntask devices``: processor, workers, memory nodes, and what earlier runs have measured here: kernels and links."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,30 +18,37 @@ from .help import parse
 
 @dataclass(frozen=True, slots=True)
 class DevicesSettings:
-    """Show what this machine offers."""
+    """Show what this machine offers, and what is known about its speed."""
 
     json: bool = False
     """print JSON"""
+    ncpu: int | None = None
+    """CPU workers (default: the cores this process may use)"""
+    sim_gpu: int = 0
+    """simulated devices"""
+    gpu_memory: str = ""
+    """byte budget of each simulated device, e.g. 1GiB (default: that of RAM)"""
+    ram: str = ""
+    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free)"""
+    disk: str = ""
+    """DIR or DIR:SIZE of a disk tier"""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the devices."""
+    """Print the devices.
+
+    Raises:
+        UsageError: a flag is wrong.
+    """
     settings, _ = parse(DevicesSettings, argv, "nntask devices")
-    facts = machine_facts()
-    if settings.json:
-        print(json.dumps(facts, indent=1))
-        return 0
-    print(f"cpu     {facts['cpu']}, {facts['cores']} cores for this process of {facts['machine_cores']}")
-    print(f"ram     {format_size(facts['ram_bytes'])} in the machine, limit {format_size(facts['ram_limit_bytes'])}")
-    print(f"budget  {format_size(facts['default_ram_budget_bytes'])} for tiles by default (--ram)")
-    print("gpu     none used by this version; --sim-gpu N simulates devices")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    facts = {**machine_facts(), **speed_facts(settings)}
+    print(json.dumps(facts, indent=1) if settings.json else "\n".join(_lines(facts)))
     return 0
 
 
 def machine_facts() -> dict[str, Any]:
     """Processor, cores and memory."""
-    import os
-
     import psutil
 
     from scheduler.runtime import usable_cores
@@ -53,6 +62,78 @@ def machine_facts() -> dict[str, Any]:
         "ram_limit_bytes": memory_limit(),
         "default_ram_budget_bytes": default_ram_budget(),
     }
+
+
+def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
+    """Workers and nodes that `nntask train` would have with these flags, measured rates, and models of links.
+
+    Raises:
+        UsageError: a flag is wrong.
+    """
+    from nntask.trainer.flops import gemm_peak
+    from nntask.trainer.places import DISK_LINK, MEMORY_LINK, memory_bandwidth, open_store, this_machine
+    from nntask.trainer.rules import check_values
+    from nntask.trainer.settings import ResourceSettings, TrainSettings
+    from scheduler.core.perf import Models
+
+    resources = ResourceSettings(ncpu=settings.ncpu, sim_gpu=settings.sim_gpu, gpu_memory=settings.gpu_memory, ram=settings.ram, disk=settings.disk)
+    asked = TrainSettings(resources=resources)
+    check_values(asked)
+    target = this_machine(asked)
+    names = [*(name for name, _ in target.nodes), *(name for name in ("sim:0", "disk") if name not in dict(target.nodes))]
+    store, models = open_store(names), Models()
+    store.load(models)
+    threads = min(max(len(target.workers), 1), os.cpu_count() or 1)
+    kernels: dict[str, Counter[str]] = {}
+    for name, _, kind in models.history.series:
+        kernels.setdefault(kind, Counter())[name] += 1
+    links = {
+        f"{names[source]}->{names[end]}": {
+            "latency_seconds": link.latency,
+            "bytes_per_second": link.bandwidth,
+            "copies": len(link.samples),
+        }
+        for (source, end), link in sorted(models.links.items())
+    }
+    return {
+        "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
+        "nodes": dict(target.nodes),
+        "gemm_peak_flops": gemm_peak(threads),
+        "memory_bytes_per_second": memory_bandwidth(threads),
+        "measured_on_threads": threads,
+        "kernels_known": {kind: dict(sorted(found.items())) for kind, found in sorted(kernels.items())},
+        "num_kernels_known": sum(found.total() for found in kernels.values()),
+        "links": links,
+        "default_links": {name: {"latency_seconds": a, "bytes_per_second": b} for name, (a, b) in (("memory", MEMORY_LINK), ("disk", DISK_LINK))},
+        "models_file": str(store.path),
+    }
+
+
+def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    yield f"cpu      {facts['cpu']}, {facts['cores']} cores for this process of {facts['machine_cores']}"
+    yield f"ram      {format_size(facts['ram_bytes'])} in the machine, limit {format_size(facts['ram_limit_bytes'])}"
+    yield f"budget   {format_size(facts['default_ram_budget_bytes'])} for tiles by default (--ram)"
+    yield "gpu      none used by this version; --sim-gpu N simulates devices"
+    yield "workers  " + ", ".join(f"{count} x {name}" for name, count in facts["workers"].items())
+    yield "nodes    " + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in facts["nodes"].items())
+    yield (
+        f"rates    {facts['gemm_peak_flops'] / 1e9:.0f} Gflop/s of fp32 matrix products and {facts['memory_bytes_per_second'] / 1e9:.1f} GB/s "
+        f"of memory on {facts['measured_on_threads']} threads"
+    )
+    for kind, found in facts["kernels_known"].items():
+        most = sorted(found, key=lambda name: (-found[name], name))[:6]
+        yield (
+            f"kernels  {sum(found.values())} measured on {kind} workers, of {len(found)} codelets: "
+            + ", ".join(f"{name} ({found[name]})" for name in most)
+            + (", ..." if len(found) > len(most) else "")
+        )
+    if not facts["kernels_known"]:
+        yield "kernels  none measured yet; nntask train measures them"
+    for name, link in facts["links"].items():
+        yield f"link     {name}: {link['latency_seconds'] * 1e6:.0f} us + {link['bytes_per_second'] / 1e9:.2f} GB/s, from {link['copies']} copies"
+    if not facts["links"]:
+        yield "link     none measured yet; nntask bench links measures them"
+    yield f"models   {facts['models_file']}"
 
 
 def _cpu_model() -> str:

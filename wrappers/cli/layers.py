@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from nntask.trainer.settings import TrainSettings
 
 CONFIG: Final = "config"
+_OF_A_START: Final = ("resume", "run-dir", "load-checkpoint", "load-optimizer")
+"""Flags that say where a run begins, which a continued one knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,11 @@ class Request:
     extra: Mapping[str, Any]
 
 
-def request(argv: Sequence[str], environ: Mapping[str, str], extra: Sequence[str] = ()) -> Request:
+def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
     """Settings and model config of a command line.
 
     Args:
-        extra: names of switches that the command has besides.
+        extra: flags that the command has besides: switches (bool) and texts (str).
 
     Raises:
         UsageError: a flag or value is wrong.
@@ -50,10 +52,11 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Sequence[str
     from nntask.trainer.settings import TrainSettings
 
     table = table_of(TrainSettings)
-    known: Table = {**table, CONFIG: Flag(CONFIG, "", CONFIG, str), **{name: Flag(name, "", name, bool) for name in extra}}
+    extra = extra or {}
+    known: Table = {**table, CONFIG: Flag(CONFIG, "", CONFIG, str), **{name: Flag(name, "", name, kind) for name, kind in extra.items()}}
     typed, _ = scan(argv, known)
     file = typed.pop(CONFIG, "")
-    besides = {name: typed.pop(name, False) for name in extra}
+    besides = {name: typed.pop(name, kind()) for name, kind in extra.items()}
     explicit: dict[str, Any] = _read_config(file, table) if file else {}
     for name, (text, variable) in flags_from(environ).items():
         explicit[name] = table[name].convert(text, variable)
@@ -91,14 +94,16 @@ def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
 
 
 def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
-    """Values of the run that is continued; where and how it is watched is asked anew."""
+    """Values of the run that is continued; where it begins and how it is watched is asked anew."""
+    from nntask.checkpoints import STATE
+    from nntask.trainer.settings import from_dict
+
+    settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
     values: dict[str, Any] = {}
     for flag in table.values():
-        group = checkpoint.state.get("settings", {}).get(flag.group, {})
-        if flag.group != "observe" and group.get(flag.field) is not None:
-            values[flag.name] = group[flag.field]
-    values.pop("resume", None)
-    values.pop("run-dir", None)
+        value = getattr(getattr(settings, flag.group), flag.field)
+        if value is not None and flag.group != "observe" and flag.name not in _OF_A_START:
+            values[flag.name] = value
     return values
 
 
@@ -112,7 +117,7 @@ def _model_config(settings: TrainSettings, explicit: Mapping[str, Any], resumed:
 
     model = settings.model
     if resumed is not None and not {"model", "config-path"} & set(explicit):
-        config = GPT2Config.from_dict(resumed.state["model"], str(resumed.path))
+        config = resumed.config
     elif model.config_path is not None:
         config = GPT2Config.from_json(model.config_path)
     else:

@@ -1,11 +1,13 @@
-"""``nntask plan``: what a training run would need, without running it. Takes the flags of ``nntask train``, and ``--json``."""
+"""``nntask plan``: what a training run would need and cost, without running it. Takes the flags of ``nntask train``, and its own below."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nntask.trainer.settings import TrainSettings
 
@@ -15,36 +17,87 @@ from .layers import request
 
 @dataclass(frozen=True, slots=True)
 class _Help:
-    """Say what a training run would need. All flags of nntask train; nothing is computed or written."""
+    """Say what a training run would need and cost. All flags of nntask train; nothing is computed or written."""
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
     """TOML file with any of these flags; the environment and the command line are stronger"""
+    devices: str = ""
+    """plan for an imaginary machine of devices, [COUNTx]MEMORY[@FLOPS], e.g. 8x80GiB@150TF; --ram and --disk are then imaginary too"""
+    link: str = ""
+    """bytes per second between host memory and each imaginary device, e.g. 55GB/s (default 25GB/s)"""
     json: bool = False
     """print JSON"""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the plan."""
+    """Print the plan; returns 0, or 3 when the run would not fit.
+
+    Raises:
+        UsageError: a flag or value is wrong.
+        DoesNotFit: the run would not fit; says what would.
+    """
     if any(token in ("-h", "--help") for token in argv):
         show_help(_Help, "nntask plan")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    asked = request(argv, os.environ, extra=("json",))
-    from nntask.sizes import format_size
+    asked = request(argv, os.environ, extra={"json": bool, "devices": str, "link": str})
+    from nntask.errors import DoesNotFit, UsageError
+    from nntask.trainer.places import imaginary
     from nntask.trainer.planning import plan_run
 
-    figures = plan_run(asked.settings, asked.config)
-    if asked.extra["json"]:
-        print(json.dumps(figures, indent=1))
-        return 0
-    print(f"parameters        {figures['parameters']:,}")
-    for name, nbytes in figures["bytes_by_class"].items():
-        print(f"{name + ', peak':17} {format_size(nbytes)}")
-    for key, what in (("persistent_bytes", "persistent"), ("peak_bytes", "all, peak"), ("budget_bytes", "budget")):
-        for node, nbytes in figures[key].items():
-            print(f"{what + ' in ' + node:17} {format_size(nbytes)}")
-    print(f"feasible          {'yes' if figures['feasible'] else 'no; raise --ram, or lower --minibatch'}")
-    print(f"tasks per step    {figures['tasks_per_step']}")
-    for name, size in figures["tiles"].items():
-        print(f"{name.replace('_', ' '):17} {size}")
+    devices, link = asked.extra["devices"], asked.extra["link"]
+    if link and not devices:
+        raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
+    target = imaginary(devices, asked.settings, link) if devices else None
+    figures = plan_run(asked.settings, asked.config, target)
+    print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
+    if not figures["feasible"]:
+        raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")
     return 0
+
+
+def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """The plan as lines of text."""
+    from nntask.sizes import format_size
+
+    yield f"parameters          {figures['parameters']:,}"
+    yield f"tasks per step      {figures['tasks_per_step']:,}"
+    yield "tiles               " + ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
+    yield "workers             " + ", ".join(f"{count} x {name}" for name, count in figures["workers"].items()) + f"; policy {figures['policy']}"
+    yield f"needed              {format_size(figures['needed_bytes'])}, of it " + ", ".join(
+        f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes
+    )
+    for node, budget in figures["budget_bytes"].items():
+        peak = figures["peak_bytes"].get(node)
+        yield (
+            f"{node:19} budget {format_size(budget)}, at least {format_size(figures['minimum_budget_bytes'][node])}"
+            + (f", peak {format_size(peak)}" if peak is not None else "")
+        )
+    for name, nbytes in figures["forecast_bytes"].items():
+        yield f"{'order ' + name:19} moves about {nbytes / 1e9:.2f} GB" + (" (chosen)" if name == figures["order"] else "")
+    if not figures["forecast_bytes"]:
+        yield f"order               {figures['order']}: everything fits"
+    for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
+        yield f"{link:19} {nbytes / 1e9:.2f} GB per step"
+    if figures["seconds_per_step"] is not None:
+        yield f"seconds per step    {figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
+    if figures["largest_minibatch"] is not None:
+        yield f"largest minibatch   {figures['largest_minibatch']:,} sequences at once, with these tiles"
+    if figures["largest_model"] is not None:
+        yield f"largest --model     {figures['largest_model']}"
+    if figures["feasible"]:
+        yield "feasible            yes"
+    else:
+        yield "feasible            no: " + figures["refusal"]
+        for change in figures["advice"]:
+            yield f"it would fit with   {change}"
+
+
+def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:
+    """Bytes per link; over all devices together where there are many links."""
+    if len(moved) <= 6:
+        return moved
+    found: Counter[str] = Counter()
+    for link, nbytes in moved.items():
+        found["->".join(end.partition(":")[0] for end in link.split("->"))] += nbytes
+    return found

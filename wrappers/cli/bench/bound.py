@@ -22,6 +22,8 @@ position p without being accessed there:
 
 Before solving: intervals without a position in between stay; tiles with the same accesses become one; positions where everything fits, and
 those between which nothing begins or ends, need no row of their own.
+
+SciPy solves it; it is imported when a bound is asked for (extra `bench`).
 """
 
 from __future__ import annotations
@@ -32,8 +34,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse  # type: ignore[import-untyped]
-from scipy.optimize import linprog  # type: ignore[import-untyped]
 
 from scheduler.core.records import SCRATCH, HandleRecord
 from scheduler.core.steps import StepPlan
@@ -169,6 +169,7 @@ def lower_bound(trace: Trace, capacity: int) -> Bound:
     Raises:
         ValueError: a single position needs more than `capacity`.
         RuntimeError: the solver gave up.
+        ImportError: SciPy is not installed.
     """
     needed = np.array(trace.needed(), np.float64)
     if len(needed) and needed.max() > capacity:
@@ -284,6 +285,8 @@ def _solve_rows(first: Indices, last: Indices, size: Numbers, epoch: Indices, nu
         ((last + 1)[ended], x[ended], size[ended]),
         shape=(rows, columns),
     )
+    from scipy.optimize import linprog
+
     dirty = np.flatnonzero(epoch >= 0)
     lines, ones = np.arange(len(dirty)), np.ones(len(dirty))
     write_back = _matrix((lines, x[dirty], ones), (lines, number + epoch[dirty], ones), shape=(len(dirty), columns))
@@ -307,5 +310,7 @@ def _solve_rows(first: Indices, last: Indices, size: Numbers, epoch: Indices, nu
 
 def _matrix(*entries: tuple[Indices, Indices, Numbers], shape: tuple[int, int]) -> Any:
     """Sparse matrix from (rows, columns, values) triples; equal places add up."""
+    from scipy import sparse
+
     rows, columns, values = (np.concatenate([entry[at] for entry in entries]) for at in range(3))
     return sparse.csr_array((values, (rows, columns)), shape=shape)

@@ -6,14 +6,11 @@ budgets are on. Two workers run kernels of about 200 microseconds, so that both 
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
-
-from .help import parse
 
 _CHAINS: Final = 64
 _NBYTES: Final = 4096
@@ -22,8 +19,8 @@ _ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class BenchSettings:
-    """Measure the task runtime; the one benchmark there is: overhead."""
+class OverheadSettings:
+    """Measure what the task runtime costs per task, in microseconds."""
 
     json: bool = False
     """print JSON"""
@@ -31,22 +28,18 @@ class BenchSettings:
     """empty tasks per round; a tenth as many with kernels"""
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run a benchmark and print its figures."""
+def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:
+    """Figures, and the same as lines of text.
+
+    Raises:
+        UsageError: too few tasks.
+    """
     from nntask.errors import UsageError
 
-    settings, words = parse(BenchSettings, argv, "nntask bench", words=("overhead",))
-    if words[0] != "overhead":
-        raise UsageError(f"unknown benchmark {words[0]!r}; there is overhead")
     if settings.tasks < 100:
         raise UsageError(f"--tasks must be at least 100, got {settings.tasks}; use --tasks 20000")
     figures = overhead(settings.tasks)
-    if settings.json:
-        print(json.dumps(figures, indent=1))
-    else:
-        for name, value in figures.items():
-            print(f"{name:28} {value:8.2f}")
-    return 0
+    return figures, [f"{name:28} {value:8.2f}" for name, value in figures.items()]
 
 
 def overhead(num_tasks: int) -> dict[str, float]:

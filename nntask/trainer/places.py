@@ -1,0 +1,331 @@
+"""Machines that a step is planned for: this one with its budgets, or an imaginary one; and how long tasks and copies take there.
+
+This machine: workers, budgets and policy as `open_runtime` would choose them; durations and link rates from the models of earlier runs, and for
+what nobody has measured the cost function over the measured peak of matrix products and of memory. An imaginary one (``8x80GiB@150TF``): devices
+that reach their peak, links of the given rate, and host memory without workers. Nothing here is written, and no memory is taken but for measuring.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+
+from scheduler.core.perf import LinkModel, Models, Rate, footprint
+from scheduler.core.policies import choose
+from scheduler.core.records import NodeId, Task, WorkerKind
+from scheduler.core.steps import RecordedTask, StepPlan
+from scheduler.drivers.disk import THREADS
+from scheduler.drivers.virtual import Duration
+from scheduler.engine import SIM_DEPTH
+from scheduler.runtime import usable_cores
+from scheduler.storage.limits import default_ram_budget
+from scheduler.storage.perfstore import PerfStore, machine_fingerprint
+
+from ..errors import UsageError
+from ..models.config import GPT2Config
+from ..sizes import parse_size
+from ..tiling import divisors, even
+from .flops import gemm_peak
+from .rules import disk_of
+from .settings import TrainSettings
+
+RAM: Final = "ram"
+DISK: Final = "disk"
+
+DISK_LINK: Final = (1e-4, 4e8)
+"""Seconds and bytes per second of one of the requests in flight of a disk that nobody has measured."""
+MEMORY_LINK: Final = (2e-5, 5e9)
+"""The same of a copy between RAM and a simulated device."""
+DEVICE_BANDWIDTH: Final = 2e12
+"""Bytes per second that an imaginary device reads and writes of its own memory."""
+DEVICE_FLOPS: Final = 1e14
+"""Flop/s of an imaginary device that does not say."""
+DEFAULT_LINK: Final = "25GB/s"
+"""Between host memory and each imaginary device, in each direction."""
+BOUNDLESS: Final = 1 << 50
+"""Bytes of an imaginary disk that does not say."""
+
+COARSE_SHARE: Final = 64
+"""A weight tile of an imaginary device takes at most this fraction of its memory."""
+COARSE_TOKENS: Final = 8192
+"""Tokens per tile there, at most."""
+
+_DEVICES: Final = re.compile(r"\s*(?:(\d+)\s*x\s*)?([\d.]+\s*[a-z]+)\s*(?:@\s*(\d+(?:\.\d+)?)\s*([gtp])(?:f|flops?|flop/s)?)?\s*", re.IGNORECASE)
+_SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
+_BUFFER: Final = 1 << 24
+_BANDWIDTH_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A machine to plan for.
+
+    Args:
+        workers: (kind, node, depth) of each worker.
+        nodes: (name, budget in bytes) of each memory node, host memory first, the disk tier last.
+        storage: whether the last node is a disk tier.
+        models: durations and links that are known.
+        rates: of a worker of each kind, for tasks that nobody has measured; None to measure this machine.
+    """
+
+    workers: tuple[tuple[WorkerKind, int, int], ...]
+    nodes: tuple[tuple[str, int], ...]
+    storage: bool
+    models: Models
+    rates: Mapping[WorkerKind, Rate] | None = None
+
+    @property
+    def places(self) -> list[int]:
+        """Nodes where tasks run."""
+        return sorted({node for _, node, _ in self.workers})
+
+    @property
+    def memory(self) -> int:
+        """Bytes where tasks run."""
+        return sum(self.nodes[place][1] for place in self.places)
+
+    @property
+    def largest_place(self) -> int:
+        """Bytes of the largest memory where a task may run."""
+        return max(self.nodes[place][1] for place in self.places)
+
+    @property
+    def last(self) -> int:
+        """The node that must hold all that lives."""
+        return len(self.nodes) - 1 if self.storage else 0
+
+    @property
+    def channels(self) -> int:
+        """Requests in flight of the disk tier."""
+        return THREADS
+
+    def policy(self, sched: str, needed: int) -> str:
+        """The scheduling policy that `sched` stands for when a step works on so many bytes."""
+        num_devices = sum(node > 0 for node in self.places)
+        return sched if sched != "auto" else choose(num_devices, needed / self.memory if self.rates is not None else 0.0)
+
+    def with_budget(self, node: int, nbytes: int) -> Target:
+        """The same machine with another budget on one node."""
+        nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
+        return Target(self.workers, nodes, self.storage, self.models, self.rates)
+
+
+def this_machine(settings: TrainSettings) -> Target:
+    """The machine that `open_runtime` would make of the settings, with what earlier runs have measured on it.
+
+    Raises:
+        UsageError: a size is none.
+    """
+    resources = settings.resources
+    ncpu = usable_cores() if resources.ncpu is None else resources.ncpu
+    ram = parse_size(resources.ram, "--ram") if resources.ram else default_ram_budget()
+    device = parse_size(resources.gpu_memory, "--gpu-memory") if resources.gpu_memory else ram
+    nodes = [(RAM, ram), *((f"sim:{at}", device) for at in range(resources.sim_gpu))]
+    disk = disk_of(resources.disk)
+    if disk is not None:
+        nodes.append((DISK, disk[1] or free_bytes(disk[0])))
+    workers: list[tuple[WorkerKind, int, int]] = [("cpu", 0, 1)] * ncpu
+    workers += [("sim", 1 + at, SIM_DEPTH) for at in range(resources.sim_gpu)]
+    models = Models()
+    open_store([name for name, _ in nodes]).load(models)
+    bandwidth = float(parse_size(resources.sim_bandwidth, "--sim-bandwidth")) if resources.sim_bandwidth else None
+    _declare_links(models, len(nodes), disk is not None, MEMORY_LINK if bandwidth is None else (0.0, bandwidth), force=bandwidth is not None)
+    return Target(tuple(workers), tuple(nodes), disk is not None, models)
+
+
+def imaginary(devices: str, settings: TrainSettings, link: str = "") -> Target:
+    """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them.
+
+    Args:
+        devices: ``[COUNTx]MEMORY[@FLOPS]``, for example ``8x80GiB@150TF``.
+        link: bytes per second of each link, for example ``55GB/s``.
+
+    Raises:
+        UsageError: a text is not of its form.
+    """
+    count, memory, flops = parse_devices(devices)
+    bandwidth = parse_rate(link or DEFAULT_LINK, "--link")
+    resources = settings.resources
+    ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
+    nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
+    disk = disk_of(resources.disk)
+    if disk is not None:
+        nodes.append((DISK, disk[1] or BOUNDLESS))
+    workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]
+    workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
+    models = Models()
+    _declare_links(models, len(nodes), disk is not None, (1e-5, bandwidth), force=True)
+    return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
+
+
+def _declare_links(models: Models, num_nodes: int, storage: bool, link: tuple[float, float], *, force: bool) -> None:
+    """Say what is known of links without copies; with `force`, of links between memories even where copies were measured."""
+    for source, target in permutations(range(num_nodes), 2):
+        ends = NodeId(source), NodeId(target)
+        if storage and num_nodes - 1 in ends:
+            models.declare(*ends, *DISK_LINK)
+        elif force:
+            models.links[ends] = LinkModel(*link)
+        else:
+            models.declare(*ends, *link)
+
+
+def with_coarse_tiles(settings: TrainSettings, config: GPT2Config, target: Target) -> TrainSettings:
+    """Resolved settings with large tiles, as accelerators like them, where no tile flag was given."""
+    cut, length = settings.tiling, settings.model.seq_len or config.n_positions
+    elements = target.largest_place // COARSE_SHARE // 4  # of an fp32 tile
+    width = even(config.n_embd, max(1, int(elements**0.5)))
+    rows = max(1, elements // width)
+    coarse: dict[str, Any] = {
+        "minibatch_tile": max((n for n in divisors(cut.minibatch) if n * length <= COARSE_TOKENS), default=1),
+        "seq_tile": length,
+        "embd_tile": width,
+        "inner_tile": even(config.inner_size, rows),
+        "head_tile": even(config.n_head, max(1, rows // config.head_size)),
+        "vocab_tile": even(config.vocab_size, rows),
+    }
+    return replace(settings, tiling=replace(cut, **{name: size for name, size in coarse.items() if getattr(cut, name) is None}))
+
+
+def parse_devices(text: str) -> tuple[int, int, float]:
+    """Number of devices, bytes of each and flop/s of each.
+
+    Raises:
+        UsageError: `text` is not [COUNTx]MEMORY[@FLOPS].
+    """
+    match = _DEVICES.fullmatch(text)
+    if match is None or match[1] == "0":
+        raise UsageError(f"--devices must be [COUNTx]MEMORY[@FLOPS], got {text!r}; for example 8x80GiB@150TF")
+    flops = DEVICE_FLOPS if match[3] is None else float(match[3]) * _SCALE[match[4].upper()]
+    if flops <= 0:
+        raise UsageError(f"--devices must be able to compute, got {text!r}; for example 8x80GiB@150TF")
+    return int(match[1] or 1), parse_size(match[2], "--devices"), flops
+
+
+def parse_rate(text: str, flag: str) -> float:
+    """Bytes per second of a text such as ``55GB/s``.
+
+    Raises:
+        UsageError: it is no such text.
+    """
+    try:
+        return float(parse_size(text.strip().removesuffix("/s"), flag))
+    except UsageError:
+        raise UsageError(f"{flag} must be bytes per second, got {text!r}; for example 55GB/s") from None
+
+
+def open_store(names: Sequence[str]) -> PerfStore:
+    """What earlier runs on this machine have measured.
+
+    Args:
+        names: of the memory nodes.
+    """
+    return PerfStore(machine_fingerprint(blas_threads=1, versions={"python": platform.python_version()}), names)
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes free where a directory lies, or would lie."""
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+# --- durations ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds of every task of a plan.
+
+    Attributes:
+        seconds: by worker kind, then by planned place.
+        num_measured, num_kinds: kinds of tasks with measurements, and all: pairs of footprint and worker kind.
+    """
+
+    seconds: Mapping[str, Sequence[float]]
+    num_measured: int
+    num_kinds: int
+
+    @property
+    def of(self) -> Duration:
+        """As `simulate` takes them; only for plans over these tasks in this order."""
+        tables = self.seconds
+        return lambda task, kind: tables[kind][task.position] if task.step is not None else 0.0
+
+
+def durations(plan: StepPlan, target: Target) -> Durations:
+    """How long the tasks of a plan take on each kind of worker of a machine."""
+    keys = [(task.name, footprint(cast(Task, task))) for task in plan.tasks]
+    examples: dict[tuple[str, int], RecordedTask] = dict(zip(keys, plan.tasks, strict=True))
+    rates = target.rates
+    seconds: dict[str, Sequence[float]] = {}
+    num_measured = num_kinds = 0
+    for kind in sorted({kind for kind, _, _ in target.workers}):
+        known: dict[tuple[str, int], float] = {}
+        for key, task in examples.items():
+            found = None if target.rates is not None else _measured(target.models, key, kind)
+            num_kinds += 1
+            num_measured += found is not None
+            if found is None:
+                if rates is None:
+                    rates = measured_rates(len(target.workers))
+                found = _guessed(task, rates[kind] if kind in rates else Rate(5e10, 1e10))
+            known[key] = found
+        seconds[kind] = [known[key] for key in keys]
+    return Durations(seconds, num_measured, num_kinds)
+
+
+def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float | None:
+    """The median; simulated devices run the kernels of CPU workers."""
+    found = models.history.estimate((*key, kind))
+    if found is None and kind in ("cpu", "sim"):
+        found = models.history.estimate((*key, "cpu" if kind == "sim" else "sim"))
+    return found
+
+
+def _guessed(task: RecordedTask, rate: Rate) -> float:
+    """Operations or bytes over the rate, whichever binds."""
+    cost = getattr(task.codelet, "cost", None)
+    nbytes = float(sum(handle.nbytes for handle, _ in task.accesses))
+    flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants) if cost is not None else (0.0, nbytes)
+    return max(flops / rate.flops, nbytes / rate.nbytes)
+
+
+def measured_rates(num_workers: int) -> dict[WorkerKind, Rate]:
+    """What one of so many busy workers on this machine's cores does at best. Takes 0.3 s."""
+    num_threads = max(1, min(num_workers, os.cpu_count() or 1))
+    rate = Rate(gemm_peak(num_threads) / max(num_workers, 1), memory_bandwidth(num_threads) / max(num_workers, 1))
+    return {"cpu": rate, "sim": rate}
+
+
+def memory_bandwidth(num_threads: int) -> float:
+    """Bytes per second read plus written by copies on so many threads at once."""
+    counts = [0] * num_threads
+    start = threading.Barrier(num_threads)
+
+    def work(number: int) -> None:
+        source, target = np.ones(_BUFFER // 4, np.float32), np.zeros(_BUFFER // 4, np.float32)
+        start.wait()
+        until = time.perf_counter() + _BANDWIDTH_SECONDS
+        while time.perf_counter() < until:
+            np.copyto(target, source)
+            counts[number] += 1
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) * 2.0 * _BUFFER / _BANDWIDTH_SECONDS

@@ -1,0 +1,126 @@
+"""``nntask plan``, ``bench`` and ``devices`` as commands: JSON keys, tables, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wrappers.cli import main
+from wrappers.cli.bench.evict import EvictSettings
+from wrappers.cli.bench.evict import run as run_evict
+
+SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+KEYS = ["feasible", "peak_bytes", "minimum_budget_bytes", "persistent_bytes", "moved_bytes_per_step", "tasks_per_step", "seconds_per_step"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The flag of a small model, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    return "--config-path=small.json"
+
+
+def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The documented keys come first; the table says the same in words; nothing is written."""
+    flags = ["plan", config, "--batch=4", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2"]
+    assert main([*flags, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert list(plan)[: len(KEYS)] == KEYS
+    assert plan["feasible"]
+    assert set(plan["moved_bytes_per_step"]) <= {"ram->disk", "disk->ram"}
+    assert set(plan["budget_bytes"]) == {"ram", "disk"}
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    for word in ("parameters", "needed", "budget 300 KiB", "(chosen)", "seconds per step", "feasible            yes"):
+        assert word in out
+    assert [path.name for path in tmp_path.iterdir()] == ["small.json"]
+
+
+def test_a_plan_that_does_not_fit_ends_with_3(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures are printed all the same; the sentence names the numbers and what would fit."""
+    assert main(["plan", config, "--batch=4", "--ram=100KiB", "--json"]) == 3
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["feasible"] is False
+    assert "102,400 B" in captured.err
+    assert "it would fit with" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--devices, --ram and --link describe the machine; --link alone is a mistake."""
+    assert main(["plan", config, "--batch=4", "--devices=2x4MiB@1TF", "--ram=1GiB", "--link=1GB/s", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["budget_bytes"] == {"ram": 1 << 30, "gpu:0": 4 << 20, "gpu:1": 4 << 20}
+    assert main(["plan", config, "--link=1GB/s"]) == 2
+    assert "--link 1GB/s is about imaginary devices" in capsys.readouterr().err
+    assert main(["plan", config, "--devices=many"]) == 2
+
+
+def test_bench_evict() -> None:
+    """Every policy under several orders moves bytes; next-use moves the fewest in submission order; nothing is below the bound."""
+    figures, lines = run_evict(EvictSettings(model="tiny", batch=2, seq_len=32, budgets="4"))
+    rows = {(row["order"], row["evict"], row["sched"]): row for row in figures["rows"]}
+    moved = {evict: rows["submission", evict, "prio"]["moved_bytes"] for evict in ("next-use", "lru", "fifo")}
+    assert 0 < moved["next-use"] == min(moved.values())
+    assert ("submission", "lru", "eager") in rows
+    for row in figures["rows"]:
+        if row["lower_bound_bytes"] is not None and row["sched"] == "prio":
+            assert row["moved_bytes"] >= 0.999 * row["lower_bound_bytes"]
+    assert len(lines) == 2 + len(rows)
+    assert any("(planned)" in line for line in lines)
+
+
+def test_bench_sched(capsys: pytest.CaptureFixture[str]) -> None:
+    """No policy beats the bounds; auto is one of them."""
+    flags = ["bench", "sched", "--model=tiny", "--seq-len=64", "--batch=4", "--minibatch=2", "--counts=1,2", "--device=256MiB@1TF"]
+    assert main([*flags, "--json"]) == 0
+    machines = json.loads(capsys.readouterr().out)["machines"]
+    assert [machine["devices"] for machine in machines] == [1, 2]
+    for machine in machines:
+        assert set(machine["bounds_seconds"]) == {"area", "critical_path", "link"}
+        assert {row["policy"] for row in machine["policies"]} >= {"eager", "dmdas", "reuse", machine["auto"]}
+        assert all(row["over_bound"] >= 1 - 1e-9 for row in machine["policies"])
+    assert main([*flags, "--policies=eager,dmdas"]) == 0
+    assert "x bound" in capsys.readouterr().out
+
+
+def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured rates are positive, and `nntask devices` reads them back; nothing is left in the directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    disk = tmp_path / "disk"
+    assert main(["bench", "links", f"--disk={disk}", "--size=64MiB", "--repeats=1", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(figures["links"]) == {"ram->sim", "sim->ram", "ram->disk", "disk->ram"}
+    assert all(link["bytes_per_second"] > 0 for link in figures["links"].values())
+    assert figures["recorded"]
+    assert list(disk.iterdir()) == []
+    assert main(["devices", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {"ram->sim:0", "sim:0->ram", "ram->disk", "disk->ram"} <= set(facts["links"])
+    assert facts["gemm_peak_flops"] > 1e8
+    assert main(["devices", "--sim-gpu=1", f"--disk={disk}:1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "1 x sim@sim:0" in out
+    assert "disk 1 GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["bench"], "there are overhead, links, evict, sched"),
+        (["bench", "speed"], "unknown benchmark 'speed'"),
+        (["bench", "evict", "--budgets=a"], "--budgets must be whole numbers"),
+        (["bench", "evict", "--model=gpt5"], "--model must be one of"),
+        (["bench", "sched", "--counts=0"], "--counts must be whole numbers"),
+        (["bench", "sched", "--policies=best"], "--policies must be some of"),
+        (["bench", "links", "--size=1MiB"], "--size must be at least 64MiB"),
+        (["bench", "overhead", "--tasks=1"], "--tasks must be at least 100"),
+    ],
+)
+def test_mistakes_end_with_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence names the flag and what would do."""
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""``nntask bench NAME``: measurements and experiments on scheduling and memory, each in a module of its own.
+
+    overhead   what the runtime costs per task, measured
+    links      copies between RAM, simulated devices and the disk tier, measured; the rates are kept for plans and policies
+    evict      bytes that a step moves under eviction policies and orders, beside a lower bound; in virtual time
+    sched      seconds and bytes of a step under scheduling policies on imaginary machines, beside lower bounds; in virtual time
+
+Every benchmark has a dataclass of flags and a ``run(settings)`` that returns its figures, and the same as lines of text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..help import parse
+
+BENCHMARKS: Final = {"overhead": "OverheadSettings", "links": "LinksSettings", "evict": "EvictSettings", "sched": "SchedSettings"}
+"""Module -> its flags."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a benchmark and print its figures.
+
+    Raises:
+        UsageError: no such benchmark, or a flag is wrong.
+    """
+    from nntask.errors import UsageError
+
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    name = next((word for word in argv if not word.startswith("-")), None)
+    if name is None and any(token in ("-h", "--help") for token in argv):
+        print("usage: nntask bench NAME [flags]\n\n  " + "\n  ".join(f"nntask bench {each} --help" for each in BENCHMARKS))
+        return 0
+    if name not in BENCHMARKS:
+        raise UsageError((f"unknown benchmark {name!r}; " if name else "which benchmark? ") + f"there are {', '.join(BENCHMARKS)}")
+    module = importlib.import_module(f".{name}", __name__)
+    settings, _ = parse(getattr(module, BENCHMARKS[name]), argv, f"nntask bench {name}", words=("NAME",))
+    found: tuple[dict[str, Any], list[str]] = module.run(settings)
+    print(json.dumps(found[0], indent=1) if settings.json else "\n".join(found[1]))
+    return 0

@@ -1,0 +1,130 @@
+"""``nntask bench evict``: bytes that a recorded step moves to and from the disk tier under eviction policies and orders, in virtual time.
+
+One worker, so that the executed order is the planned one, beside a lower bound for each order by linear programming (`bound`; needs SciPy). Bytes
+do not depend on durations except through prefetching, so tasks take what their operations take at a fixed rate, and copies 1 GB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EvictSettings:
+    """Compare eviction policies and orders by the bytes they move, beside a lower bound. Takes minutes."""
+
+    json: bool = False
+    """print JSON"""
+    model: str = "gpt2"
+    """preset"""
+    batch: int = 8
+    """minibatches of one sequence"""
+    seq_len: int | None = None
+    """tokens per sequence, at most 1024"""
+    budgets: str = "2,4,8"
+    """RAM in parts of what the step needs"""
+    bound: bool = True
+    """solve the linear program, if SciPy is there"""
+
+
+def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
+    """Figures, and the same as lines of text.
+
+    Raises:
+        UsageError: a flag is wrong.
+    """
+    from nntask.errors import UsageError
+
+    from .standard import captured, named
+
+    try:
+        parts = [int(text) for text in settings.budgets.split(",")]
+    except ValueError:
+        parts = []
+    if not parts or min(parts) < 1:
+        raise UsageError(f"--budgets must be whole numbers with commas, got {settings.budgets!r}; for example --budgets 2,4,8")
+    if settings.batch < 1:
+        raise UsageError(f"--batch must be at least 1, got {settings.batch}; use --batch 8")
+    plan = captured(named(settings.model, settings.batch, seq_len=settings.seq_len))
+    needed = plan.needed_bytes()
+    rows = [row for part in parts for row in _rows(plan, part, settings.bound)]
+    figures = {"needed_bytes": needed, "tasks": len(plan.tasks), "model": settings.model, "batch": settings.batch, "rows": rows}
+    return figures, list(_lines(figures))
+
+
+def _rows(plan: Any, part: int, with_bound: bool) -> Iterator[dict[str, Any]]:
+    """Every combination at 1/part of what the step needs."""
+    from scheduler.core.errors import DoesNotFit
+    from scheduler.core.orders import candidates
+    from scheduler.core.perf import Models
+    from scheduler.drivers.virtual import simulate
+    from scheduler.ordering import AUTO, SUBMISSION, plan_order
+
+    budget = plan.needed_bytes() // part
+    models = Models()
+    planned = plan_order(plan, AUTO, memory=budget, last=1 << 60)
+    positions = candidates(plan)
+    orders = dict.fromkeys([SUBMISSION, "layers", planned.name])
+    bounds = {name: _bound(plan, positions[name], budget) if with_bound else None for name in orders}
+    for name in orders:
+        for evict, sched in (("next-use", "prio"), ("lru", "prio"), ("fifo", "prio"), ("lru", "eager")):
+            if sched == "eager" and name != SUBMISSION:
+                continue
+            begin = perf_counter()
+            chosen = plan_order(plan, name, memory=budget, last=1 << 60)
+            row: dict[str, Any] = {"budget": f"1/{part}", "budget_bytes": budget, "order": name, "evict": evict, "sched": sched}
+            try:
+                found = simulate(
+                    chosen.plan,
+                    workers=[("cpu", 0, 1)],
+                    nodes=[("ram", budget), ("disk", 1 << 50)],
+                    policy=sched,
+                    duration=models.task_seconds,
+                    transfer=lambda source, target, nbytes: 1e-4 + nbytes / 2.5e8,  # of one of four requests in flight
+                    storage=True,
+                    channels=4,
+                    eviction=evict,
+                )
+            except DoesNotFit as error:
+                yield {**row, "moved_bytes": None, "refusal": str(error)}
+                continue
+            moved = sum(found.moved_bytes.values())
+            bound = bounds[name]
+            yield {
+                **row,
+                "moved_bytes": moved,
+                "evictions": found.num_evictions,
+                "lower_bound_bytes": bound,
+                "over_bound": moved / bound if bound else None,
+                "planned": name == planned.name,
+                "took_seconds": perf_counter() - begin,
+            }
+
+
+def _bound(plan: Any, order: list[int], budget: int) -> float | None:
+    """Fewest bytes that this order can move, if SciPy is there."""
+    from .bound import lower_bound, trace_of
+
+    try:
+        return lower_bound(trace_of(plan, order), budget).total
+    except ImportError:
+        return None
+    except ValueError:  # a single task needs more
+        return None
+
+
+def _lines(figures: dict[str, Any]) -> Iterator[str]:
+    yield f"{figures['model']}, {figures['batch']} minibatches, {figures['tasks']:,} tasks; needs {figures['needed_bytes'] / 1e9:.2f} GB"
+    yield f"{'budget':>6}  {'order':13} {'evict':9} {'sched':6} {'moved':>9}  {'bound':>9}  ratio"
+    for row in figures["rows"]:
+        if row["moved_bytes"] is None:
+            yield f"{row['budget']:>6}  {row['order']:13} {row['evict']:9} {row['sched']:6} does not fit"
+            continue
+        bound = row["lower_bound_bytes"]
+        shown = f"{bound / 1e9:6.2f} GB" if bound is not None else "        -"
+        ratio = f"{row['over_bound']:5.2f}" if row["over_bound"] else "    -"
+        chosen = "  (planned)" if row["planned"] and row["evict"] == "next-use" else ""
+        yield f"{row['budget']:>6}  {row['order']:13} {row['evict']:9} {row['sched']:6} {row['moved_bytes'] / 1e9:6.2f} GB  {shown}  {ratio}{chosen}"

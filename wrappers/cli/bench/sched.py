@@ -1,0 +1,168 @@
+"""``nntask bench sched``: seconds and bytes of a step under every scheduling policy on imaginary machines, in virtual time, beside lower bounds.
+
+No schedule on N devices is shorter than
+
+    area            the seconds of all tasks together over N
+    critical path   the seconds of the longest chain of tasks
+    link            what must enter or leave the devices in a step, over N links at once: of the data that outlives the step, what exceeds all
+                    device memory together comes in, and goes out again if the step writes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nntask.trainer.places import Target
+    from scheduler.core.steps import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SchedSettings:
+    """Compare scheduling policies on imaginary machines."""
+
+    json: bool = False
+    """print JSON"""
+    model: str = "gpt2"
+    """preset"""
+    config_path: str = ""
+    """GPT-2 config, a JSON file with Hugging Face keys; instead of --model"""
+    batch: int = 64
+    """sequences per step"""
+    minibatch: int = 8
+    """sequences in flight at once"""
+    seq_len: int = 1024
+    """tokens per sequence"""
+    counts: str = "1,2,4,8"
+    """numbers of devices"""
+    device: str = "80GiB@150TF"
+    """memory and flop/s of each device"""
+    link: str = "55GB/s"
+    """bytes per second of each link"""
+    ram: str = ""
+    """byte budget of RAM (default: boundless)"""
+    policies: str = ""
+    """which, with commas (default: all)"""
+    order: str = "auto"
+    """in which order the step executes when memory is short"""
+
+
+def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
+    """Figures, and the same as lines of text.
+
+    Raises:
+        UsageError: a flag is wrong.
+        DataError: the config cannot be read.
+    """
+    from nntask.errors import UsageError
+    from scheduler.core.policies import POLICIES
+
+    try:
+        counts = [int(text) for text in settings.counts.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise UsageError(f"--counts must be whole numbers with commas, got {settings.counts!r}; for example --counts 1,2,4,8")
+    policies = settings.policies.split(",") if settings.policies else list(POLICIES)
+    if set(policies) - set(POLICIES):
+        raise UsageError(f"--policies must be some of {', '.join(POLICIES)}, got {settings.policies!r}; for example --policies dmdas,reuse")
+    machines = [_machine(settings, count, policies) for count in counts]
+    figures = {"model": settings.config_path or settings.model, "device": settings.device, "link": settings.link, "machines": machines}
+    return figures, list(_lines(figures))
+
+
+def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[str, Any]:
+    """One machine under every policy."""
+    import gc
+
+    from nntask.errors import UsageError
+    from nntask.models.config import PRESETS, GPT2Config
+    from nntask.trainer.places import durations, imaginary, parse_rate
+    from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+    from scheduler.core.errors import SchedulerError
+    from scheduler.drivers.virtual import simulate
+    from scheduler.ordering import plan_order
+
+    from .standard import captured
+
+    if not settings.config_path and settings.model not in PRESETS:
+        raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {settings.model!r}; use --model gpt2")
+    config = GPT2Config.from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
+    train = TrainSettings(
+        model=ModelSettings(model=settings.model, seq_len=settings.seq_len),
+        tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),
+        resources=ResourceSettings(ram=settings.ram),
+    )
+    target = imaginary(f"{count}x{settings.device}", train, settings.link)
+    gc.disable()  # plans are large and hold no garbage
+    try:
+        plan = captured(train, config, target)
+        order = plan_order(plan, settings.order, memory=target.memory, last=target.nodes[target.last][1])
+        known = durations(order.plan, target)
+        bounds = lower_bounds(order.plan, known.seconds["sim"], target, parse_rate(settings.link, "--link"))
+        rows = []
+        for policy in policies:
+            begin = perf_counter()
+            row: dict[str, Any] = {"policy": policy}
+            try:
+                found = simulate(
+                    order.plan,
+                    workers=target.workers,
+                    nodes=target.nodes,
+                    policy=policy,
+                    duration=known.of,
+                    transfer=target.models.transfer_seconds,
+                )
+                row |= {"seconds": found.seconds, "moved_bytes": sum(found.moved_bytes.values()), "over_bound": found.seconds / max(bounds.values())}
+            except SchedulerError as error:
+                row |= {"seconds": None, "refusal": str(error).partition("\n")[0]}
+            rows.append({**row, "took_seconds": perf_counter() - begin})
+    finally:
+        gc.enable()
+    return {
+        "devices": count,
+        "tasks": len(plan.tasks),
+        "needed_bytes": plan.needed_bytes(),
+        "order": order.name,
+        "auto": target.policy("auto", order.plan.needed_bytes()),
+        "bounds_seconds": bounds,
+        "policies": rows,
+    }
+
+
+def lower_bounds(plan: StepPlan, seconds: Any, target: Target, bandwidth: float) -> dict[str, float]:
+    """Seconds that no schedule of a step falls below: see the module's docstring.
+
+    Args:
+        seconds: of each task on a device.
+        bandwidth: bytes per second of each link, in each direction.
+    """
+    num_devices = len(target.workers)
+    longest = [0.0] * len(plan.tasks)
+    for position, before in enumerate(plan.predecessors):
+        longest[position] = seconds[position] + max((longest[each] for each in before), default=0.0)
+    lasting = [(handle.size, use.last_writer is not None) for handle, use in plan.uses.items() if handle not in plan.owned]
+    comes = max(0, sum(size for size, _ in lasting) - target.memory)
+    goes = max(0, sum(size for size, is_written in lasting if is_written) - target.memory)
+    return {
+        "area": sum(seconds) / num_devices,
+        "critical_path": max(longest, default=0.0),
+        "link": max(comes, goes) / (num_devices * bandwidth),
+    }
+
+
+def _lines(figures: dict[str, Any]) -> Iterator[str]:
+    yield f"{figures['model']} on devices of {figures['device']}, links of {figures['link']}"
+    for machine in figures["machines"]:
+        bounds = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in machine["bounds_seconds"].items())
+        size = f"{machine['tasks']:,} tasks, needs {machine['needed_bytes'] / 1e9:.1f} GB"
+        yield f"{machine['devices']} devices: {size}, order {machine['order']}; {bounds}"
+        for row in machine["policies"]:
+            name = f"  {row['policy']:6}" + (" (auto)" if row["policy"] == machine["auto"] else "       ")
+            if row["seconds"] is None:
+                yield f"{name} {row['refusal']}"
+            else:
+                yield f"{name} {row['seconds']:9.3f} s  {row['over_bound']:5.2f} x bound  {row['moved_bytes'] / 1e9:9.2f} GB moved"
