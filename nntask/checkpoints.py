@@ -5,8 +5,8 @@
     RUN/checkpoints/step-000100/model.safetensors, optimizer.safetensors, state.json, tokenizer.json
     RUN/latest -> checkpoints/step-000100
 
-Guarantee: whenever the process dies, the newest directory named step-* is whole, because it gets that name last: files are written under another
-name in the same directory, forced to disk, and renamed. Then `latest` moves, then old checkpoints go. There is no pickle anywhere.
+Guarantee: whenever the process dies, the newest directory named step-* is whole and finite, because it gets that name last: files are written under
+another name in the same directory, forced to disk, and renamed. Then `latest` moves, then old checkpoints go. There is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +25,8 @@ from typing import Any, Final
 from tiles import TileTensor
 
 from .data import Tokenizer
-from .errors import DataError, StorageError
+from .errors import DataError, Diverged, StorageError, UsageError
+from .models.config import GPT2Config
 from .tensorfile import load_tensors, save_tensors
 
 MODEL: Final = "model.safetensors"
@@ -33,6 +35,7 @@ STATE: Final = "state.json"
 FORMAT: Final = 1
 _STEP_NAME: Final = re.compile(r"step-(\d{6,})")
 _TEMPORARY: Final = ".writing-"
+AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,19 @@ class Checkpoint:
     def step(self) -> int:
         """Optimizer steps done when it was taken."""
         return int(self.state["step"])
+
+    @property
+    def config(self) -> GPT2Config:
+        """The model it is of.
+
+        Raises:
+            DataError: state.json describes none.
+        """
+        file = self.path / STATE
+        try:
+            return GPT2Config.from_dict(self.state["model"], f"model in {file}")
+        except UsageError as error:
+            raise DataError(f"{error}; or use another checkpoint") from None
 
     def load(self, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor] | None = None) -> None:
         """Fill the tensors of a model, and of its optimizer unless None.
@@ -71,6 +87,7 @@ def save_checkpoint(
 
     Raises:
         StorageError: the disk is full or failed; earlier checkpoints are untouched.
+        Diverged: a value is not finite; likewise.
     """
     base = run / "checkpoints"
     final = base / f"step-{state['step']:06d}"
@@ -80,8 +97,8 @@ def save_checkpoint(
             base.mkdir(parents=True, exist_ok=True)
             _clear_temporaries(base)
             temporary.mkdir()
-            save_tensors(temporary / MODEL, model)
-            save_tensors(temporary / OPTIMIZER, optimizer)
+            save_tensors(temporary / MODEL, model, finite=True)
+            save_tensors(temporary / OPTIMIZER, optimizer, finite=True)
             if tokenizer is not None:
                 tokenizer.save(temporary)
             _write_text(temporary / STATE, json.dumps({"format": FORMAT, **state}, indent=1))
@@ -90,9 +107,13 @@ def save_checkpoint(
             _sync(temporary)
             os.rename(temporary, final)
             _sync(base)
-        except (OSError, StorageError) as error:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise _cannot_save(run, state["step"], error) from error
+            if isinstance(error, Diverged):
+                raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
+            if isinstance(error, (OSError, StorageError)):
+                raise _cannot_save(run, state["step"], error) from error
+            raise
     try:
         _point_latest(run, final)
         for old in step_directories(run)[:-keep]:
@@ -122,16 +143,43 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if not steps:
             raise DataError(f"{directory} holds no checkpoint; give a run directory with checkpoints/step-*, or one of those")
         directory = steps[-1]
-    file = directory / STATE
+    return Checkpoint(directory, _read_state(directory / STATE))
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    """The content of a state.json; what it holds of the settings is checked where they are read.
+
+    Raises:
+        DataError: it cannot be read, is of another version, or a key is missing or of another type.
+    """
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
-        version = state["format"]
-        state["step"], state["cursor"], state["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} is not the state of a checkpoint: {error!r}; use another checkpoint") from None
-    if version != FORMAT:
-        raise DataError(f"{file} has format {version}, this version reads {FORMAT}; use the nntask that wrote it")
-    return Checkpoint(directory, state)
+    if not isinstance(state, dict) or "format" not in state:
+        raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; use another checkpoint")
+    if state["format"] != FORMAT:
+        raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
+    state.setdefault("settings", {})
+    for key, rule, holds in _STATE_RULES:
+        if key not in state:
+            raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}; use another checkpoint")
+        if not holds(state[key]):
+            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(state[key])[:80]}; use another checkpoint")
+    return state
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+_STATE_RULES: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
+    ("step", "a whole number", _is_count),
+    ("cursor", "two whole numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))),
+    ("model", "an object", lambda value: isinstance(value, dict)),
+    ("settings", "an object of objects", lambda value: isinstance(value, dict) and all(isinstance(group, dict) for group in value.values())),
+)
+"""Keys of state.json that must be there: rule in words, and as a test."""
 
 
 def run_of(checkpoint: Checkpoint) -> Path:
@@ -147,13 +195,17 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _cannot_save(run: Path, step: int, error: Exception) -> StorageError:
+def how_to_go_on(run: Path) -> str:
+    """What is safe and what to do, for messages about a disk that failed."""
     steps = step_directories(run)
-    safe = (
-        f"the checkpoint {steps[-1]} is safe; make room, then nntask train --resume {run}" if steps else "there is no earlier checkpoint; make room"
-    )
-    reason = error.strerror if isinstance(error, OSError) else str(error).partition(";")[0]
-    return StorageError(f"could not save the checkpoint of step {step}: {reason}; {safe}")
+    if steps:
+        return f"the checkpoint {steps[-1]} is safe; make room, then nntask train --resume {shlex.quote(str(run))}"
+    return "there is no earlier checkpoint; make room"
+
+
+def _cannot_save(run: Path, step: int, error: Exception) -> StorageError:
+    reason = (error.strerror or error) if isinstance(error, OSError) else str(error).partition(";")[0]
+    return StorageError(f"could not save the checkpoint of step {step}: {reason}; {how_to_go_on(run)}")
 
 
 def _point_latest(run: Path, final: Path) -> None:

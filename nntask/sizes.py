@@ -7,6 +7,8 @@ from typing import Final
 
 from .errors import UsageError
 
+LARGEST: Final = (1 << 63) - 1
+"""What fits every counter, seed and address."""
 _UNITS: Final = {
     "": 1,
     "B": 1,
@@ -37,7 +39,10 @@ def parse_size(text: str, what: str) -> int:
     if match is None or unit is None:
         number = match[1] if match else "2"
         raise UsageError(f"{what} must be a size in B, KiB, MiB, GiB, KB, MB or GB, got {text!r}; for example {number}GiB")
-    nbytes = int(float(match[1]) * _UNITS[unit])
+    size = float(match[1]) * _UNITS[unit]
+    if size > LARGEST:
+        raise UsageError(f"{what} must be at most {LARGEST} bytes, got {text!r}; for example 2GiB")
+    nbytes = int(size)
     if nbytes < 1:
         raise UsageError(f"{what} must be at least 1 byte, got {text!r}; for example 2GiB")
     return nbytes

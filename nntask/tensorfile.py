@@ -19,7 +19,7 @@ import numpy as np
 
 from tiles import TileTensor
 
-from .errors import DataError, StorageError
+from .errors import DataError, Diverged, StorageError, UsageError
 
 _NAMES: Final[dict[np.dtype[Any], str]] = {
     np.dtype(np.float64): "F64",
@@ -44,6 +44,7 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 _LARGEST_HEADER: Final = 100 << 20
+_CHECKED_AT_ONCE: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +63,36 @@ def save_tensors(
     *,
     dtype: np.dtype[Any] | None = None,
     metadata: Mapping[str, str] | None = None,
+    finite: bool = False,
 ) -> None:
-    """Write `tensors` to a new file and force it to disk; nothing half written remains under `path`.
+    """Write `tensors` to a new file and force it to disk; when it fails, whatever was at `path` before is still there.
 
     Args:
         dtype: element type for floating-point tensors (default: their own).
+        finite: refuse NaN and infinity.
 
     Raises:
-        StorageError: the disk is full or failed; whatever was at `path` before is still there.
+        StorageError: the disk is full or failed.
+        Diverged: a value is not finite.
+        UsageError: a finite value is too large for `dtype`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            _write(file, tensors, dtype, metadata or {})
+            _write(file, tensors, dtype, metadata or {}, finite=finite)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another place") from error
+        if isinstance(error, OSError):
+            raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or choose another place") from error
+        raise
 
 
-def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str]) -> None:
+def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str], *, finite: bool) -> None:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset, kinds = 0, {}
     for name, tensor in tensors.items():
@@ -104,7 +111,32 @@ def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[A
                 _, *inner = tensor.tiling.slices(index)
                 with tensor.runtime.acquire(tensor[index], "R") as view:
                     band[(slice(None), *inner)] = view
+            if finite and _NAMES[kinds[name]] in _FLOATS:
+                _check_finite(name, tensor, band)
             file.write(band.reshape(-1).view(np.uint8).data)
+
+
+def _check_finite(name: str, tensor: TileTensor, band: np.ndarray[Any, Any]) -> None:
+    """Look for NaN and infinity in a band as it will be stored, piece by piece: the masks stay small.
+
+    Raises:
+        Diverged: the tensor holds one.
+        UsageError: only the element type it is stored in makes one of it.
+    """
+    flat = band.reshape(-1)
+    for first in range(0, len(flat), _CHECKED_AT_ONCE):
+        if not np.isfinite(flat[first : first + _CHECKED_AT_ONCE]).all():
+            if band.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
+                raise UsageError(f"{name} holds values too large for {band.dtype.name}; store it as bf16 or fp32")
+            raise Diverged(f"{name} holds values that are not finite")
+
+
+def _is_finite(tensor: TileTensor) -> bool:
+    for index in tensor.tiling.indices():
+        with tensor.runtime.acquire(tensor[index], "R") as view:
+            if not np.isfinite(view).all():
+                return False
+    return True
 
 
 def _bands(tensor: TileTensor) -> Iterator[tuple[int, list[tuple[int, ...]]]]:

@@ -24,7 +24,7 @@ from .tokens import DTYPES, TokenFile, write_sidecar
 
 DATASETS: Final = ("stdlib", "text", "train.bin")
 _TRAINING_NBYTES: Final = 8_000_000
-_FORMAT: Final = "1"  # raise when the meaning of cached files changes
+_FORMAT: Final = "2"  # raise when the meaning of cached files changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Dataset:
     """Training tokens, validation tokens if any, and the tokenizer if known.
 
     Args:
-        fingerprint: a hash that differs when the training tokens do (for token files: their path and size).
+        fingerprint: a hash that differs when the training tokens do, wherever they lie (of large token files, samples; see `TokenFile.fingerprint`).
         select_sequences: how many sequences of `train` count; -1 for all.
     """
 
@@ -111,14 +111,8 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
         extra = text_corpus(spec.val_path)
         corpus = Corpus(corpus.name, corpus.train + corpus.validation, extra.train + extra.validation)
     with _cache_errors():
-        key = hashlib.sha256(f"{_FORMAT} {corpus.fingerprint()} {spec.tokenizer} {spec.vocab_size}".encode())
-        if spec.tokenizer_path:
-            load_tokenizer(spec.tokenizer_path)
-            file = Path(spec.tokenizer_path)
-            key.update((file / FILE_NAME if file.is_dir() else file).read_bytes())
-        elif spec.tokenizer == "auto":
-            key.update(b"bpe" if have_tokenizers() else b"bytes")
-        directory = cache_directory() / "data" / f"{spec.dataset}-{key.hexdigest()[:24]}"
+        fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {_tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
+        directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = _tokenizer(spec, corpus, directory, report)
         if tokenizer.vocab_size > spec.vocab_size:
             raise DataError(
@@ -127,7 +121,7 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
             )
         train = _encoded(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = _encoded(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
-    return Dataset(spec.dataset, train, validation, tokenizer, key.hexdigest())
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint)
 
 
 def _open_tokens(spec: DataSpec) -> Dataset:
@@ -143,12 +137,21 @@ def _open_tokens(spec: DataSpec) -> Dataset:
         tokenizer = load_tokenizer(spec.tokenizer_path)
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
-    key = hashlib.sha256(f"{path.resolve()} {train.num_tokens} {train.dtype.name}".encode()).hexdigest()
-    return Dataset("train.bin", train, validation, tokenizer, key, spec.select)
+    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select)
 
 
 def _train_bin(path: str) -> Path:
     return Path(path) / "train.bin" if Path(path).is_dir() else Path(path)
+
+
+def _tokenizer_key(spec: DataSpec) -> str:
+    """What decides the tokens of a text besides the training texts."""
+    if spec.tokenizer_path:
+        load_tokenizer(spec.tokenizer_path)
+        file = Path(spec.tokenizer_path)
+        return hashlib.sha256((file / FILE_NAME if file.is_dir() else file).read_bytes()).hexdigest()
+    kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
+    return f"{kind} {spec.vocab_size}"
 
 
 def _tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:

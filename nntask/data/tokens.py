@@ -8,6 +8,7 @@ Every id that leaves this module lies inside the vocabulary: windows are checked
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -21,6 +22,8 @@ from ..errors import DataError
 DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_NBYTES: Final = 64 << 20
 _CHUNK_NBYTES: Final = 4 << 20
+_SAMPLES: Final = 64
+_SAMPLE_NBYTES: Final = 64 << 10
 
 
 class TokenFile:
@@ -70,6 +73,21 @@ class TokenFile:
     def num_sequences(self, length: int) -> int:
         """Number of whole sequences of `length` tokens whose targets, one further, exist too."""
         return max(self.num_tokens - 1, 0) // length
+
+    def fingerprint(self) -> str:
+        """A hash of what the file holds: element type, size and 64 evenly spaced windows of 64 KiB, or all of it if it is no longer than those.
+
+        Where the file lies does not count; a change between two windows of a large file is not noticed.
+        """
+        nbytes = self.num_tokens * self.dtype.itemsize
+        digest = hashlib.sha256(f"{self.dtype.name} {nbytes} ".encode())
+        if nbytes <= _SAMPLES * _SAMPLE_NBYTES:
+            digest.update(self._read(0, self.num_tokens).tobytes())
+        else:
+            count = _SAMPLE_NBYTES // self.dtype.itemsize
+            for number in range(_SAMPLES):
+                digest.update(self._read((self.num_tokens - count) * number // (_SAMPLES - 1), count).tobytes())
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""

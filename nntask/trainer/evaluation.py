@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,22 @@ class Evaluation:
         return f"validation loss {self.loss:.4f} | perplexity {self.perplexity:.2f}{bits} | {self.tokens} tokens"
 
 
-def evaluate(engine: Engine, batches: Sequence[Batch], byte_lengths: npt.NDArray[np.int64] | None) -> Evaluation:
+def evaluate(
+    engine: Engine, batches: Sequence[Batch], byte_lengths: npt.NDArray[np.int64] | None, stopped: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
     """Score `batches`.
 
     Args:
         byte_lengths: (V,) bytes that each id stands for.
+        stopped: asked before each batch.
+
+    Returns:
+        The result, or None when it was stopped before the last batch.
     """
     total, tokens, nbytes = 0.0, 0, 0
     for batch in batches:
+        if stopped():
+            return None
         total += engine.evaluate(batch)
         scored: npt.NDArray[Any] = batch.targets[batch.targets >= 0]
         tokens += scored.size

@@ -1,7 +1,7 @@
 """The training loop: at most two steps in flight, the loss of a step read while the next one runs.
 
-Guarantees: a checkpoint holds exactly the state after its step, with the place in the data; a loss or gradient norm that is not finite stops the run
-before anything is saved; a first Ctrl-C or SIGTERM lets what is in flight finish and saves.
+Guarantees: a checkpoint holds exactly the state after its step, with the place in the data; a loss, gradient norm or weight that is not finite is
+never saved and ends the run; a first Ctrl-C or SIGTERM lets what is in flight finish and saves, if a step was done at all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
-from ..checkpoints import save_checkpoint
+from ..checkpoints import AGAINST_DIVERGENCE, save_checkpoint
 from ..data import BatchStream, Cursor, Tokenizer
 from ..errors import Diverged
 from .engine import Engine, Pending
@@ -74,7 +74,8 @@ class Loop:
         run: the run directory.
         state: what every checkpoint's state.json holds besides step and cursor.
         validate: called with a step number, when `plan.eval_every` says so.
-        on_step: called before each step starts, with its number (tracing).
+        on_step: called before each step starts, with its number, and with None when no step is in flight and something else follows (tracing).
+        starts_alone: whether a step may start only when the one before it is over.
     """
 
     def __init__(
@@ -91,11 +92,12 @@ class Loop:
         interrupts: Interrupts,
         tokenizer: Tokenizer | None = None,
         validate: Callable[[int], None] = lambda step: None,
-        on_step: Callable[[int], None] = lambda step: None,
+        on_step: Callable[[int | None], None] = lambda step: None,
+        starts_alone: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.plan, self.engine, self.stream, self.runtime = plan, engine, stream, runtime
         self.run, self.state, self.journal, self.printer, self.interrupts = run, state, journal, printer, interrupts
-        self.tokenizer, self.validate, self.on_step = tokenizer, validate, on_step
+        self.tokenizer, self.validate, self.on_step, self.starts_alone = tokenizer, validate, on_step, starts_alone
         self.step = plan.first
         self.seconds = 0.0
         self._cursor = stream.cursor
@@ -108,15 +110,18 @@ class Loop:
         """Run the steps that are left.
 
         Raises:
-            Diverged: a loss or gradient norm is not finite.
-            StorageError: a checkpoint could not be written.
+            Diverged: a loss, a gradient norm, or a weight that was to be saved is not finite.
+            StorageError: a checkpoint or a line of metrics.jsonl could not be written.
         """
         plan = self.plan
         flying: _Flight | None = None
         self._last_end = perf_counter()
         for step in range(plan.first + 1, plan.steps + 1):
-            if self.interrupts.signal is not None:
+            if self.interrupts.pending():
                 break
+            if flying is not None and self.starts_alone(step):
+                self._land(flying)
+                flying = None
             self.on_step(step)
             lr = plan.lr(step)
             batch = self.stream.next()
@@ -130,7 +135,8 @@ class Loop:
                 self._pause(step)
         if flying is not None:
             self._land(flying)
-        if self.interrupts.signal is not None or plan.save_at_end:
+        self.on_step(None)
+        if self.step < plan.steps or plan.save_at_end:
             self.save()
 
     def save(self) -> None:
@@ -147,6 +153,7 @@ class Loop:
     def _pause(self, step: int) -> None:
         """What happens between steps with nothing in flight; its time belongs to no step."""
         begin = perf_counter()
+        self.on_step(None)
         if _due(step, self.plan.save_every):
             self.save()
         if _due(step, self.plan.eval_every):
@@ -180,10 +187,7 @@ class Loop:
         self.printer.step(step_line(record, self.plan.steps, eta, self._budgets), keep=flight.step == self.plan.steps or flight.step % 10 == 0)
         if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
             what = f"loss {outcome.loss}" if not math.isfinite(outcome.loss) else f"gradient norm {outcome.grad_norm}"
-            raise Diverged(
-                f"step {flight.step} has {what}; lower --lr (now {flight.lr:g}), raise --warmup-steps or set --grad-clip 1; "
-                "--check-finite names the first task that went wrong"
-            )
+            raise Diverged(f"step {flight.step} has {what} at learning rate {flight.lr:g}; {AGAINST_DIVERGENCE}")
         self.step, self._cursor = flight.step, flight.cursor
 
 

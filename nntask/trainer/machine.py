@@ -39,7 +39,7 @@ def open_runtime(settings: TrainSettings) -> Runtime:
     """The runtime that `settings` ask for.
 
     Raises:
-        DoesNotFit: a budget exceeds the address space.
+        DoesNotFit: the system does not give as much address space as the budgets.
         StorageError: the directory of the disk tier cannot be used.
     """
     resources, observe = settings.resources, settings.observe
@@ -60,8 +60,10 @@ def open_runtime(settings: TrainSettings) -> Runtime:
             trace=Trace(active=not observe.trace_steps) if observe.trace else None,
             inspect=check_finite if settings.run.check_finite else None,
         )
-    except MemoryError as error:
-        raise DoesNotFit(f"--ram {resources.ram} or --gpu-memory {resources.gpu_memory}: {error}") from error
+    except (MemoryError, OverflowError) as error:
+        given = (("--ram", resources.ram), ("--gpu-memory", resources.gpu_memory))
+        flags = " and ".join(f"{flag} {text}" for flag, text in given if text) or "the default --ram"
+        raise DoesNotFit(f"{flags} cannot be reserved: {error}") from error
     except OSError as error:
         raise StorageError(f"--disk {resources.disk}: {error.strerror or error}; name a directory that can be written") from error
 
@@ -71,17 +73,24 @@ def _size(text: str, flag: str) -> int | None:
 
 
 class Tracer:
-    """Switches the runtime's trace on and off with the steps of --trace-steps, and writes it at the end."""
+    """Switches the runtime's trace on and off with the steps of --trace-steps, and writes it at the end.
+
+    A range holds the tasks of its steps and nothing else: at its edges only one step is in flight, and what happens between steps is left out.
+    """
 
     def __init__(self, runtime: Runtime, settings: TrainSettings) -> None:
         self._runtime = runtime
         self._path = settings.observe.trace
         self._range = trace_range(settings.observe.trace_steps)
 
-    def on_step(self, step: int) -> None:
-        """Step `step` is about to start."""
+    def is_edge(self, step: int) -> bool:
+        """Whether the step before `step` must be over when it starts."""
+        return self._range is not None and step in (self._range[0], self._range[1] + 1)
+
+    def on_step(self, step: int | None) -> None:
+        """Step `step` is about to start; None: no step is in flight, and something else is about to happen."""
         if self._range is not None and self._runtime.trace is not None:
-            self._runtime.trace.active = self._range[0] <= step <= self._range[1]
+            self._runtime.trace.active = step is not None and self._range[0] <= step <= self._range[1]
 
     def write(self) -> None:
         """Write the file, if one was asked for.

@@ -6,14 +6,18 @@ step. With two steps in flight a few tasks of the next one fall into the window 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..checkpoints import write_atomically
+from ..checkpoints import how_to_go_on
+from ..errors import StorageError
 from ..sizes import format_count, format_duration
 
 
@@ -76,40 +80,118 @@ class Meter:
         }
 
 
+@dataclass(slots=True)
+class Totals:
+    """Sums over steps, of constant size however many they are; losses that were not finite are None."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    mfu_seconds: float = 0.0
+    loss_first: float | None = None
+    loss_last: float | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Count a line of metrics.jsonl."""
+        seconds = line.get("seconds") or 0.0
+        if not self.steps:
+            self.loss_first = line.get("loss")
+        self.loss_last = line.get("loss")
+        self.steps += 1
+        self.tokens += line.get("tokens") or 0
+        self.seconds += seconds
+        self.wait_seconds += line.get("wait_seconds") or 0.0
+        self.mfu_seconds += (line.get("mfu") or 0.0) * seconds
+
+
 class Journal:
-    """metrics.jsonl of a run, one line per step, on disk as soon as written.
+    """metrics.jsonl of a run, one line per step, on disk as soon as written; only sums stay in memory.
 
     Args:
         path: the file; lines beyond `keep_steps` (of a run that is resumed from an earlier checkpoint) are dropped.
+        timed_after: the last step that does not count in `timed` (warm-up).
+
+    Attributes:
+        whole: sums over all steps of the run, resumed ones included.
+        own: over those that this process has added.
+        timed: over those of `own` after `timed_after`.
+
+    Raises:
+        StorageError: the disk is full or failed; so do `add` and `close`.
     """
 
-    def __init__(self, path: Path, keep_steps: int) -> None:
-        self.records: list[dict[str, Any]] = []
-        if keep_steps and path.is_file():
-            self.records = [line for line in read_metrics(path) if line["step"] <= keep_steps]
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.records))
-        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+    def __init__(self, path: Path, keep_steps: int, timed_after: int = 0) -> None:
+        self.path, self.timed_after = path, timed_after
+        self.whole, self.own, self.timed = Totals(), Totals(), Totals()
+        with self._storage_errors():
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            try:
+                with temporary.open("w", encoding="utf-8") as file:
+                    for line in iter_metrics(path) if keep_steps and path.is_file() else ():
+                        if line["step"] <= keep_steps:
+                            self.whole.add(line)
+                            file.write(to_json(line) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, record: StepRecord) -> None:
-        """Append a step; NaN is written as null, which every JSON reader takes."""
-        line = {key: None if value != value else value for key, value in asdict(record).items()}
-        self.records.append(line)
-        self._file.write(json.dumps(line) + "\n")
+        """Append a step; what is not finite is written as null, which every JSON reader takes."""
+        line = finite(asdict(record))
+        self.whole.add(line)
+        self.own.add(line)
+        if record.step > self.timed_after:
+            self.timed.add(line)
+        with self._storage_errors():
+            self._file.write(to_json(line) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with self._storage_errors():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _storage_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror or error}; {how_to_go_on(self.path.parent)}") from error
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every number in it that JSON cannot say."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: no NaN, no infinity."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
+
+
+def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics.jsonl one by one; a last one that a kill cut short, and what is no line of a step, are left out."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                yield line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last one that a kill cut short is left out."""
-    records = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(text))
-        except ValueError:
-            continue
-    return records
+    """All lines of a metrics.jsonl, see `iter_metrics`."""
+    return list(iter_metrics(path))
 
 
 def step_line(record: StepRecord, steps: int, eta_seconds: float, budgets: Mapping[str, int]) -> str:
@@ -157,12 +239,19 @@ class StepPrinter:
         if not self.live:
             self.say(line)
             return
-        self.stream.write(f"\r\x1b[2K{line}" + ("\n" if keep else ""))
-        self.stream.flush()
+        self._write(f"\r\x1b[2K{line}" + ("\n" if keep else ""))
         self._open = not keep
 
     def say(self, line: str) -> None:
         """Show a line that stays."""
-        self.stream.write(("\n" if self._open else "") + line + "\n")
-        self.stream.flush()
+        self._write(("\n" if self._open else "") + line + "\n")
         self._open = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise StorageError(f"cannot write to standard output: {error.strerror or error}; the last checkpoint is safe") from error

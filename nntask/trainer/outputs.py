@@ -5,17 +5,17 @@ Nothing that is there already is overwritten: a new run wants a directory of its
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoints import write_atomically
 from ..errors import DataError, StorageError, UsageError
+from .metrics import Totals, to_json
 
 RUNS: Final = Path("runs")
 CONFIG: Final = "config.toml"
@@ -118,23 +118,22 @@ def versions() -> dict[str, str]:
     return found
 
 
-def summary_of(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any], overhead_us: float) -> dict[str, Any]:
+def summary_of(whole: Totals, stats: Mapping[str, Any], overhead_us: float) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
-        records: the lines of metrics.jsonl, resumed ones included.
-        stats: counters of the runtime of this process.
+        whole: sums over metrics.jsonl, resumed steps included.
+        stats: counters of the runtime of this process; it counts no "fallbacks" while CPU and simulated workers, which run every kernel, are all
+            that there is.
         overhead_us: microseconds per task that no kernel accounts for.
     """
-    tokens = sum(r["tokens"] for r in records)
-    seconds = sum(r["seconds"] for r in records)
     return {
-        "steps": len(records),
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "loss_first": records[0]["loss"] if records else None,
-        "loss_last": records[-1]["loss"] if records else None,
+        "steps": whole.steps,
+        "tokens": whole.tokens,
+        "seconds": whole.seconds,
+        "tokens_per_second": whole.tokens / whole.seconds if whole.seconds else 0.0,
+        "loss_first": whole.loss_first,
+        "loss_last": whole.loss_last,
         "peak_bytes": stats["peak_bytes"],
         "budget_bytes": stats["budget_bytes"],
         "moved_bytes": stats["moved_bytes"],
@@ -148,4 +147,4 @@ def summary_of(records: Sequence[Mapping[str, Any]], stats: Mapping[str, Any], o
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json."""
-    write_file(run / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_file(run / SUMMARY, to_json(summary, indent=1) + "\n")

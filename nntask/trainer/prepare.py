@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..checkpoints import Checkpoint, run_of, step_directories
+from ..checkpoints import STATE, Checkpoint, run_of, step_directories
 from ..data import DataSpec, check_spec
 from ..errors import DataError, UsageError
 from ..models.config import GPT2Config
@@ -14,7 +14,7 @@ from ..schedule import make_schedule
 from ..tensorfile import TensorFile
 from ..tiling import ModelTiling, default_tiling
 from .outputs import check_new_run, check_writable, default_run_dir, versions
-from .rules import resolve
+from .rules import disk_of, resolve
 from .settings import TrainSettings, differences, from_dict
 
 TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile")
@@ -112,9 +112,9 @@ def _check_same(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint
     Raises:
         UsageError: they are not; names every difference.
     """
-    was, now = resumed.state["model"], config.to_dict()
+    was, now = resumed.config.to_dict(), config.to_dict()
     found = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
-    found += differences(from_dict(resumed.state.get("settings", {})), settings)
+    found += differences(from_dict(resumed.state["settings"], str(resumed.path / STATE)), settings)
     if found:
         raise UsageError(
             f"--resume {resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
@@ -153,6 +153,11 @@ def _check_files(settings: TrainSettings) -> None:
             if settings.checkpoints.resume:
                 raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
             TensorFile(path).close()
+    disk = disk_of(settings.resources.disk)
+    if disk is not None:
+        if disk[0].exists() and not disk[0].is_dir():
+            raise DataError(f"--disk {disk[0]} is a file; give a directory")
+        check_writable(disk[0], "--disk")
     for flag, path in (
         ("--save-checkpoint", files.save_checkpoint),
         ("--save-optimizer", files.save_optimizer),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ..errors import UsageError
-from ..sizes import parse_size
+from ..sizes import LARGEST, parse_size
 from .settings import TrainSettings
 
 DEFAULT_STEPS: Final = 200
@@ -88,12 +88,14 @@ def check_values(settings: TrainSettings) -> None:
         if value is not None and value < least:
             what = "at least 1" if least else "0 or more"
             raise UsageError(f"{_flag(name)} must be {what}, got {value}; the nearest legal value is {least}")
+        _check_largest(name, value)
     for group, name in _OR_WHOLE:
         value = getattr(getattr(settings, group), name)
         if value is not None and (value == 0 or value < -1):
             raise UsageError(
                 f"{_flag(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
             )
+        _check_largest(name, value)
     for group, name, low, high, open_end in _RANGES:
         value = getattr(getattr(settings, group), name)
         if value is not None and not (low <= value < high if open_end else low <= value <= high):
@@ -114,6 +116,11 @@ def check_values(settings: TrainSettings) -> None:
         if text and not resources.sim_gpu:
             raise UsageError(f"{flag} {text} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
     trace_range(settings.observe.trace_steps)
+
+
+def _check_largest(name: str, value: int | None) -> None:
+    if value is not None and value > LARGEST:
+        raise UsageError(f"{_flag(name)} must be at most {LARGEST}, got {value}; the nearest legal value is {LARGEST}")
 
 
 def _near(value: float, high: float) -> str:
@@ -157,7 +164,7 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
     directory, colon, size = text.rpartition(":")
     if not colon or "/" in size:
         return Path(text), None
-    if not directory:
+    if not directory or not size:
         raise UsageError(f"--disk must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB")
     return Path(directory), parse_size(size, "--disk")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,9 +16,9 @@ from scheduler.core.errors import TaskError
 from scheduler.ordering import SUBMISSION
 from tiles import TileTensor
 
-from ..checkpoints import MODEL, OPTIMIZER, Checkpoint
+from ..checkpoints import AGAINST_DIVERGENCE, MODEL, OPTIMIZER, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
-from ..errors import StorageError, UsageError
+from ..errors import Diverged, StorageError, UsageError
 from ..models.config import GPT2Config
 from ..schedule import make_schedule
 from ..sizes import format_size
@@ -29,7 +32,7 @@ from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, prepare, state_of
 from .sampling import Sampling, sample
-from .settings import TrainSettings
+from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
@@ -60,7 +63,7 @@ class _Running:
 
 
 def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | None = None) -> int:
-    """Run a training; returns 0, or 130 or 143 when it was interrupted and saved.
+    """Run a training; returns 0, or 130 or 143 when it was interrupted.
 
     Raises:
         NntaskError: see `nntask.errors` for kinds and exit codes.
@@ -69,8 +72,8 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
     settings = prepared.settings
     printer = StepPrinter()
     with Interrupts() as interrupts, open_runtime(settings) as runtime:
-        engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings)
         try:
+            engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings)
             _check_weights(prepared, engine)
             dataset = open_dataset(prepared.data, printer.say)
             stream = _stream(prepared, dataset)
@@ -94,27 +97,41 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
 def _go(running: _Running) -> int:
     """Timing loops, training, closing lines."""
     prepared, settings, printer = running.prepared, running.settings, running.printer
+    interrupts = running.interrupts
     if prepared.resumed is None:
-        print_timing(running.engine, settings, running.counts, prepared.config.vocab_size, printer)
+        print_timing(running.engine, settings, running.counts, prepared.config.vocab_size, printer, interrupts.pending)
     steps, warmup = _steps(settings, running.stream)
     if steps == 0:
-        return running.interrupts.exit_code
+        if interrupts.pending():
+            printer.say("interrupted in the timing loops; no training was asked for and nothing was saved")
+        return interrupts.exit_code
     first = prepared.resumed.step if prepared.resumed else 0
     _print_totals(running.stream, printer)
-    journal = Journal(prepared.run / METRICS, first)
+    journal = Journal(prepared.run / METRICS, first, timed_after=max(first, warmup))
     tracer = Tracer(running.runtime, settings)
     loop = _loop(running, journal, tracer, steps, first)
+    endings = (journal.close, partial(_summarise, running, loop, journal), tracer.write)
     try:
         loop.train()
-    finally:
-        journal.close()
-        tracer.write()
-        _summarise(running, loop, journal)
-    if running.interrupts.signal is not None:
-        printer.say(f"interrupted after step {loop.step}; continue with: nntask train --resume {prepared.run}")
-        return running.interrupts.exit_code
-    _close(running, loop, journal, warmup)
-    return 0
+    except BaseException:
+        for ending in endings:
+            with contextlib.suppress(Exception):  # what ended the training is what the user must hear
+                ending()
+        raise
+    for ending in endings:
+        ending()
+    if loop.step < steps:
+        printer.say(_interrupted(prepared.run, loop.step))
+    else:
+        _close(running, loop, journal)
+    return interrupts.exit_code
+
+
+def _interrupted(run: Path, step: int) -> str:
+    """What a signal before the last step has left behind."""
+    if not step_directories(run):
+        return "interrupted before the first step was done; nothing was saved yet, so there is nothing to continue"
+    return f"interrupted after step {step}; continue with: nntask train --resume {shlex.quote(str(run))}"
 
 
 def _loop(running: _Running, journal: Journal, tracer: Tracer, steps: int, first: int) -> Loop:
@@ -155,6 +172,7 @@ def _loop(running: _Running, journal: Journal, tracer: Tracer, steps: int, first
         tokenizer=tokenizer,
         validate=partial(_validate, running),
         on_step=tracer.on_step,
+        starts_alone=tracer.is_edge,
     )
 
 
@@ -277,32 +295,42 @@ def _validate(running: _Running, step: int) -> None:
         running.printer.say(f"{validation.path} is shorter than one sequence of {running.stream.length} tokens; nothing to validate on")
         return
     tokenizer = running.dataset.tokenizer
-    result = evaluate(running.engine, batches, tokenizer.byte_lengths() if tokenizer else None)
-    running.printer.say(f"step {step}: {result.line()}")
+    result = evaluate(running.engine, batches, tokenizer.byte_lengths() if tokenizer else None, running.interrupts.pending)
+    if result is not None:
+        running.printer.say(f"step {step}: {result.line()}")
 
 
-def _close(running: _Running, loop: Loop, journal: Journal, warmup: int) -> None:
-    """Last validation, files asked for, sample, closing lines."""
-    settings, printer, prepared = running.settings, running.printer, running.prepared
+def _close(running: _Running, loop: Loop, journal: Journal) -> None:
+    """Last validation, files asked for, sample, closing lines; a signal leaves out validation and sample."""
+    settings, printer = running.settings, running.printer
     if settings.run.eval_every and loop.step % settings.run.eval_every:
         _validate(running, loop.step)
     files = settings.checkpoints
     if files.save_checkpoint:
-        save_tensors(files.save_checkpoint, running.engine.model_tensors(), dtype=STORAGE[files.save_checkpoint_dtype])
+        _save_file("--save-checkpoint", files.save_checkpoint, running.engine.model_tensors(), files.save_checkpoint_dtype)
     if files.save_optimizer:
-        save_tensors(files.save_optimizer, running.engine.optimizer_tensors(), dtype=STORAGE[files.save_optimizer_dtype])
-    first = prepared.resumed.step if prepared.resumed else 0
-    timed = [r for r in journal.records if r["step"] > max(first, warmup)]
-    seconds, tokens = sum(r["seconds"] for r in timed), sum(r["tokens"] for r in timed)
-    if timed:
+        _save_file("--save-optimizer", files.save_optimizer, running.engine.optimizer_tensors(), files.save_optimizer_dtype)
+    timed = journal.timed
+    if timed.steps:
+        seconds, tokens = timed.seconds, timed.tokens
         flops = (running.counts.forward + running.counts.backward) * tokens / running.stream.length
         printer.say(f"Training time: {seconds} seconds")
         printer.say(f"Training throughput tokens/sec: {tokens / seconds}")
         printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
-        printer.say(f"Model flops utilisation (6N + 12Ldn): {sum(r['mfu'] * r['seconds'] for r in timed) / seconds:.1%} of gemm peak")
-        printer.say(f"Loss on the last batch: {timed[-1]['loss']}")
-    if settings.run.sample_tokens:
+        printer.say(f"Model flops utilisation (6N + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
+        printer.say(f"Loss on the last batch: {timed.loss_last}")
+    if settings.run.sample_tokens and not running.interrupts.pending():
         _print_sample(running)
+
+
+def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: StorageDtype) -> None:
+    """Write a file that was asked for beside the checkpoints."""
+    try:
+        save_tensors(path, tensors, dtype=STORAGE[dtype], finite=True)
+    except Diverged as error:
+        raise Diverged(f"{flag} {path} was not written: {error}; {AGAINST_DIVERGENCE}") from None
+    except UsageError as error:
+        raise UsageError(f"{flag} {path} was not written: {error}") from None
 
 
 def _print_sample(running: _Running) -> None:
@@ -310,7 +338,7 @@ def _print_sample(running: _Running) -> None:
     settings, tokenizer = running.settings, running.dataset.tokenizer
     end = tokenizer.end_of_text if tokenizer else 0
     prompt = [int(i) for i in tokenizer.encode([settings.run.prompt])[0]] if tokenizer and settings.run.prompt else []
-    ids = sample(
+    drawn = sample(
         running.engine.next_logits,
         [end, *prompt],
         settings.run.sample_tokens,
@@ -319,13 +347,13 @@ def _print_sample(running: _Running) -> None:
         vocab_size=tokenizer.vocab_size if tokenizer else running.prepared.config.vocab_size,
         stop=end if tokenizer else None,
     )
+    ids = list(takewhile(lambda _: not running.interrupts.pending(), drawn))
     text = tokenizer.decode([*prompt, *ids]) if tokenizer else " ".join(map(str, ids))
     running.printer.say("--- sample\n" + text + "\n---")
 
 
 def _summarise(running: _Running, loop: Loop, journal: Journal) -> None:
     """Write summary.json, whichever way the training ended."""
-    stats = running.runtime.stats()
-    idle = sum(r["wait_seconds"] for r in journal.records if r["step"] > loop.plan.first)
-    tasks = running.engine.num_tasks * max(loop.step - loop.plan.first, 1)
-    write_summary(running.prepared.run, summary_of(journal.records, stats, idle / tasks * 1e6))
+    tasks = running.engine.num_tasks * max(journal.own.steps, 1)
+    overhead_us = journal.own.wait_seconds / tasks * 1e6
+    write_summary(running.prepared.run, summary_of(journal.whole, running.runtime.stats(), overhead_us))

@@ -6,9 +6,13 @@ groups that a resumed run must share with the run it continues; the others may d
 
 from __future__ import annotations
 
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
+
+from ..errors import DataError
 
 Period = int  # in steps; 0 means never
 StorageDtype = Literal["fp32", "fp16", "bf16"]
@@ -229,26 +233,55 @@ class TrainSettings:
 LOCKED: Final = ("model", "tiling", "data", "optimizer")
 
 
-_NAMES_OF_MODELS: Final = ("model", "config_path")
+_NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path")
+"""Where things are; what they are is compared apart, by the model's config and the fingerprint of the data."""
 
 
 def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
-    """Flags of the locked groups whose values differ, as "--flag (was, is)"; both settings resolved. The names of models do not count."""
+    """Flags of the locked groups whose values differ, as "--flag (was, is)"; both settings resolved. Names of models and places do not count."""
     found = []
     for group in LOCKED:
         before, after = getattr(stored, group), getattr(now, group)
         for f in fields(before):
             was, value = getattr(before, f.name), getattr(after, f.name)
-            if was != value and f.name not in _NAMES_OF_MODELS:
+            if was != value and f.name not in _NAMES:
                 found.append(f"--{f.name.replace('_', '-')} (was {was}, is {value})")
     return found
 
 
-def from_dict(values: Mapping[str, Mapping[str, Any]]) -> TrainSettings:
-    """Settings from the nested dict that `dataclasses.asdict` makes of them; unknown entries are left out."""
+def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSettings:
+    """Settings from the nested dict that `dataclasses.asdict` makes of them; unknown entries are left out.
+
+    Args:
+        source: the file they come from, for messages.
+
+    Raises:
+        DataError: a value is of another type than its flag.
+    """
     groups = {}
     for f in fields(TrainSettings):
-        kind: Any = f.default_factory
-        names = {inner.name for inner in fields(kind)}
-        groups[f.name] = kind(**{key: value for key, value in values.get(f.name, {}).items() if key in names})
+        group: Any = f.default_factory
+        kinds = typing.get_type_hints(group)
+        known = {key: value for key, value in values.get(f.name, {}).items() if key in kinds}
+        for key, value in known.items():
+            if not _is_of(value, kinds[key]):
+                raise DataError(f"settings.{f.name}.{key} in {source} must be {_words_for(kinds[key])}, got {value!r}; use another checkpoint")
+        groups[f.name] = group(**known)
     return TrainSettings(**groups)
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value from JSON is of a field's type; whole numbers are numbers, booleans are not."""
+    if isinstance(kind, types.UnionType):
+        return any(_is_of(value, each) for each in typing.get_args(kind))
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _words_for(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return " or ".join(map(_words_for, typing.get_args(kind)))
+    if typing.get_origin(kind) is Literal:
+        return f"one of {', '.join(typing.get_args(kind))}"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(kind, "null")

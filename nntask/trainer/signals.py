@@ -26,6 +26,10 @@ class Interrupts:
         """130 for SIGINT, 143 for SIGTERM, 0 for neither."""
         return 128 + self.signal if self.signal is not None else 0
 
+    def pending(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}

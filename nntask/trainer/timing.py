@@ -24,30 +24,54 @@ class Timed(Protocol):
         """One forward and backward pass; parameters stay as they are."""
 
 
-def print_timing(engine: Timed, settings: TrainSettings, counts: FlopCounts, vocab_size: int, printer: StepPrinter) -> None:
-    """Run the loops that --nforward and --nbackward ask for and print NNTile's lines."""
+def print_timing(
+    engine: Timed, settings: TrainSettings, counts: FlopCounts, vocab_size: int, printer: StepPrinter, stopped: Callable[[], bool] = lambda: False
+) -> None:
+    """Run the loops that --nforward and --nbackward ask for and print NNTile's lines.
+
+    Args:
+        stopped: asked before each pass; once it says yes, no pass begins and no further line is printed.
+    """
+    try:
+        _time_loops(engine, settings, counts, vocab_size, printer, stopped)
+    except _Stopped:
+        return
+
+
+class _Stopped(Exception):
+    """A loop was asked to end."""
+
+
+def _time_loops(
+    engine: Timed, settings: TrainSettings, counts: FlopCounts, vocab_size: int, printer: StepPrinter, stopped: Callable[[], bool]
+) -> None:
     run = settings.run
     if not (run.nforward or run.nforward_warmup or run.nbackward or run.nbackward_warmup):
         return
     minibatch, length = settings.tiling.minibatch, settings.model.seq_len or 1
     tokens = np.random.Generator(np.random.PCG64(settings.data.seed)).integers(0, vocab_size, (minibatch, length), np.int32)
-    forward = _seconds(lambda: engine.forward(tokens), run.nforward_warmup, run.nforward)
+    forward = _seconds(lambda: engine.forward(tokens), run.nforward_warmup, run.nforward, stopped)
     if run.nforward:
         _print_lines("forward", forward, run.nforward, minibatch, length, counts.forward, printer)
     if run.nbackward or run.nbackward_warmup:
-        both = _seconds(lambda: engine.forward_backward(tokens), run.nbackward_warmup, run.nbackward)
-        alone = forward / run.nforward if run.nforward else _seconds(lambda: engine.forward(tokens), 1, max(run.nbackward, 1)) / max(run.nbackward, 1)
+        both = _seconds(lambda: engine.forward_backward(tokens), run.nbackward_warmup, run.nbackward, stopped)
+        if run.nforward:
+            alone = forward / run.nforward
+        else:
+            alone = _seconds(lambda: engine.forward(tokens), 1, max(run.nbackward, 1), stopped) / max(run.nbackward, 1)
         if run.nbackward:
             seconds = max(both - alone * run.nbackward, 1e-9)
             _print_lines("backward", seconds, run.nbackward, minibatch, length, counts.backward, printer)
 
 
-def _seconds(action: Callable[[], None], warmup: int, count: int) -> float:
+def _seconds(action: Callable[[], None], warmup: int, count: int, stopped: Callable[[], bool]) -> float:
     """Wall seconds of `count` calls after `warmup` untimed ones."""
-    for _ in range(warmup):
-        action()
     begin = perf_counter()
-    for _ in range(count):
+    for number in range(warmup + count):
+        if stopped():
+            raise _Stopped
+        if number == warmup:
+            begin = perf_counter()
         action()
     return perf_counter() - begin
 

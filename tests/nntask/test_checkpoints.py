@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from nntask.checkpoints import find_checkpoint, save_checkpoint, step_directories
-from nntask.errors import DataError
+from nntask.errors import DataError, Diverged, UsageError
 from nntask.tensorfile import load_tensors, save_tensors
 from scheduler import InlineRuntime
 from tiles import TileTensor
@@ -136,6 +136,77 @@ def test_a_broken_state_is_refused(tmp_path):
     (path / "state.json").write_text('{"format": 1, "step"')
     with pytest.raises(DataError, match="not the state of a checkpoint"):
         find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": "abc"}, 'step in {file} must be a whole number, got "abc"'),
+        ({"step": True}, "step in {file} must be a whole number, got true"),
+        ({"step": -1}, "step in {file} must be a whole number, got -1"),
+        ({"cursor": [1]}, "cursor in {file} must be two whole numbers, got [1]"),
+        ({"cursor": [0, 1.5]}, "cursor in {file} must be two whole numbers"),
+        ({"settings": []}, "settings in {file} must be an object of objects, got []"),
+        ({"settings": {"tiling": 3}}, "settings in {file} must be an object of objects"),
+        ({"model": "gpt2"}, "model in {file} must be an object"),
+        ({"format": "new"}, "{file} has format new"),
+    ],
+)
+def test_a_state_of_other_types_is_refused(tmp_path, change, words):
+    """File and key are named."""
+    file = save_step(tmp_path, 1) / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(DataError) as error:
+        find_checkpoint(tmp_path)
+    assert words.format(file=file) in str(error.value)
+
+
+def test_a_state_that_lacks_a_key_or_is_no_object_is_refused(tmp_path):
+    """The key that is missing is named."""
+    file = save_step(tmp_path, 1) / "state.json"
+    file.write_text('{"format": 1, "step": 1, "model": {}}')
+    with pytest.raises(DataError, match="lacks cursor"):
+        find_checkpoint(tmp_path)
+    file.write_text("[1]")
+    with pytest.raises(DataError, match="must be a JSON object"):
+        find_checkpoint(tmp_path)
+
+
+def test_the_model_in_a_state_is_checked_when_asked_for(tmp_path):
+    """A width of the wrong type is an error of the checkpoint, not of a flag."""
+    state = {"step": 1, "cursor": [0, 0], "model": {"vocab_size": 1, "n_positions": 1, "n_embd": "12", "n_layer": 1, "n_head": 1}}
+    save_checkpoint(tmp_path, state, {}, {})
+    with pytest.raises(DataError, match=r"n_embd in model in .*state\.json must be a whole number"):
+        _ = find_checkpoint(tmp_path).config
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+def test_what_is_not_finite_is_never_saved(tmp_path, value, dtype, where):
+    """Exit code 5, the tensor named, the checkpoint before untouched and no debris."""
+    save_step(tmp_path, 5)
+    bad = tensor((7, 3), (2, 2), dtype)
+    values = bad.read()
+    values[6, 2] = value
+    bad.write(values)
+    tensors = {"model": {"w": tensor((4, 3), (2, 2))}, "optimizer": {"m": tensor((4, 3), (2, 2))}}
+    tensors[where]["bad"] = bad
+    with pytest.raises(Diverged, match="after step 10, bad holds values that are not finite, and nothing of it was saved; lower --lr"):
+        save_checkpoint(tmp_path, {"step": 10, "cursor": [0, 0], "model": {}}, tensors["model"], tensors["optimizer"], keep=1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
+    assert find_checkpoint(tmp_path).step == 5
+
+
+def test_values_too_large_for_the_type_they_are_stored_in_are_refused(tmp_path):
+    """fp16 ends at 65504; what was at the path before stays."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"before")
+    wide = tensor((3, 4), (2, 3))
+    wide.write(np.full((3, 4), 1e5, np.float32))
+    with np.errstate(over="ignore"), pytest.raises(UsageError, match="w holds values too large for float16"):
+        save_tensors(path, {"w": wide}, dtype=np.dtype(np.float16), finite=True)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("x.safetensors", b"before")]
 
 
 KILLED = """

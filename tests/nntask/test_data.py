@@ -176,6 +176,57 @@ def test_stdlib_needs_no_network_and_holds_out_whole_texts():
     assert len(stdlib_corpus(select=5).train) + len(stdlib_corpus(select=5).validation) == 5
 
 
+@pytest.mark.parametrize("nbytes", [3000, 5 << 20])
+def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, nbytes):
+    """A copy elsewhere has the same one; another first, last or sampled token, another size or another element type has not."""
+    ids = np.arange(nbytes // 2) % 50
+    (tmp_path / "elsewhere").mkdir()
+    there = tokens_in(tmp_path / "elsewhere" / "other.bin", ids)
+
+    def fingerprint(values, dtype="<u2"):
+        path = tokens_in(tmp_path / "train.bin", values, dtype)
+        return open_dataset(DataSpec("train.bin", str(path), vocab_size=1 << 22)).fingerprint
+
+    first = fingerprint(ids)
+    assert first == open_dataset(DataSpec("train.bin", str(there), vocab_size=50)).fingerprint
+    found = [first, fingerprint(ids[:-1])]
+    for position in (0, len(ids) - 1, 100):
+        changed = ids.copy()
+        changed[position] += 1
+        found.append(fingerprint(changed))
+    (tmp_path / "train.bin.json").write_text('{"dtype": "uint32"}')
+    found.append(fingerprint(ids.astype("<u2").view("<u4"), "<u4"))
+    assert len(set(found)) == 6
+
+
+def test_a_fingerprint_reads_samples_only(tmp_path):
+    """Of a file of 1 GiB, 4 MiB."""
+    path = tmp_path / "train.bin"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    tokens, read = TokenFile(path, vocab_size=50, scan_nbytes=2), []
+    inner = tokens._read
+    tokens._read = lambda first, count: read.append(count) or inner(first, count)
+    tokens.fingerprint()
+    assert sum(read) * 2 == 4 << 20
+
+
+def test_the_fingerprint_of_texts_is_of_those_that_train(tmp_path):
+    """It stays when the directory moves or the validation text changes, and differs when a training text does."""
+
+    def fingerprint(name, line, held):
+        (tmp_path / name / "texts").mkdir(parents=True)
+        (tmp_path / name / "texts" / "a.txt").write_text(line * 20)
+        (tmp_path / name / "val.txt").write_text(held * 20)
+        spec = DataSpec("text", str(tmp_path / name / "texts"), str(tmp_path / name / "val.txt"), tokenizer="bytes", vocab_size=257)
+        return open_dataset(spec).fingerprint
+
+    first = fingerprint("one", "a line\n", "held out\n")
+    assert fingerprint("two", "a line\n", "held out\n") == first
+    assert fingerprint("three", "a line\n", "others held out\n") == first
+    assert fingerprint("four", "a lime\n", "held out\n") != first
+
+
 def test_val_bin_beside_train_bin_is_validation(tmp_path):
     """train.bin is all training data; val.bin beside it, or --val-path, is validation."""
     tokens_in(tmp_path / "train.bin", range(30))

@@ -1,5 +1,7 @@
 """GPT-2 against transformers, and against itself under other tilings."""
 
+from dataclasses import astuple, replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,6 +24,16 @@ RAGGED = [
     ModelTiling(3, 9, 9, 70, 3, 50),
     ModelTiling(2, 3, 16, 5, 2, 7),
 ]
+
+
+NOWHERE_EVEN = [
+    ModelTiling(2, 5, 7, 11, 2, 13),
+    ModelTiling(3, 4, 8, 10, 3, 9),
+    ModelTiling(4, 3, 9, 20, 4, 25),
+    ModelTiling(2, 7, 11, 46, 3, 60),
+    ModelTiling(3, 10, 29, 3, 2, 7),
+]
+"""Tile sizes that divide no dimension of 5 sequences of 11 tokens, width 30, inner width 47, 5 heads, 61 ids."""
 
 
 def loss_and_gradients(model, tokens, targets, **how):
@@ -56,7 +68,7 @@ def check_parity(config, tiling, tolerance, *, dtype=np.float32, lanes=1, **opti
 
 @pytest.mark.parametrize("seed", range(6))
 def test_logits_and_gradients_are_those_of_transformers(seed):
-    """Random shapes, activations, scale flags, tied and untied; tilings ragged in every dimension; one and three lanes."""
+    """Random shapes, activations, scale flags, tied and untied; whole and ragged tilings; one and three lanes."""
     check_parity(random_config(seed), RAGGED[seed % len(RAGGED)], 1e-4, lanes=1 + 2 * (seed % 2))
 
 
@@ -119,15 +131,21 @@ def test_twenty_steps_of_adamw_follow_torch(options, tied):
 
 
 def test_losses_do_not_depend_on_the_tiling():
-    """Five tilings with ragged edges in every dimension, dropout on: losses of four steps within 1e-5."""
-    config = random_config(5, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_head=3, n_embd=24, n_layer=2, initializer_range=0.02)
+    """No tiles, and five tilings with ragged edges in every dimension, dropout on: losses of six steps within 1e-5."""
+    config = random_config(5, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_layer=2, initializer_range=0.02)
+    config = replace(config, vocab_size=61, n_positions=13, n_embd=30, n_head=5, n_inner=47)
+    batch, length, num_steps = 5, 11, 6
+    dimensions = (batch, length, config.n_embd, config.inner_size, config.n_head, config.vocab_size)
+    for tiling in NOWHERE_EVEN:
+        assert all(1 < size < whole and whole % size for size, whole in zip(astuple(tiling), dimensions, strict=True)), tiling
+    assert all(len({astuple(tiling)[i] for tiling in NOWHERE_EVEN}) > 2 for i in range(6))
     runs = []
-    for tiling in RAGGED:
+    for tiling in [ModelTiling(), *NOWHERE_EVEN]:
         model = GPT2(config, tiling, InlineRuntime(), seed=4)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        given = model.input_tensors(3, 11)
+        given = model.input_tensors(batch, length)
         losses = []
-        for step, (tokens, targets) in enumerate(batches(config, 4, 3, 11), 1):
+        for step, (tokens, targets) in enumerate(batches(config, num_steps, batch, length), 1):
             given[0].write(tokens)
             given[1].write(targets)
             model.dropout_key.write(np.array([4, step], np.uint64))
@@ -137,7 +155,7 @@ def test_losses_do_not_depend_on_the_tiling():
             optimizer.step()
             losses.append(float(loss.read()[0]))
         runs.append(losses)
-    assert len(set(runs[0])) == 4
+    assert len(set(runs[0])) == num_steps
     assert np.abs(np.array(runs) - runs[0]).max() < 1e-5
 
 

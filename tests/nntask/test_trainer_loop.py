@@ -5,6 +5,8 @@ import json
 import math
 import os
 import signal
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +14,16 @@ import pytest
 
 from nntask.checkpoints import find_checkpoint, step_directories
 from nntask.data import BatchStream, Cursor, TokenFile
-from nntask.errors import Diverged
+from nntask.errors import Diverged, StorageError
 from nntask.trainer.engine import Outcome
 from nntask.trainer.evaluation import evaluate
+from nntask.trainer.flops import FlopCounts
 from nntask.trainer.loop import Loop, Plan
-from nntask.trainer.metrics import Journal, StepPrinter, StepRecord, read_metrics, step_line
+from nntask.trainer.metrics import Journal, StepPrinter, StepRecord, Totals, read_metrics, step_line
+from nntask.trainer.outputs import summary_of, write_summary
+from nntask.trainer.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
 from nntask.trainer.signals import Interrupts
+from nntask.trainer.timing import print_timing
 from scheduler import Codelet
 from scheduler.runtime import Runtime
 from tiles import TileTensor
@@ -83,7 +89,19 @@ def file(tmp_path):
     return TokenFile(path, vocab_size=50)
 
 
-def train(run: Path, file, *, steps, resume=None, interrupts=None, lr=0.1, on_step=lambda step: None, save_every=5, sum_loss=False):
+def train(
+    run: Path,
+    file,
+    *,
+    steps,
+    resume=None,
+    interrupts=None,
+    lr=0.1,
+    on_step=lambda step: None,
+    save_every=5,
+    sum_loss=False,
+    starts_alone=lambda step: False,
+):
     """Run the loop and return (loop, weight after)."""
     first, cursor = 0, None
     run.mkdir(exist_ok=True)
@@ -106,6 +124,7 @@ def train(run: Path, file, *, steps, resume=None, interrupts=None, lr=0.1, on_st
             printer=StepPrinter(io.StringIO()),
             interrupts=interrupts or Interrupts(),
             on_step=on_step,
+            starts_alone=starts_alone,
         )
         try:
             loop.train()
@@ -160,6 +179,81 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, file, number):
     assert continued == train(tmp_path / "b", file, steps=10)[1]
 
 
+def test_a_signal_before_the_first_step_saves_nothing(tmp_path, file):
+    """There is nothing to save, and nothing is."""
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        loop, _ = train(tmp_path / "a", file, steps=10, interrupts=interrupts)
+    assert loop.step == 0
+    assert step_directories(tmp_path / "a") == []
+
+
+class Flights:
+    """An engine of no numbers that notes which steps are in flight when one begins."""
+
+    num_tasks = 1
+
+    def __init__(self):
+        self.flying: set[int] = set()
+        self.beside: dict[int, list[int]] = {}
+
+    def start(self, step, lr, batch):
+        self.beside[step] = sorted(self.flying)
+        self.flying.add(step)
+        return Flight(self, step)
+
+    def evaluate(self, batch):
+        return 0.0
+
+    def model_tensors(self):
+        return {}
+
+    def optimizer_tensors(self):
+        return {}
+
+
+class Flight:
+    def __init__(self, engine, step):
+        self.engine, self.step = engine, step
+
+    def result(self):
+        self.engine.flying.discard(self.step)
+        return Outcome(1.0, 1.0)
+
+
+class NoCounters:
+    def stats(self, *, forget_recent_peak=False):
+        nothing = {"moved_bytes": {}, "busy_seconds": {}, "recent_peak_bytes": {}, "budget_bytes": {}, "evictions": 0}
+        return nothing
+
+
+def test_steps_that_start_alone_have_no_neighbour(tmp_path, file):
+    """The step before lands first, and the hooks see steps and the pauses between them."""
+    engine, seen = Flights(), []
+
+    def on_step(step):
+        seen.append((step, sorted(engine.flying)))
+
+    loop = Loop(
+        Plan(8, 0, lambda step: 0.1, 0, False, 0, 1, False, 1.0, 1.0),
+        engine,
+        BatchStream(file, LENGTH, BATCH, seed=1),
+        NoCounters(),
+        run=tmp_path,
+        state={},
+        journal=Journal(tmp_path / "metrics.jsonl", 0),
+        printer=StepPrinter(io.StringIO()),
+        interrupts=Interrupts(),
+        on_step=on_step,
+        starts_alone=lambda step: step in (3, 6),
+    )
+    loop.train()
+    loop.journal.close()
+    assert engine.beside == {1: [], 2: [1], 3: [], 4: [3], 5: [4], 6: [], 7: [6], 8: [7]}
+    assert [step for step, _ in seen] == [*range(1, 9), None, None]
+    assert all(not flying for step, flying in seen if step in (None, 3, 6))
+
+
 def test_a_loss_that_is_not_finite_stops_before_saving(tmp_path, file):
     """With an absurd learning rate the run diverges and says so; only checkpoints with finite losses exist."""
     with pytest.raises(Diverged, match=r"step \d+ has .*lower --lr") as error:
@@ -180,6 +274,65 @@ def test_a_journal_of_a_resumed_run_drops_what_lies_behind_its_checkpoint(tmp_pa
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
+RECORD = StepRecord(12, 6.1234, 2.9e-4, 1.02, 1024, 0.512, 2000.0, 0.1, 0.81, {"ram": 1288490188}, {}, 0, 0.25)
+
+
+def test_a_journal_keeps_sums_only(tmp_path):
+    """The second half of five thousand steps takes no memory; the sums are those of the lines."""
+    journal = Journal(tmp_path / "metrics.jsonl", 0, timed_after=10)
+    for step in range(1, 2501):
+        journal.add(replace(RECORD, step=step))
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for step in range(2501, 5001):
+        journal.add(replace(RECORD, step=step, loss=float(step)))
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    journal.close()
+    assert grown < 20_000
+    assert (journal.whole.steps, journal.whole.loss_first, journal.whole.loss_last) == (5000, 6.1234, 5000.0)
+    assert (journal.timed.steps, journal.timed.tokens) == (4990, 4990 * 1024)
+    assert journal.own.wait_seconds == pytest.approx(1250)
+    again = Journal(tmp_path / "metrics.jsonl", 4000, timed_after=4000)
+    again.add(replace(RECORD, step=4001))
+    again.close()
+    assert (again.whole.steps, again.own.steps, again.timed.steps) == (4001, 1, 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_holds_no_number_that_json_does_not_know(tmp_path, value):
+    """NaN and infinity become null in metrics.jsonl and summary.json."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    journal = Journal(tmp_path / "metrics.jsonl", 0)
+    journal.add(replace(RECORD, loss=value, grad_norm=value, tflops=value))
+    journal.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert [line[key] for key in ("loss", "grad_norm", "tflops", "tokens")] == [None, None, None, 1024]
+    stats = {key: {"ram": value} for key in ("peak_bytes", "budget_bytes", "moved_bytes")} | {"tasks": 1, "busy_seconds": {}}
+    write_summary(tmp_path, summary_of(Totals(1, 1, 1.0, loss_last=value), stats, value))
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
+    assert (summary["loss_last"], summary["task_overhead_us"], summary["peak_bytes"]) == (None, None, {"ram": None})
+
+
+def test_a_journal_that_cannot_be_written_is_a_storage_error(tmp_path):
+    """Exit code 6, with the file, the reason and what is safe."""
+    journal = Journal(tmp_path / "metrics.jsonl", 0)
+    with open("/dev/full", "w", buffering=1) as full:
+        journal._file.close()
+        journal._file = full
+        with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: No space left on device; there is no earlier checkpoint") as error:
+            journal.add(RECORD)
+        with pytest.raises(StorageError, match="No space left"):
+            journal.close()
+    assert error.value.exit_code == 6
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="Not a directory"):
+        Journal(tmp_path / "file" / "metrics.jsonl", 0)
+
+
 def test_the_step_line_is_as_documented():
     """Scripts may parse it."""
     record = StepRecord(12, 6.1234, 2.9e-4, 1.02, 1024, 0.512, 2000.0, 0.1, 0.81, {"ram": 1288490188}, {}, 0, 0.0)
@@ -197,3 +350,32 @@ def test_bits_per_byte_count_bytes_not_tokens(tmp_path, file):
     assert result.tokens == 24
     assert result.perplexity == pytest.approx(2)
     assert result.bits_per_byte == pytest.approx(0.5)
+
+
+def test_an_evaluation_that_is_stopped_has_no_result(tmp_path, file):
+    """It is asked before each batch."""
+    from nntask.data import in_order
+
+    answers = iter([False, False, True])
+    assert evaluate(Flights(), in_order(file, LENGTH, BATCH, 5), None, lambda: next(answers)) is None
+    assert list(answers) == []
+
+
+def test_timing_loops_that_are_stopped_print_nothing_more():
+    """No pass begins after the answer is yes."""
+    passes = []
+
+    class Passes:
+        def forward(self, tokens):
+            passes.append("f")
+
+        def forward_backward(self, tokens):
+            passes.append("b")
+
+    stream = io.StringIO()
+    settings = TrainSettings(tiling=TilingSettings(minibatch=1), run=RunSettings(nforward=2, nbackward=9), model=ModelSettings(seq_len=4))
+    counts = FlopCounts(1.0, 1.0, 1.0)
+    print_timing(Passes(), settings, counts, 5, StepPrinter(stream), lambda: len(passes) == 4)
+    assert passes == ["f", "f", "b", "b"]
+    assert "forward time" in stream.getvalue()
+    assert "backward" not in stream.getvalue()

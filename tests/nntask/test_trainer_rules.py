@@ -1,11 +1,12 @@
 """Rules between settings, and what unset values become."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from nntask.errors import UsageError
-from nntask.trainer.rules import check_values, resolve
+from nntask.errors import DataError, UsageError
+from nntask.trainer.rules import check_values, disk_of, resolve
 from nntask.trainer.settings import TrainSettings, differences, from_dict
 from wrappers.cli.flags import build, scan, table_of
 
@@ -60,6 +61,19 @@ def test_rules_between_values(argv, words):
         (["--trace-steps=1:2"], "needs --trace FILE"),
         (["--ncpu=0"], "leaves nobody to compute"),
         (["--momentum=0.9"], "belongs to --optimizer sgd"),
+        ([f"--seed={1 << 63}"], "--seed must be at most 9223372036854775807, got 9223372036854775808"),
+        (["--seed=-1"], "--seed must be 0 or more"),
+        ([f"--batch={10**30}"], "--batch must be at most"),
+        (["--ram=99999999TiB"], "--ram must be at most 9223372036854775807 bytes"),
+        (["--disk=scratch:12XB"], "--disk must be a size in B"),
+        (["--disk=scratch:"], "--disk must be DIR or DIR:SIZE"),
+        (["--disk=:1GiB"], "--disk must be DIR or DIR:SIZE"),
+        (["--order=layer"], "--order must be auto, submission"),
+        (["--order=layers:0"], "--order must be auto, submission"),
+        (["--sim-gpu=1", "--gpu-memory=0.5x"], "--gpu-memory must be a size"),
+        (["--gpu-memory=1GiB"], "add --sim-gpu 1"),
+        (["--sim-gpu=1", "--sim-bandwidth=fast"], "--sim-bandwidth must be a size"),
+        (["--sim-bandwidth=5GB"], "add --sim-gpu 1"),
     ],
 )
 def test_values_on_their_own(argv, words):
@@ -92,9 +106,52 @@ def test_differences_name_locked_flags_only():
     assert differences(stored, replace(stored, resources=now.resources)) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "place"), [("", None), ("scratch", ("scratch", None)), ("scratch:20GB", ("scratch", 20_000_000_000)), ("/a:b/c", ("/a:b/c", None))]
+)
+def test_a_disk_is_a_directory_and_perhaps_a_size(text, place):
+    """A colon inside a path is part of the path."""
+    assert disk_of(text) == (None if place is None else (Path(place[0]), place[1]))
+
+
+@pytest.mark.parametrize("order", ["auto", "submission", "layers", "layers:2", "eager-update"])
+def test_orders_are_accepted(order):
+    """The words that --order takes."""
+    check_values(settings(f"--order={order}"))
+
+
 def test_settings_come_back_from_a_dict():
     """state.json's copy of the settings is read back."""
     from dataclasses import asdict
 
     stored = resolve(settings("--lr=1e-3"), Shape())
-    assert from_dict(asdict(stored)) == stored
+    assert from_dict(asdict(stored), "state.json") == stored
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value", "words"),
+    [
+        ("tiling", "batch", "x", "settings.tiling.batch in state.json must be a whole number or null, got 'x'"),
+        ("tiling", "redux", 1, "must be true or false, got 1"),
+        ("tiling", "minibatch", True, "must be a whole number, got True"),
+        ("optimizer", "beta1", None, "must be a number, got None"),
+        ("model", "dtype", "fp23", "must be one of auto, fp32"),
+        ("data", "dataset", [], "must be a string"),
+    ],
+)
+def test_stored_settings_of_another_type_are_refused(group, key, value, words):
+    """The file, the key and the rule are in the message; whole numbers pass for numbers."""
+    with pytest.raises(DataError) as error:
+        from_dict({group: {key: value}}, "state.json")
+    assert words in str(error.value)
+    assert from_dict({"optimizer": {"beta1": 0}, "run": {"of another version": 1}}, "state.json").optimizer.beta1 == 0
+
+
+def test_places_of_data_may_differ():
+    """A run whose data moved is the same run; what the data are is compared by its fingerprint."""
+    here, there = (
+        resolve(settings("--dataset=text", f"--dataset-path={place}/text", f"--val-path={place}/val", f"--tokenizer-path={place}"), Shape())
+        for place in "ab"
+    )
+    assert differences(here, there) == []
+    assert differences(here, resolve(settings("--dataset=train.bin"), Shape())) == ["--dataset (was text, is train.bin)"]

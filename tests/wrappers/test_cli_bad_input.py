@@ -71,6 +71,18 @@ def refuse(capsys, argv: list[str]) -> tuple[int, str]:
         (["--logger"], 2, "--logger is not offered"),
         (["--min-lr=1", "--schedule=cosine"], 2, "min_lr"),
         (["--config=none.toml"], 4, "none.toml"),
+        (["--ram=1000TiB"], 3, "--ram 1000TiB cannot be reserved"),
+        (["--ram=99999999TiB"], 2, "--ram must be at most"),
+        (["--sim-gpu=1", "--gpu-memory=1000TiB"], 3, "--gpu-memory 1000TiB cannot be reserved"),
+        (["--seed=99999999999999999999999"], 2, "--seed must be at most 9223372036854775807"),
+        (["--strict"], 2, "--strict is not offered yet: it comes with GPUs"),
+        (["--init-from=gpt2"], 2, "--init-from is not offered yet"),
+        (["--disk=small.json"], 4, "--disk small.json is a file"),
+        (["--disk=/proc/none/tier:1GiB"], 4, "--disk /proc/none/tier cannot be written"),
+        (["--disk=tier:12XB"], 2, "12XB"),
+        (["--evict=mru"], 2, "--evict must be one of next-use, lru, fifo"),
+        (["--order=random"], 2, "--order must be auto"),
+        (["--gpu-memory=1GiB"], 2, "add --sim-gpu 1"),
     ],
 )
 def test_refusals(here, capsys, argv, code, words):
@@ -177,9 +189,57 @@ def test_resuming_another_run_names_every_difference(here, capsys):
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.update(step="abc"), "step in "),
+        (lambda state: state.update(cursor=[1]), "cursor in "),
+        (lambda state: state.update(settings=[]), "settings in "),
+        (lambda state: state["settings"]["tiling"].update(batch="x"), "settings.tiling.batch in "),
+        (lambda state: state["settings"]["model"].update(dtype=5), "settings.model.dtype in "),
+        (lambda state: state["model"].update(n_embd="12"), "n_embd in model in "),
+        (lambda state: state["model"].pop("n_layer"), "lacks n_layer"),
+    ],
+)
+def test_checkpoints_whose_state_has_other_types(here, capsys, change, words):
+    """File and key are named, by train and by generate alike."""
+    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 257}))
+    assert main([*BASE, "--run-dir=run", "--tokenizer=bytes"]) == 0
+    capsys.readouterr()
+    file = here / "run" / "checkpoints" / "step-000002" / "state.json"
+    state = json.loads(file.read_text())
+    change(state)
+    file.write_text(json.dumps(state))
+    for argv in (["train", "--resume=run", "--steps=4"], ["generate", "run"]):
+        code, err = refuse(capsys, argv)
+        assert code == 4
+        assert words in err
+        assert "state.json" in err
+    assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_data_that_changed_and_data_that_moved(here, capsys):
+    """A run continues on equal data wherever they lie, and refuses others in the same place."""
+    assert main([*BASE, "--run-dir=run"]) == 0
+    capsys.readouterr()
+    (here / "data").rename(here / "moved")
+    code, err = refuse(capsys, ["train", "--resume=run", "--steps=4"])
+    assert (code, "--dataset-path data does not exist" in err) == (4, True)
+    assert main(["train", "--resume=run", "--steps=4", "--dataset-path=moved"]) == 0
+    capsys.readouterr()
+    path = here / "moved" / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[1000] = (content[1000] + 1) % 61
+    path.write_bytes(content)
+    code, err = refuse(capsys, ["train", "--resume=run", "--steps=6"])
+    assert (code, "learnt from other data" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
     ("argv", "code"),
     [
         (["generate"], 2),
+        (["generate", "x", "--seed=9223372036854775808"], 2),
+        (["generate", "x", "--ram=99999999TiB"], 2),
         (["generate", "nowhere"], 4),
         (["generate", "x", "--temperature=-1"], 2),
         (["generate", "x", "--top-p=0"], 2),

@@ -7,7 +7,7 @@ from nntask.errors import UsageError
 from nntask.sizes import format_count, format_duration, format_size, parse_size
 from nntask.trainer.settings import TrainSettings
 from nntask.trainer.text import to_toml
-from wrappers.cli.flags import build, from_toml, merge, scan, table_of
+from wrappers.cli.flags import LATER, build, from_toml, merge, scan, table_of
 
 TABLE = table_of(TrainSettings)
 
@@ -33,6 +33,7 @@ def test_resume_alone_means_auto():
     [
         (["--minbatch=4"], "unknown flag --minbatch; did you mean --minibatch?"),
         (["--zzz"], "unknown flag --zzz; see --help"),
+        (["--no-zzz"], "unknown flag --no-zzz; see --help"),
         (["--lr=fast"], "--lr must be a number, got 'fast'"),
         (["--batch=1.5"], "--batch must be a whole number, got '1.5'"),
         (["--dtype=fp23"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'fp23'; did you mean"),
@@ -48,6 +49,30 @@ def test_mistakes_get_one_sentence(argv, words):
         scan(argv, TABLE)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [*LATER, "no-strict"])
+def test_flags_of_later_releases_say_so(name):
+    """On the command line and in a file: that they are not offered yet, and what to do until then."""
+    with pytest.raises(UsageError, match=rf"^--{name} is not offered yet: it .* later release.*; drop it$"):
+        scan([f"--{name}=x"], TABLE)
+    with pytest.raises(UsageError, match=rf"key '{name}' in x.toml is not offered yet: it .* later release"):
+        from_toml(f'{name} = "x"', "x.toml", TABLE)
+
+
+NNTILE = {
+    *("config-path", "tokenizer", "tokenizer-path", "load-checkpoint", "save-checkpoint", "save-checkpoint-dtype", "load-optimizer"),
+    *("save-optimizer", "save-optimizer-dtype", "batch", "minibatch", "minibatch-tile", "seq-tile", "embd-tile", "inner-tile", "head-tile"),
+    *("restrict", "flashattention", "redux", "fp32-fast-tf32", "dtype", "nforward", "nforward-warmup", "nbackward", "nbackward-warmup"),
+    *("dataset", "dataset-path", "dataset-select", "optimizer", "optimizer-eps", "weight-decay", "loss-reduction", "lr", "start-lr"),
+    *("full-lr-iter", "nepochs", "nepochs-warmup", "logger", "logger-server-addr", "logger-server-port"),
+}
+
+
+def test_every_flag_of_the_nearest_relative_is_known():
+    """Each is offered, or its users are told what becomes of it; nothing is both."""
+    assert NNTILE.issubset({*TABLE, *LATER})
+    assert not set(LATER) & set(TABLE)
 
 
 def test_settings_survive_a_trip_through_toml():

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,16 @@ def start(*argv: str, script: str = "") -> subprocess.Popen[str]:
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     """Read the process's output until it prints `step`."""
+    wait_for_line(process, f"step {step}/")
+
+
+def wait_for_line(process: subprocess.Popen[str], beginning: str) -> None:
+    """Read the process's output until a line begins so."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith(f"step {step}/"):
+        if line.startswith(beginning):
             return
-    raise AssertionError(f"no step {step}: {process.stderr.read() if process.stderr else ''}")
+    raise AssertionError(f"no line {beginning}: {process.stderr.read() if process.stderr else ''}")
 
 
 def same_state(one: Path, other: Path) -> bool:
@@ -52,6 +58,12 @@ def same_state(one: Path, other: Path) -> bool:
     cursors = [json.loads((p / "state.json").read_text())["cursor"] for p in (one, other)]
     files = ("model.safetensors", "optimizer.safetensors")
     return cursors[0] == cursors[1] and all((one / f).read_bytes() == (other / f).read_bytes() for f in files)
+
+
+def numbers(run: Path) -> list[tuple[int, float, float, float]]:
+    """Step, loss, gradient norm and learning rate of every line, all digits."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
 
 
 def test_a_run_leaves_its_files(here, capsys):
@@ -85,6 +97,7 @@ def test_a_run_leaves_its_files(here, capsys):
     summary = json.loads((run / "summary.json").read_text())
     assert " ".join(summary) == wanted
     assert (summary["steps"], summary["tokens"], summary["workers"]) == (4, 256, ["cpu:0", "cpu:1"])
+    assert summary["fallbacks"] == {}  # every kernel runs on every worker that this version has
     events = json.loads(gzip.decompress((here / "t.json.gz").read_bytes()))["traceEvents"]
     assert any(e["ph"] == "X" for e in events)
     assert {a.dtype.name for a in load_file(here / "w.safetensors").values()} == {"bfloat16"}
@@ -122,6 +135,51 @@ def test_continuations_are_exact(here, capsys, flags):
     assert main([*TRAIN, *flags, "--steps=3", "--run-dir=b"]) == 0
     assert main(["train", "--resume=b", "--steps=6", "--ncpu=1", "--sched=eager", "--sim-gpu=1"]) == 0
     assert same_state(here / "a" / "latest", here / "b" / "latest")
+    assert numbers(here / "a") == numbers(here / "b")
+
+
+def test_a_run_that_began_from_files_continues(here, capsys):
+    """--load-checkpoint and --load-optimizer say where a run begins; its continuation begins at its own checkpoint."""
+    files = "--{0}-checkpoint=w.safetensors --{0}-optimizer=o.safetensors"
+    assert main([*TRAIN, "--steps=2", "--run-dir=first", *files.format("save").split()]) == 0
+    assert main([*TRAIN, "--steps=6", "--run-dir=a", *files.format("load").split()]) == 0
+    assert main([*TRAIN, "--steps=3", "--run-dir=b", *files.format("load").split()]) == 0
+    (here / "w.safetensors").unlink()
+    assert main(["train", "--resume=b", "--steps=6"]) == 0
+    assert same_state(here / "a" / "latest", here / "b" / "latest")
+    assert numbers(here / "a") == numbers(here / "b")
+    capsys.readouterr()
+    assert main(["train", "--resume=b", "--steps=8", "--load-optimizer=o.safetensors"]) == 2
+    assert "both say where to begin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (2, 4), (3, 3), (5, 5)])
+def test_a_trace_of_some_steps_holds_their_tasks_and_no_others(here, capsys, first, last):
+    """Every step of the range whole, each kind of task as often, with validation and checkpoints in between."""
+    flags = f"--steps=5 --run-dir=a --eval-every=1 --save-every=2 --trace=t.json --trace-steps={first}:{last} --nforward=1"
+    assert main([*TRAIN, *flags.split()]) == 0
+    per_step = int(capsys.readouterr().out.partition(" tasks a step")[0].rpartition(" ")[2])
+    events = json.loads((here / "t.json").read_text())["traceEvents"]
+    tasks = Counter(e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1)
+    steps = last - first + 1
+    assert tasks.total() == steps * per_step
+    assert all(count % steps == 0 for count in tasks.values())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ram=2MiB --disk=tier:1GiB --evict=lru --order=layers",
+        "--ram=2MiB --disk=tier --evict=next-use --order=eager-update --no-prefetch",
+        "--sim-gpu=1 --ncpu=0 --gpu-memory=1MiB --sim-bandwidth=500MB --evict=fifo --order=submission",
+    ],
+)
+def test_resources_change_no_loss(here, capsys, flags):
+    """Disk, eviction, order, prefetch and device memory may differ, also between a run and its continuation."""
+    assert main([*TRAIN, "--steps=4", "--run-dir=a"]) == 0
+    assert main([*TRAIN, "--steps=2", "--run-dir=b", *flags.split()]) == 0
+    assert main(["train", "--resume=b", "--steps=4", "--disk=other", "--no-prefetch", "--evict=lru", "--order=auto"]) == 0
+    assert numbers(here / "a") == numbers(here / "b")
 
 
 KILL = """
@@ -143,7 +201,8 @@ def test_a_kill_while_saving_costs_nothing(here):
     assert os.readlink(here / "b" / "latest") == "checkpoints/step-000005"
     assert main(["train", "--resume", "--run-dir=b"]) == 0
     assert same_state(here / "a" / "latest", here / "b" / "latest")
-    assert len((here / "b" / "metrics.jsonl").read_text().splitlines()) == 10
+    assert numbers(here / "a") == numbers(here / "b")
+    assert len(numbers(here / "b")) == 10
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -158,6 +217,68 @@ def test_a_signal_saves_and_tells_how_to_continue(here, number, code):
     done = int(out.rpartition("interrupted after step ")[2].partition(";")[0])
     assert main([*command, f"--steps={done + 1}"]) == 0
     assert "Traceback" not in err
+
+
+def test_a_signal_in_the_timing_loops_saves_nothing_and_says_so(here):
+    """The loops look at the flag; nothing can be continued, and the directory may be used again."""
+    process = start(*TRAIN, "--steps=3", "--nforward=1000000", "--run-dir=a")
+    wait_for_line(process, "run: ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "nothing was saved yet" in out
+    assert "continue with" not in out
+    assert main([*TRAIN, "--steps=3", "--run-dir=a"]) == 0
+
+
+def test_a_signal_in_timing_loops_alone(here):
+    """No training was asked for: no command that would continue it."""
+    process = start(*TRAIN, "--nbackward=1000000", "--run-dir=a")
+    wait_for_line(process, "run: ")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 143, err
+    assert "continue with" not in out
+    assert "backward time" not in out
+
+
+LAST = """
+import os, signal, sys
+def hook(event, args):
+    if event == "os.rename" and str(args[1]).endswith("/step-000003"):
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(hook)
+"""
+
+
+def test_a_signal_during_the_last_checkpoint_finds_the_run_done(here):
+    """Files and closing lines are there, no sample, no command that would be refused."""
+    process = start(*TRAIN, "--steps=3", "--run-dir=a", "--save-checkpoint=w.safetensors", "--sample-tokens=1000000", script=LAST)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Loss on the last batch: " in out
+    assert "continue with" not in out
+    assert "--- sample" not in out
+    assert (here / "w.safetensors").is_file()
+    assert (here / "a" / "latest" / "state.json").is_file()
+
+
+def test_a_signal_ends_a_long_validation_and_a_long_sample(here):
+    """Both look at the flag between batches and between tokens."""
+    (here / "val.txt").write_text("a line of validation text\n" * 40_000)
+    process = start(*TRAIN, "--steps=9", "--run-dir=a", "--val-path=val.txt", "--eval-every=1", "--eval-batches=1000000")
+    wait_for_step(process, 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "validation loss" not in out
+    assert "interrupted after step 1; continue with: nntask train --resume a" in out
+    process = start(*TRAIN, "--steps=1", "--run-dir=b", "--tokenizer=bytes", "--sample-tokens=1000000")
+    wait_for_line(process, "Loss on the last batch: ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "continue with" not in out
 
 
 HANG = """
@@ -199,6 +320,41 @@ def test_a_full_disk_keeps_the_checkpoint_before(here):
     assert "step-000002 is safe" in err
     assert err.count("\n") == 1
     assert main(["train", "--resume=a"]) == 0
+
+
+FULL_JOURNAL = """
+import os, resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def hook(event, args):
+    if event == "os.rename" and str(args[1]).endswith("/step-000002"):
+        size = os.stat("a/metrics.jsonl").st_size + 10
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+sys.addaudithook(hook)
+"""
+
+
+def test_a_full_disk_that_meets_the_journal_first(here):
+    """metrics.jsonl cannot grow, nor summary or trace be written: exit 6, one sentence about the first of them, and the run continues later."""
+    process = start(*TRAIN, "--steps=6", "--save-every=2", "--run-dir=a", "--trace=t.json", script=FULL_JOURNAL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 6, err
+    assert "cannot write a/metrics.jsonl: File too large; the checkpoint a/checkpoints/step-000002 is safe" in err
+    assert err.count("\n") == 1
+    assert main(["train", "--resume=a"]) == 0
+    assert [step for step, *_ in numbers(here / "a")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("flags", ["--save-every=1", "--save-every=0 --save-checkpoint=w.safetensors"])
+def test_weights_that_are_not_finite_are_never_saved(here, capsys, flags):
+    """The loss and the norm of step 1 are finite, what its update makes of the weights is not."""
+    code = main([*TRAIN, "--steps=1", "--optimizer=sgd", "--lr=1e300", "--warmup-steps=0", "--run-dir=a", *flags.split()])
+    assert code == 5
+    err = capsys.readouterr().err
+    assert "holds values that are not finite" in err
+    assert "lower --lr" in err
+    assert [loss for _, loss, *_ in numbers(here / "a") if loss is not None]
+    assert not list((here / "a").glob("checkpoints/*"))
+    assert not (here / "w.safetensors").exists()
 
 
 @pytest.mark.parametrize(("extra", "words"), [([], "--check-finite names"), (["--check-finite"], "wrote the first NaN, to tile")])

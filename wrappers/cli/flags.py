@@ -17,11 +17,22 @@ from typing import Any, Final, Literal
 from nntask.errors import UsageError
 
 OPTIONAL_VALUE: Final = {"resume": "auto"}
-RENAMED: Final = {
-    "logger": "--logger is not offered: metrics.jsonl in the run directory holds the same numbers; drop the flag",
-    "logger-server-addr": "--logger-server-addr is not offered: metrics.jsonl in the run directory holds the same numbers; drop the flag",
-    "logger-server-port": "--logger-server-port is not offered: metrics.jsonl in the run directory holds the same numbers; drop the flag",
+_METRICS: Final = "until then metrics.jsonl in the run directory holds the same numbers, and nntask report draws them"
+LATER: Final = {
+    "logger": f"becomes --report-to tensorboard in a later release; {_METRICS}",
+    "logger-server-addr": f"becomes --report-to tensorboard in a later release; {_METRICS}",
+    "logger-server-port": f"becomes --report-to tensorboard in a later release; {_METRICS}",
+    "report-to": f"belongs to a later release; {_METRICS}",
+    "init-from": "belongs to a later release, with weights from Hugging Face; until then --load-checkpoint reads safetensors with nntask's names",
+    "train": "belongs to a later release, with adapters; this one trains all weights",
+    "strict": "comes with GPUs in a later release; here every kernel runs on every worker, and nothing can fall back",
+    "ngpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
+    "split-gpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
+    "dask": "belongs to a later release, with clusters; this one uses one machine",
+    "force": "belongs to a later release; this one overwrites nothing, give a new directory",
+    "shard-size": "belongs to a later release, with export; --save-checkpoint writes one file",
 }
+"""Flags of NNTile, and of releases to come, that people may type: what becomes of them and what to do until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +100,9 @@ def table_of(settings: type[Any]) -> Table:
 
 def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
     """The error for a flag that does not exist, with the nearest one that does."""
-    if name in RENAMED:
-        return UsageError(RENAMED[name])
+    later = LATER.get(name.removeprefix("no-"))
+    if later is not None:
+        return UsageError(f"{source.removeprefix('flag ')} is not offered yet: it {later}; drop it")
     near = difflib.get_close_matches(name, list(table), 1)
     return UsageError(f"unknown {source}" + (f"; did you mean --{near[0]}?" if near else "; see --help for all flags"))
 

@@ -57,14 +57,14 @@ def check(settings: GenerateSettings) -> None:
         UsageError: the first one that breaks its rule.
     """
     from nntask.errors import UsageError
-    from nntask.sizes import parse_size
+    from nntask.sizes import LARGEST, parse_size
 
     rules = (
         ("--max-new-tokens", settings.max_new_tokens, settings.max_new_tokens >= 1, "at least 1", "1"),
         ("--temperature", settings.temperature, 0 <= settings.temperature < float("inf"), "0 or more", "0"),
         ("--top-k", settings.top_k, settings.top_k >= 0, "0 or more", "0"),
         ("--top-p", settings.top_p, 0 < settings.top_p <= 1, "above 0 and at most 1", "1"),
-        ("--seed", settings.seed, settings.seed >= 0, "0 or more", "0"),
+        ("--seed", settings.seed, 0 <= settings.seed <= LARGEST, f"at least 0 and at most {LARGEST}", "0" if settings.seed < 0 else str(LARGEST)),
         ("--ncpu", settings.ncpu, settings.ncpu is None or settings.ncpu >= 1, "at least 1", "1"),
     )
     for flag, value, ok, rule, near in rules:
@@ -85,14 +85,15 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
 
     kind = checkpoint.state.get("tokenizer")
     if kind == "bytes":
-        return ByteTokenizer(checkpoint.state["model"]["vocab_size"])
+        return ByteTokenizer(checkpoint.config.vocab_size)
     if kind is None:
         raise DataError(f"{checkpoint.path} was trained on token ids without a tokenizer; train with --tokenizer-path to generate text")
     return load_tokenizer(checkpoint.path)
 
 
 def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    from nntask.models.config import GPT2Config
+    from nntask.checkpoints import STATE
+    from nntask.errors import DoesNotFit
     from nntask.sizes import parse_size
     from nntask.trainer.gpt2 import Inference
     from nntask.trainer.prepare import with_tiles
@@ -100,12 +101,16 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
     from nntask.trainer.settings import from_dict
     from scheduler.runtime import Runtime
 
-    config = GPT2Config.from_dict(checkpoint.state["model"], str(checkpoint.path))
-    trained, tiling = with_tiles(from_dict(checkpoint.state["settings"]), config)
+    config = checkpoint.config
+    trained, tiling = with_tiles(from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE)), config)
     end = tokenizer.end_of_text
     prompt = [int(i) for i in tokenizer.encode([settings.prompt])[0]] if settings.prompt else []
     how = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-    with Runtime(settings.ncpu, ram=parse_size(settings.ram, "--ram") if settings.ram else None) as runtime:
+    try:
+        made = Runtime(settings.ncpu, ram=parse_size(settings.ram, "--ram") if settings.ram else None)
+    except (MemoryError, OverflowError) as error:
+        raise DoesNotFit(f"--ram {settings.ram} cannot be reserved: {error}") from error
+    with made as runtime:
         inference = Inference(config, tiling, runtime, trained)
         checkpoint.load(inference.model_tensors())
         shown, ids = "", list(prompt)
