@@ -1,6 +1,7 @@
 # make train   create .venv, install nntask, train a small GPT-2 (make train ARGS="--steps 40")
 # make test    create .venv with the development tools; lint, types, contracts, the whole suite
 # make lint    the first three of those
+# make test-long   the tests that take long, which make test leaves out
 # make bench   measurements beside peers; writes benchmarks/results and the table in README.md
 # make clean   remove .venv and caches; runs/ stays
 #
@@ -12,13 +13,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
 
-.PHONY: train test lint style types contracts suite bench clean
+.PHONY: train test test-long lint style types contracts suite bench clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
 	$(BIN)/nntask train --model tiny --grad-clip 1 $(ARGS)
 
 test: style types contracts suite
+
+test-long: MARK := -m long
+test-long: suite
 
 lint: style types contracts
 
@@ -39,7 +43,7 @@ suite: export MKL_NUM_THREADS = 1
 suite: export TOKENIZERS_PARALLELISM = false
 suite: export HF_HUB_OFFLINE = 1
 suite: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(MARK) $(ARGS)
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/overhead.py

@@ -7,6 +7,7 @@
 
 Guarantee: whenever the process dies, the newest directory named step-* is whole and finite, because it gets that name last: files are written under
 another name in the same directory, forced to disk, and renamed. Then `latest` moves, then old checkpoints go. There is no pickle anywhere.
+state.json holds the checksum of each safetensors file, and a file that changed since is not loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tiles import TileTensor
 from .data import Tokenizer
 from .errors import DataError, Diverged, StorageError, UsageError
 from .models.config import GPT2Config
-from .tensorfile import load_tensors, save_tensors
+from .tensorfile import checksum_of, load_tensors, save_tensors
 
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
@@ -67,11 +68,27 @@ class Checkpoint:
         """Fill the tensors of a model, and of its optimizer unless None.
 
         Raises:
-            DataError: a tensor is missing or of another shape or type.
+            DataError: a tensor is missing or of another shape or type, or a file changed since it was written.
         """
+        self.verify(MODEL)
         load_tensors(self.path / MODEL, model)
         if optimizer is not None:
+            self.verify(OPTIMIZER)
             load_tensors(self.path / OPTIMIZER, optimizer)
+
+    def verify(self, *names: str) -> None:
+        """Read files and compare their checksums; checkpoints of older versions have none and pass.
+
+        Raises:
+            DataError: a file cannot be read, or changed since it was written.
+        """
+        for name in names:
+            written = self.state["checksums"].get(name)
+            if written is not None and (found := checksum_of(self.path / name)) != written:
+                raise DataError(
+                    f"{self.path / name} is corrupt: its checksum is {found:08x} and was {written:08x} when it was written; "
+                    "copy it again, or move this checkpoint away and use an older one"
+                )
 
 
 def save_checkpoint(
@@ -97,11 +114,10 @@ def save_checkpoint(
             base.mkdir(parents=True, exist_ok=True)
             _clear_temporaries(base)
             temporary.mkdir()
-            save_tensors(temporary / MODEL, model, finite=True)
-            save_tensors(temporary / OPTIMIZER, optimizer, finite=True)
+            checksums = {name: save_tensors(temporary / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
             if tokenizer is not None:
                 tokenizer.save(temporary)
-            _write_text(temporary / STATE, json.dumps({"format": FORMAT, **state}, indent=1))
+            _write_text(temporary / STATE, json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
             for file in temporary.iterdir():
                 _sync(file)
             _sync(temporary)
@@ -161,6 +177,7 @@ def _read_state(file: Path) -> dict[str, Any]:
     if state["format"] != FORMAT:
         raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
     state.setdefault("settings", {})
+    state.setdefault("checksums", {})
     for key, rule, holds in _STATE_RULES:
         if key not in state:
             raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}; use another checkpoint")
@@ -178,6 +195,7 @@ _STATE_RULES: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
     ("cursor", "two whole numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))),
     ("model", "an object", lambda value: isinstance(value, dict)),
     ("settings", "an object of objects", lambda value: isinstance(value, dict) and all(isinstance(group, dict) for group in value.values())),
+    ("checksums", "an object of whole numbers", lambda value: isinstance(value, dict) and all(map(_is_count, value.values()))),
 )
 """Keys of state.json that must be there: rule in words, and as a test."""
 

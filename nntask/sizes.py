@@ -22,6 +22,7 @@ _UNITS: Final = {
     "TB": 10**12,
 }
 _BY_LOWER: Final = {unit.lower(): unit for unit in _UNITS}
+_WORDS: Final = "B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -38,7 +39,7 @@ def parse_size(text: str, what: str) -> int:
     unit = _BY_LOWER.get(match[2].lower()) if match else None
     if match is None or unit is None:
         number = match[1] if match else "2"
-        raise UsageError(f"{what} must be a size in B, KiB, MiB, GiB, KB, MB or GB, got {text!r}; for example {number}GiB")
+        raise UsageError(f"{what} must be a size in {_WORDS}, got {text!r}; for example {number}GiB")
     size = float(match[1]) * _UNITS[unit]
     if size > LARGEST:
         raise UsageError(f"{what} must be at most {LARGEST} bytes, got {text!r}; for example 2GiB")

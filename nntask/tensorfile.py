@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -45,6 +46,7 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
 }
 _LARGEST_HEADER: Final = 100 << 20
 _CHECKED_AT_ONCE: Final = 1 << 16
+_READ_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,15 @@ def save_tensors(
     dtype: np.dtype[Any] | None = None,
     metadata: Mapping[str, str] | None = None,
     finite: bool = False,
-) -> None:
+) -> int:
     """Write `tensors` to a new file and force it to disk; when it fails, whatever was at `path` before is still there.
 
     Args:
         dtype: element type for floating-point tensors (default: their own).
         finite: refuse NaN and infinity.
+
+    Returns:
+        The file's checksum, as `checksum_of` finds it.
 
     Raises:
         StorageError: the disk is full or failed.
@@ -81,10 +86,11 @@ def save_tensors(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            _write(file, tensors, dtype, metadata or {}, finite=finite)
+            checksum = _write(file, tensors, dtype, metadata or {}, finite=finite)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        return checksum
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
@@ -92,7 +98,7 @@ def save_tensors(
         raise
 
 
-def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str], *, finite: bool) -> None:
+def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str], *, finite: bool) -> int:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset, kinds = 0, {}
     for name, tensor in tensors.items():
@@ -103,7 +109,9 @@ def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[A
         offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    start = len(text).to_bytes(8, "little") + text
+    file.write(start)
+    checksum = zlib.crc32(start)
     for name, tensor in tensors.items():
         for rows, indices in _bands(tensor):
             band = np.empty((rows, *tensor.shape[1:]), kinds[name])
@@ -113,7 +121,26 @@ def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[A
                     band[(slice(None), *inner)] = view
             if finite and _NAMES[kinds[name]] in _FLOATS:
                 _check_finite(name, tensor, band)
-            file.write(band.reshape(-1).view(np.uint8).data)
+            raw = band.reshape(-1).view(np.uint8).data
+            file.write(raw)
+            checksum = zlib.crc32(raw, checksum)
+    return checksum
+
+
+def checksum_of(path: str | os.PathLike[str]) -> int:
+    """CRC-32 of a file, read piece by piece. It is there for failing disks and copies, not against forgery, and is the fastest that Python has.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    checksum, piece = 0, bytearray(_READ_AT_ONCE)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(piece):
+                checksum = zlib.crc32(memoryview(piece)[:count], checksum)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; use another checkpoint") from None
+    return checksum
 
 
 def _check_finite(name: str, tensor: TileTensor, band: np.ndarray[Any, Any]) -> None:

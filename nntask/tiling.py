@@ -6,8 +6,8 @@ workers, budgets or measurements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from math import isqrt
 from typing import TYPE_CHECKING, Final
 
 from .errors import UsageError
@@ -120,6 +120,7 @@ def even(extent: int, limit: int) -> int:
     return rounded if size >= _MULTIPLE and rounded <= limit else size
 
 
-def divisors(n: int) -> Iterator[int]:
+def divisors(n: int) -> list[int]:
     """Divisors of n, ascending."""
-    return (d for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

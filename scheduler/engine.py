@@ -13,11 +13,11 @@ import platform
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from time import perf_counter
+from collections.abc import Callable, Collection, Sequence
+from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
-from .core.errors import SchedulerError, TaskError, TierFailed
+from .core.errors import RuntimeBroken, SchedulerError, TaskError, TierFailed
 from .core.events import (
     CopyFailed,
     CopyFinished,
@@ -36,8 +36,9 @@ from .core.events import (
 from .core.machine import Machine
 from .core.memory import MemoryNode
 from .core.perf import Models
-from .core.policies import POLICIES
+from .core.policies import POLICIES, Explained, Placement
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from .core.stalls import Stalls
 from .drivers.cpu import Inspect, WorkerThread
 from .drivers.disk import DiskEngine
 from .drivers.sim import CopyEngine
@@ -75,6 +76,7 @@ class Engine:
         inbox: handles whose finalizer has run.
         closing: whether workers should stop after the kernel they are in.
         endings: what to call with the first error, or None, when a replay has ended.
+        tier_failure: the first failure of the disk tier, if there was one.
     """
 
     def __init__(
@@ -101,9 +103,13 @@ class Engine:
         self._store.load(self.models)
         self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
         self.models.memory = self.machine.residency
+        self._dispatch = self.machine.dispatch
+        self._copies = self.machine.residency.copies
+        self._stalls = Stalls(self._dispatch)
         self.arenas = [HostArena(budget) for _, budget in budgets]
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
+        self.tier_failure: TierFailed | None = None
         self._lock = threading.Lock()
         self._threads: dict[WorkerId, WorkerThread] = {}
         self._copiers: dict[tuple[NodeId, NodeId], CopyEngine] = {}
@@ -131,8 +137,6 @@ class Engine:
             thread.start()
             self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
-
-    # --- events -------------------------------------------------------------------------------------------------------
 
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
         """Advance the machine by a worker's event after so many seconds in a kernel; return the worker's next task, if it has one now."""
@@ -179,6 +183,8 @@ class Engine:
 
     def not_copied(self, action: CopyTile, error: TierFailed) -> None:
         """The disk tier could not carry out a copy."""
+        if self.tier_failure is None:
+            self.tier_failure = error
         if not self.closing:
             self.bring(CopyFailed(action.source, action.target, error))
 
@@ -191,6 +197,11 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """The engine itself is broken: wake everybody with the reason."""
+        if not isinstance(error, SchedulerError):  # else a SystemExit of a worker's thread would end the program, and quietly
+            reason = f"the runtime broke in thread {threading.current_thread().name!r}: {type(error).__name__}: {error}; make a new one"
+            broken = RuntimeBroken(reason)
+            broken.__cause__ = error
+            error = broken
         self.room.close(error)
 
     def take_numbers(self, count: int) -> int:
@@ -234,6 +245,8 @@ class Engine:
             else:
                 replay: Replay = action.replay  # type: ignore[attr-defined]
                 self.endings.pop(replay)(replay.failure)
+        if self._copies or self._dispatch.num_blocked or self._stalls.num:
+            self._stalls.update(perf_counter_ns())
         if self._drained or self._roomy:
             remaining = self.machine.num_unfinished
             if not remaining:
@@ -263,8 +276,6 @@ class Engine:
             self.room.wake(task.token)
         elif self._failure is None and task.token is None:
             self._failure = error
-
-    # --- the program's tasks and waits --------------------------------------------------------------------------------
 
     def start_replay(self, replay: Replay, ending: Callable[[BaseException | None], None]) -> None:
         """Begin a replay."""
@@ -320,13 +331,12 @@ class Engine:
         finally:
             self.room.leave(waiter)
 
-    # --- inspection and end -------------------------------------------------------------------------------------------
-
     def stats(self, *, forget_recent_peak: bool) -> dict[str, Any]:
         """What happened so far."""
         machine = self.machine
         with self._lock:
             nodes = machine.nodes
+            self._stalls.update(perf_counter_ns())
             result: dict[str, Any] = {
                 "tasks": sum(thread.num_tasks for thread in self._threads.values()),
                 "evictions": machine.num_evictions,
@@ -338,6 +348,7 @@ class Engine:
                 "peak_bytes_by_class": {node.name: dict(node.peak_by_class) for node in nodes},
                 "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
                 "budget_bytes": {node.name: node.budget for node in nodes},
+                "stall_seconds": self._stalls.nanoseconds / 1e9,
                 "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in self._threads.values()},
                 "seconds": perf_counter() - self._started,
             }
@@ -345,6 +356,15 @@ class Engine:
                 for node in nodes:
                     node.forget_recent_peak()
         return result
+
+    def explain(self, names: Collection[str], count: int) -> Sequence[Placement]:
+        """Write down the next placements of recorded tasks of these names; the list grows as they happen."""
+        with self._lock:
+            dispatch = self.machine.dispatch
+            policy = dispatch.policy.policy if isinstance(dispatch.policy, Explained) else dispatch.policy
+            watched = Explained(policy, self.models, dispatch.crew, names, count)
+            dispatch.policy = watched
+        return watched.placements
 
     def story(self, record: HandleRecord | None) -> str:
         """The last events, or those that touched one handle."""

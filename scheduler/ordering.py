@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from .core.forecast import Forecast, forecast
-from .core.orders import candidates
+from .core.orders import candidates, repetition
 from .core.steps import StepPlan
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission"
 
 WINDOW: Final = 256
-"""Tasks ahead of the oldest unfinished one that may run where memory is short."""
+"""Tasks ahead of the oldest unfinished one that may run where memory is short, per device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +38,62 @@ class PlannedOrder:
         return 0 if found is None else found.total
 
 
-def plan_order(plan: StepPlan, order: str, *, memory: int, last: int) -> PlannedOrder:
-    """Choose the order of a step.
+def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
+    """What the last tier must hold for a program around a recorded step: its minimum, and inputs of the same size for other steps (validation).
+
+    Args:
+        computes: whether tasks run there.
+    """
+    return plan.minimum_bytes(is_last=True, computes=computes) + sum(handle.size for handle in plan.uses if handle.kind == "input")
+
+
+def plan_order(plan: StepPlan, order: str, *, memory: int, last: int, computes_on_last: bool, num_devices: int = 1) -> PlannedOrder:
+    """Choose the order of a step, and where its parts belong.
+
+    On several devices every D-th minibatch goes to the same one, if that leaves as many for each: weights travel, activations stay. Where memory is
+    short the minibatches of all devices then pass through the step side by side.
 
     Args:
         plan: in submission order.
         order: "auto", or the name of a candidate: see `orders`.
         memory: bytes where tasks run.
         last: bytes of the last tier, which must hold all that lives.
+        computes_on_last: whether tasks run there.
+        num_devices: D, memories of equal devices, if tasks run nowhere else; or 1.
 
     Raises:
         ValueError: the step has no order of that name.
     """
-    if order in (AUTO, SUBMISSION) and plan.needed_bytes() <= memory:
-        return PlannedOrder(SUBMISSION, plan, {})
-    found = {name: _permuted(plan, positions) for name, positions in candidates(plan).items()}
+    fits = plan.needed_bytes() <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
+    parts = parts_of(plan, num_devices) if num_devices > 1 else []
+    if order in (AUTO, SUBMISSION) and fits:
+        return PlannedOrder(SUBMISSION, StepPlan(plan.tasks, plan.owned, parts=parts) if parts else plan, {})
+    found = {name: _permuted(plan, positions, parts, num_devices) for name, positions in candidates(plan).items()}
     if order != AUTO and order not in found:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
     forecasts = {name: forecast(each, memory) for name, each in found.items() if name in (order, SUBMISSION) or order == AUTO}
-    fitting = [name for name in forecasts if found[name].needed_bytes() <= last] or [SUBMISSION]
-    name = order if order != AUTO else min(fitting, key=lambda name: forecasts[name].total)
-    return PlannedOrder(name, found[name], forecasts)
+    if order == AUTO:
+        side_by_side = [name for name in found if parts and _is_side_by_side(name, num_devices)]
+        least = {name: last_tier_bytes(found[name], computes=computes_on_last) for name in side_by_side or forecasts}
+        fitting = [name for name, nbytes in least.items() if nbytes <= last] or [min(least, key=least.__getitem__)]
+        order = min(fitting, key=lambda name: forecasts[name].total)
+    return PlannedOrder(order, found[order], forecasts)
 
 
-def _permuted(plan: StepPlan, positions: list[int]) -> StepPlan:
+def parts_of(plan: StepPlan, num_devices: int) -> list[int]:
+    """For each task the device, from 0, that its minibatch belongs on, or -1; empty if the minibatches are not a multiple of the devices."""
+    found = repetition(plan)
+    if not found.num_minibatches or found.num_minibatches % num_devices:
+        return []
+    return [minibatch % num_devices if minibatch >= 0 else -1 for minibatch in found.minibatch]
+
+
+def _is_side_by_side(name: str, num_devices: int) -> bool:
+    """Whether the order takes as many minibatches through each layer as there are devices, or a multiple."""
+    return name == "layers" or (name.startswith("layers:") and int(name.partition(":")[2]) % num_devices == 0)
+
+
+def _permuted(plan: StepPlan, positions: list[int], parts: Sequence[int], num_devices: int) -> StepPlan:
     """The same tasks in another order; every order that keeps conflicting accesses in theirs has the same dependencies."""
-    return StepPlan([plan.tasks[position] for position in positions], plan.owned, window=WINDOW)
+    tasks = [plan.tasks[position] for position in positions]
+    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=[parts[position] for position in positions] if parts else ())

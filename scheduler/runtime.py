@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from .codelet import Codelet
-from .core.errors import DoesNotFit, HandleLost
+from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.memory import rounded
-from .core.policies import POLICIES, choose
-from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
+from .core.policies import POLICIES, Placement, choose
+from .core.records import RAM, DataClass, HandleId, HandleRecord, Kind, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
 from .core.steps import StepPlan
 from .drivers.cpu import Inspect
 from .engine import WINDOW, Engine, worker_name
@@ -27,7 +27,7 @@ from .frontend import Access, Handle, TaskRuntime, View
 from .ordering import PlannedOrder, plan_order
 from .recording import Recorder, RecordingError, Step, Ticket
 from .storage import DiskTier
-from .storage.limits import default_ram_budget
+from .storage.limits import default_ram_budget, memory_limit
 from .trace import Trace
 from .waiting import Waiter
 
@@ -55,6 +55,7 @@ class Runtime(TaskRuntime):
 
     Raises:
         ValueError: no worker, an unknown policy, or a budget that is not positive.
+        DoesNotFit: the budget of host memory is above what this process may use.
         OSError: the directory of the disk tier cannot be made or written.
     """
 
@@ -79,7 +80,7 @@ class Runtime(TaskRuntime):
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         place, size = disk if isinstance(disk, tuple) else (disk, None)
         _check_machine(cpu_workers, sim_gpus, {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
-        ram = default_ram_budget() if ram is None else ram
+        ram = default_ram_budget() if ram is None else _checked_ram(ram)
         budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory or ram) for i in range(sim_gpus)]
         self.policy_name = choose(sim_gpus) if sched == "auto" else sched
         self.order = order
@@ -122,8 +123,6 @@ class Runtime(TaskRuntime):
         """Name of each memory node."""
         return [node.name for node in self._engine.machine.nodes]
 
-    # --- data ---------------------------------------------------------------------------------------------------------
-
     def handle(
         self,
         nbytes: int,
@@ -152,6 +151,7 @@ class Runtime(TaskRuntime):
         Raises:
             HandleLost: the data's producer failed, or there is none (R and RW).
             DoesNotFit: the data does not fit host memory.
+            TierFailed: there is no room in host memory, and the disk tier below takes no more.
             RecordingError: a step is being recorded.
         """
         self._refuse_while_recording(handle.record)
@@ -188,7 +188,7 @@ class Runtime(TaskRuntime):
     @staticmethod
     def _refusal(ready: Waiter, record: HandleRecord, ticket: Ticket | None) -> Exception:
         """Why the program cannot have the data."""
-        if isinstance(ready.refusal, DoesNotFit):
+        if isinstance(ready.refusal, DoesNotFit | TierFailed):
             return ready.refusal
         error = HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it; write it first'}")
         error.__cause__ = ticket.failure if ticket is not None else None
@@ -197,8 +197,6 @@ class Runtime(TaskRuntime):
     def _refuse_while_recording(self, record: HandleRecord) -> None:
         if self._recorder is not None:
             raise RecordingError(f"{record!r} was asked for while a step is being recorded; read values through the ticket of a replay")
-
-    # --- tasks --------------------------------------------------------------------------------------------------------
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
         kinds, capacity = self._abilities.get((codelet.cpu is not None, codelet.cuda is not None)) or self._find_ability(codelet)
@@ -234,12 +232,14 @@ class Runtime(TaskRuntime):
         ability = self._abilities[codelet.cpu is not None, codelet.cuda is not None] = kinds, max(budgets)
         return ability
 
-    @staticmethod
-    def _too_large(codelet: Codelet, accesses: Sequence[Access], kinds: Sequence[str], nbytes: int, capacity: int) -> DoesNotFit:
+    def _too_large(self, codelet: Codelet, accesses: Sequence[Access], kinds: Sequence[str], nbytes: int, capacity: int) -> DoesNotFit:
+        nodes = self._engine.machine.nodes
+        largest = max({worker.node for worker in self._engine.machine.dispatch.crew if worker.kind in kinds}, key=lambda node: nodes[node].budget)
         sizes = ", ".join(f"{mode} {handle.name or 'unnamed'} {handle.record.size:,} B" for handle, mode in accesses)
         return DoesNotFit(
             f"{codelet.name} needs {nbytes:,} B at once ({sizes}), more than the {capacity:,} B of the largest memory "
-            f"a worker of kind {' or '.join(kinds)} has here; raise the budget or use smaller tiles or minibatches"
+            f"a worker of kind {' or '.join(kinds)} has here; raise the budget or use smaller tiles or minibatches",
+            nodes[largest].name,
         )
 
     def wait(self) -> None:
@@ -251,8 +251,6 @@ class Runtime(TaskRuntime):
         failure = self._engine.wait()
         if failure is not None:
             raise failure
-
-    # --- recorded steps -----------------------------------------------------------------------------------------------
 
     @property
     def recording(self) -> bool:
@@ -284,11 +282,17 @@ class Runtime(TaskRuntime):
         Raises:
             RecordingError: the step has no order of the name that was asked for.
         """
-        nodes = self._engine.machine.nodes
+        nodes, last = self._engine.machine.nodes, self._engine.machine.residency.last
         places = {worker.node for worker in self._engine.machine.dispatch.crew}
+        memory = sum(nodes[place].budget for place in places)
         try:
             return plan_order(
-                plan, self.order, memory=sum(nodes[place].budget for place in places), last=nodes[self._engine.machine.residency.last].budget
+                plan,
+                self.order,
+                memory=memory,
+                last=nodes[last].budget,
+                computes_on_last=last in places,
+                num_devices=1 if RAM in places else len(places),
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
@@ -309,15 +313,28 @@ class Runtime(TaskRuntime):
         """Begin a replay; `ticket` learns how it ends."""
         self._engine.start_replay(replay, ticket.end)
 
-    # --- inspection and end -------------------------------------------------------------------------------------------
+    @property
+    def tier_failure(self) -> TierFailed | None:
+        """The first failure of the disk tier, which explains whatever data is lost since."""
+        return self._engine.tier_failure
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
-        """What happened so far: bytes per node and link, tasks, evictions, seconds in kernels.
+        """What happened so far: bytes per node and link, tasks, evictions, seconds in kernels and stalled (see `core.stalls`).
 
         Args:
             forget_recent_peak: begin a new period of "recent_peak_bytes".
         """
         return {**self._engine.stats(forget_recent_peak=forget_recent_peak), "policy": self.policy_name}
+
+    def explain(self, names: Collection[str], count: int = 3) -> Sequence[Placement]:
+        """Why workers got the tasks they got: the next placements of recorded tasks of these names, with what every worker would have cost.
+
+        Costs nothing until it is called, and the policy decides as without it.
+
+        Returns:
+            A list that grows to `count` placements while replays run.
+        """
+        return self._engine.explain(names, count)
 
     def story(self, handle: Handle | None = None) -> str:
         """The last events, or those that touched `handle`."""
@@ -346,6 +363,16 @@ class Runtime(TaskRuntime):
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _checked_ram(ram: int) -> int:
+    limit = memory_limit()
+    if ram > limit:
+        raise DoesNotFit(
+            f"a budget of {ram:,} B is above the {limit:,} B of memory that this process may use (limit of the machine or of its cgroup); "
+            "lower it, and name a disk for the rest"
+        )
+    return ram
 
 
 def _check_machine(cpu_workers: int, sim_gpus: int, budgets: Mapping[str, int | None], sched: str, evict: str) -> None:

@@ -1,17 +1,21 @@
 """A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
 
-One track per worker, one per link, arrows from copies to the tasks they serve, counters for the bytes of each node and for ready tasks. Events are
-appended as tuples while the program runs and turned into JSON when the file is written; a name that ends in ``.gz`` is compressed.
+One track per worker, one per link, arrows from copies to the tasks they serve and from tasks to the write-backs of what they made, counters for the
+bytes of each node and for ready tasks. Events are appended as tuples while the program runs and turned into JSON when the file is written; a name
+that ends in ``.gz`` is compressed.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+_LAST: Final = 1 << 60
+"""Above the number of any worker."""
 
 
 class Trace:
@@ -79,18 +83,30 @@ class Trace:
             yield {"ph": "C", "pid": 1, "name": "ready tasks", "ts": at / 1e3, "args": {"tasks": num_ready}}
 
     def _arrows(self, links: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-        """From the end of each copy to the first task that uses what it brought."""
-        uses: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (node, handle) -> (start, worker) of tasks, in order
-        for (worker, _, _, start, _), (node, handles) in zip(self._tasks, self._touched, strict=True):
+        """An arrow for each copy: to the first task that uses what it brought, or, where none does (a write-back), from the last that made it."""
+        starts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (node, handle) -> (start, worker) of tasks
+        ends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the same of their ends
+        for (worker, _, _, start, end), (node, handles) in zip(self._tasks, self._touched, strict=True):
             for handle in handles:
-                uses.setdefault((node, handle), []).append((start, worker))
-        for places in uses.values():
+                starts.setdefault((node, handle), []).append((start, worker))
+                ends.setdefault((node, handle), []).append((end, worker))
+        arrivals: dict[tuple[int, int], list[int]] = {}
+        for (_, target, _, _, _, end), handle in zip(self._copies, self._copied, strict=True):
+            arrivals.setdefault((target, handle), []).append(end)
+        for places in (*starts.values(), *ends.values()):
             places.sort()
-        for number, ((source, target, name, _, _, end), handle) in enumerate(zip(self._copies, self._copied, strict=True)):
-            places = uses.get((target, handle), [])
-            at = bisect_left(places, (end, -1))
-            if at < len(places):
-                start, worker = places[at]
-                arrow = {"cat": "copy", "name": name, "id": number}
-                yield {"ph": "s", "pid": 2, "tid": links.index((source, target)), "ts": end / 1e3, **arrow}
+        for times in arrivals.values():
+            times.sort()
+        for number, ((source, target, name, _, begin, end), handle) in enumerate(zip(self._copies, self._copied, strict=True)):
+            arrow = {"cat": "copy", "name": name, "id": number}
+            link = {"pid": 2, "tid": links.index((source, target))}
+            uses, users, again = starts.get((target, handle), []), ends.get((source, handle), []), arrivals[target, handle]
+            at, last, next_time = bisect_left(uses, (end, -1)), bisect_right(users, (begin, _LAST)) - 1, bisect_right(again, end)
+            if at < len(uses) and not (next_time < len(again) and again[next_time] <= uses[at][0]):  # else it was dropped and brought again
+                start, worker = uses[at]
+                yield {"ph": "s", **link, "ts": end / 1e3, **arrow}
                 yield {"ph": "f", "bp": "e", "pid": 1, "tid": worker, "ts": start / 1e3, **arrow}
+            elif last >= 0:
+                made, worker = users[last]
+                yield {"ph": "s", "pid": 1, "tid": worker, "ts": made / 1e3, **arrow}
+                yield {"ph": "f", "bp": "e", **link, "ts": begin / 1e3, **arrow}

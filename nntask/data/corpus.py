@@ -95,19 +95,23 @@ def stdlib_corpus(select: int = -1) -> Corpus:
     return _split("stdlib", kept[:select] if select > 0 else kept)
 
 
-def text_corpus(path: str | os.PathLike[str], select: int = -1) -> Corpus:
+def text_corpus(path: str | os.PathLike[str], select: int = -1, flag: str = "--dataset-path") -> Corpus:
     """A text file, or all files of a directory (sorted by name, hidden ones left out).
+
+    Args:
+        select: only the first `select` texts; -1 for all.
+        flag: that named the path, for messages.
 
     Raises:
         DataError: there is no such file or directory, or it holds no text.
     """
     root = Path(path)
     if not root.exists():
-        raise DataError(f"--dataset-path {root} does not exist; give a text file or a directory of text files")
+        raise DataError(f"{flag} {root} does not exist; give a text file or a directory of text files")
     files = list(_walk(root, (), frozenset())) if root.is_dir() else [root]
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
-        raise DataError(f"--dataset-path {root} holds no text; give a text file or a directory of text files that are not empty")
+        raise DataError(f"{flag} {root} holds no text; give a text file or a directory of text files that are not empty")
     texts = [Text(file.relative_to(root).as_posix() if root.is_dir() else file.name, file) for file in files]
     return _split(root.name, texts[:select] if select > 0 else texts)
 

@@ -6,6 +6,7 @@ written under another name and renamed, so a process that dies leaves nothing ha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -17,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from ..environment import cache_directory
-from ..errors import DataError
+from ..errors import DataError, UsageError
 from .corpus import Corpus, Text, stdlib_corpus, text_corpus
 from .tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
 from .tokens import DTYPES, TokenFile, write_sidecar
@@ -71,20 +72,25 @@ def check_spec(spec: DataSpec) -> None:
     """Find out cheaply what `open_dataset` would refuse about names and paths.
 
     Raises:
-        DataError: something named does not exist or is not offered.
+        UsageError: a name is not offered, or flags do not go together.
+        DataError: a file that is named does not exist, or a package is missing.
     """
     if spec.dataset not in DATASETS:
-        raise DataError(
+        raise UsageError(
             f"--dataset {spec.dataset} is not available: this version reads {', '.join(DATASETS)}; "
             "save the texts as files and use --dataset text --dataset-path DIR"
         )
     if spec.dataset != "stdlib" and not spec.path:
-        raise DataError(f"--dataset {spec.dataset} needs --dataset-path, a file or a directory")
+        raise UsageError(f"--dataset {spec.dataset} needs --dataset-path, a file or a directory; add it")
+    if spec.dataset == "stdlib" and spec.path:
+        tokens = _train_bin(spec.path)
+        kind = "train.bin" if tokens.suffix == ".bin" and tokens.is_file() else "text"
+        raise UsageError(f"--dataset-path {spec.path} is not read by --dataset stdlib, the default; add --dataset {kind}, or drop --dataset-path")
     for flag, path in (("--dataset-path", spec.path), ("--val-path", spec.val_path), ("--tokenizer-path", spec.tokenizer_path)):
         if path and not Path(path).exists():
             raise DataError(f"{flag} {path} does not exist; give an existing file or directory")
     if spec.tokenizer not in ("auto", "bpe", "bytes") and not spec.tokenizer_path:
-        raise DataError(
+        raise UsageError(
             f"--tokenizer {spec.tokenizer} is not available: this version offers auto, bpe and bytes, "
             f"or a directory with {FILE_NAME} through --tokenizer-path"
         )
@@ -108,7 +114,7 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
         return _open_tokens(spec)
     corpus = stdlib_corpus(spec.select) if spec.dataset == "stdlib" else text_corpus(spec.path, spec.select)
     if spec.val_path:
-        extra = text_corpus(spec.val_path)
+        extra = text_corpus(spec.val_path, flag="--val-path")
         corpus = Corpus(corpus.name, corpus.train + corpus.validation, extra.train + extra.validation)
     with _cache_errors():
         fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {_tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
@@ -131,7 +137,7 @@ def _open_tokens(spec: DataSpec) -> Dataset:
     val_path = Path(spec.val_path) if spec.val_path else beside
     val_path = val_path / "val.bin" if val_path.is_dir() else val_path
     has_validation = bool(spec.val_path) or (beside.exists() and beside != path)
-    validation = TokenFile(val_path, vocab_size=spec.vocab_size) if has_validation else None
+    validation = TokenFile(val_path, vocab_size=spec.vocab_size, flag="--val-path") if has_validation else None
     tokenizer: Tokenizer | None = None
     if spec.tokenizer_path:
         tokenizer = load_tokenizer(spec.tokenizer_path)
@@ -162,7 +168,8 @@ def _tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable
         return ByteTokenizer(spec.vocab_size)
     cached = directory / FILE_NAME
     if cached.is_file():
-        return load_tokenizer(cached)
+        with _broken_cache(directory):
+            return load_tokenizer(cached)
     report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
     tokenizer = train_bpe(_head(corpus.train, _TRAINING_NBYTES), spec.vocab_size)
     directory.mkdir(parents=True, exist_ok=True)
@@ -199,7 +206,17 @@ def _encoded(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_si
                     file.write(end)
             write_sidecar(path, dtype)
             os.replace(temporary, path)
-    return TokenFile(path, vocab_size=vocab_size)
+    with _broken_cache(path.parent):
+        return TokenFile(path, vocab_size=vocab_size)
+
+
+@contextlib.contextmanager
+def _broken_cache(directory: Path) -> Iterator[None]:
+    """Turns the error about a file that is broken into one that says who made it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{str(error).partition(';')[0]}; it is nntask's own cache, remove {directory} to have it made again") from None
 
 
 class _cache_errors:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DataError
+from ..errors import DataError, UsageError
 from .tokens import TokenFile
 
 _ROUNDS: Final = 6
@@ -78,6 +78,7 @@ class BatchStream:
 
     Raises:
         DataError: the file holds fewer than `batch` sequences.
+        UsageError: `select` leaves fewer.
     """
 
     def __init__(self, file: TokenFile, length: int, batch: int, *, seed: int, cursor: Cursor | None = None, select: int = -1) -> None:
@@ -87,6 +88,10 @@ class BatchStream:
             self.num_sequences = min(self.num_sequences, select)
         if self.num_sequences < batch:
             need = batch * length + 1
+            if 0 < select < batch:
+                raise UsageError(
+                    f"--dataset-select {select} leaves fewer sequences than --batch {batch}; raise it to {batch} at least, or use --batch {select}"
+                )
             raise DataError(
                 f"{file.path} is too short: {file.num_tokens} tokens give {self.num_sequences} sequences of {length}, and --batch is {batch}; "
                 f"use at least {need} tokens" + (f", or --batch {self.num_sequences}" if self.num_sequences else "")

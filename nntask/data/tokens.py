@@ -33,12 +33,13 @@ class TokenFile:
         path: the file.
         vocab_size: ids must be below it.
         scan_nbytes: how much of the file is checked at once, on opening.
+        flag: that named the file, for messages.
 
     Raises:
         DataError: the file is missing, empty, not a whole number of tokens, or holds an id beyond the vocabulary.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, scan_nbytes: int = SCAN_NBYTES) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, scan_nbytes: int = SCAN_NBYTES, flag: str = "--dataset-path") -> None:
         self._fd = -1
         self.path = Path(path)
         self.vocab_size = vocab_size
@@ -47,7 +48,7 @@ class TokenFile:
             self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             nbytes = os.fstat(self._fd).st_size
         except OSError as error:
-            raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with --dataset-path") from None
+            raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
         if nbytes == 0:
             raise DataError(f"{self.path} is empty; a token file holds at least one sequence of {self.dtype.name} ids")
         if nbytes % self.dtype.itemsize:

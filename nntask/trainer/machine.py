@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.core.errors import TaskError
+from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.runtime import Runtime
 from scheduler.trace import Trace
 
 from ..errors import Diverged, DoesNotFit, StorageError
 from ..sizes import parse_size
+from .places import DISK
 from .rules import disk_of, trace_range
-from .settings import TrainSettings
+from .settings import ResourceSettings, TrainSettings
 
 
 class FoundNaN(ArithmeticError):
@@ -110,18 +111,23 @@ class Tracer:
             raise StorageError(f"cannot write the trace {self._path}: {error.strerror}; choose another place with --trace") from error
 
 
-def as_divergence(error: TaskError) -> Exception:
+def as_divergence(error: Exception) -> Exception:
     """`Diverged` when --check-finite stopped the task, otherwise the error itself."""
     if isinstance(error.__cause__, FoundNaN):
         return Diverged(f"{error.__cause__}; lower --lr, raise --warmup-steps or set --grad-clip 1")
     return error
 
 
-def does_not_fit(error: Exception) -> DoesNotFit:
-    """The scheduler's refusal with the flags that help; which tile to lower follows from the kind of task."""
+def does_not_fit(error: NoRoom, resources: ResourceSettings) -> DoesNotFit:
+    """The scheduler's refusal with the flags that help and their values; which tile to lower follows from the kind of task."""
     story = str(error).partition("; raise the budget")[0]
+    disk = disk_of(resources.disk)
+    if disk is not None and error.node == DISK:
+        return DoesNotFit(f"{story}; raise SIZE in --disk {disk[0]}:SIZE, now --disk {resources.disk}")
+    flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith("sim") else ("--ram", resources.ram)
+    flag += f" (now {value or 'the default'})"
     if "are taken by" in story:
-        return DoesNotFit(f"{story}; raise --ram, lower --minibatch, or use --recompute block")
+        return DoesNotFit(f"{story}; raise {flag}, lower --minibatch, or use --recompute block")
     task = story.partition(" ")[0]
     if any(word in task for word in ("head", "embedding", "cross_entropy")):
         tile = "--vocab-tile"
@@ -131,4 +137,4 @@ def does_not_fit(error: Exception) -> DoesNotFit:
         tile = "--inner-tile or --vocab-tile"
     else:
         tile = "--minibatch-tile or --seq-tile"
-    return DoesNotFit(f"{story}; raise --ram, or lower {tile}")
+    return DoesNotFit(f"{story}; raise {flag}, or lower {tile}")

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,6 +39,8 @@ class StepRecord:
         moved_bytes: over each link during the step.
         evictions: replicas evicted during the step.
         wait_seconds: of all workers together, not in a kernel.
+        stall_seconds: the part of these in which a task was ready for the worker and its data was on the way or had no room.
+        hit_rate: share of the inputs of the step's tasks that were in place, or on their way, when the task was admitted.
     """
 
     step: int
@@ -54,6 +56,8 @@ class StepRecord:
     moved_bytes: dict[str, int]
     evictions: int
     wait_seconds: float
+    stall_seconds: float
+    hit_rate: float
 
 
 class Meter:
@@ -72,11 +76,14 @@ class Meter:
         before = last["moved_bytes"]
         moved = {link: n - before.get(link, 0) for link, n in stats["moved_bytes"].items()}
         busy = sum(stats["busy_seconds"].values()) - sum(last["busy_seconds"].values())
+        hits, misses = stats["hits"] - last["hits"], stats["misses"] - last["misses"]
         return {
             "resident_peak_bytes": dict(stats["recent_peak_bytes"]),
             "moved_bytes": {link: n for link, n in moved.items() if n},
             "evictions": stats["evictions"] - last["evictions"],
             "wait_seconds": max(seconds * len(stats["busy_seconds"]) - busy, 0.0),
+            "stall_seconds": stats["stall_seconds"] - last["stall_seconds"],
+            "hit_rate": 1 - misses / (misses + hits) if misses else 1.0,
         }
 
 
@@ -91,6 +98,15 @@ class Totals:
     mfu_seconds: float = 0.0
     loss_first: float | None = None
     loss_last: float | None = None
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    evictions: int = 0
+    stall_seconds: float = 0.0
+    hit_rates: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Mean over the steps, which all have the same inputs."""
+        return self.hit_rates / self.steps if self.steps else 1.0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Count a line of metrics.jsonl."""
@@ -103,6 +119,11 @@ class Totals:
         self.seconds += seconds
         self.wait_seconds += line.get("wait_seconds") or 0.0
         self.mfu_seconds += (line.get("mfu") or 0.0) * seconds
+        for link, nbytes in (line.get("moved_bytes") or {}).items():
+            self.moved_bytes[link] = self.moved_bytes.get(link, 0) + nbytes
+        self.evictions += line.get("evictions") or 0
+        self.stall_seconds += line.get("stall_seconds") or 0.0
+        self.hit_rates += line.get("hit_rate", 1.0)
 
 
 class Journal:

@@ -58,6 +58,8 @@ BOUNDLESS: Final = 1 << 50
 
 COARSE_SHARE: Final = 64
 """A weight tile of an imaginary device takes at most this fraction of its memory."""
+COARSE_VOCAB: Final = 8
+"""Vocabulary tiles there, at least: minibatches add to the gradient of each in turn, so with one tile they would go through the head one by one."""
 COARSE_TOKENS: Final = 8192
 """Tokens per tile there, at most."""
 
@@ -193,7 +195,7 @@ def with_coarse_tiles(settings: TrainSettings, config: GPT2Config, target: Targe
         "embd_tile": width,
         "inner_tile": even(config.inner_size, rows),
         "head_tile": even(config.n_head, max(1, rows // config.head_size)),
-        "vocab_tile": even(config.vocab_size, rows),
+        "vocab_tile": even(config.vocab_size, min(rows, -(-config.vocab_size // COARSE_VOCAB))),
     }
     return replace(settings, tiling=replace(cut, **{name: size for name, size in coarse.items() if getattr(cut, name) is None}))
 
@@ -240,9 +242,6 @@ def free_bytes(directory: Path) -> int:
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
-
-
-# --- durations ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

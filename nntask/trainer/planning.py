@@ -1,18 +1,15 @@
-"""``nntask plan``: what a training step needs and costs on a machine, from shapes alone: no data, no kernels, nothing written.
+"""What a training step needs and costs on a machine, from shapes alone: no data, no kernels, nothing written.
 
-The step is captured (`scheduler.capture`), its order chosen as a run would choose it (`scheduler.ordering`), and the core replays it in virtual
-time with the durations and links of `places`. Budgets that it needs at least:
-
-- where tasks run: the hungriest task, if what does not fit can go to a lower tier;
-- the last tier (host memory without a disk): all that lives at the worst moment of the order, and the second instance of inputs and outputs,
-  which the replay behind may hold.
+``nntask train`` refuses with it what cannot fit (`check_fit`), before memory is taken. ``nntask plan`` goes on (`plan_run`): the step is captured
+(`scheduler.capture`), its order chosen as a run would choose it (`scheduler.ordering`), and the core replays it in virtual time with the durations
+and links of `places`. What each memory must hold at least is `StepPlan.minimum_bytes`.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -23,9 +20,10 @@ from scheduler.core.orders import arrange, repetition
 from scheduler.core.records import SCRATCH
 from scheduler.core.steps import RecordedTask, StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
-from scheduler.ordering import SUBMISSION, PlannedOrder, plan_order
+from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
+from tiles import TileTensor
 
-from ..errors import UsageError
+from ..errors import DoesNotFit, UsageError
 from ..models.config import PRESETS, GPT2Config
 from ..tiling import ModelTiling
 from .gpt2 import build_model, build_optimizer, emit_training_step
@@ -36,6 +34,10 @@ from .settings import TrainSettings
 
 FEW_TASKS: Final = 3000
 """Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there, and the second moves within 2 % of it."""
+MOST_TASKS: Final = 1_000_000
+"""Steps of more tasks are refused: recording one takes minutes and gigabytes."""
+TASKS_PER_WORK: Final = 6
+"""Tasks per product of a weight tile and a tile of activations (`_work`), at least: forward, two backward, and what lies between them."""
 MANY_TASKS: Final = 40_000
 """Other models and minibatches are not looked at when capturing one would take more tasks."""
 MOST_MINIBATCH: Final = 1 << 20
@@ -59,7 +61,8 @@ class Needs:
     Attributes:
         task: that the hungriest task touches.
         tile: of the largest piece of data.
-        total: that live at once at most, with the second instances of inputs and outputs.
+        total: of the last tier, if tasks run there.
+        passive: of the last tier, if none do.
         persistent: of what outlives the step.
         hungriest: that task.
     """
@@ -67,15 +70,20 @@ class Needs:
     task: int
     tile: int
     total: int
+    passive: int
     persistent: int
     hungriest: RecordedTask
+
+    def last(self, target: Target) -> int:
+        """Least budget of the last tier of a machine."""
+        return self.total if target.last in target.places else self.passive
 
     def minimum(self, target: Target) -> dict[str, int]:
         """Least budget of each node of a machine."""
         found = {}
         for at, (name, _) in enumerate(target.nodes):
-            passing = self.task if at in target.places else 2 * self.tile
-            found[name] = max(passing, self.total) if at == target.last else passing
+            passing = self.task if at in target.places else self.tile
+            found[name] = max(passing, self.last(target)) if at == target.last else passing
         return found
 
     def fit(self, target: Target) -> bool:
@@ -83,6 +91,37 @@ class Needs:
         return self.task <= target.largest_place and all(
             budget >= self.minimum(target)[name] for at, (name, budget) in enumerate(target.nodes) if at == target.last or at not in target.places
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A model without memory, and its training step.
+
+    Attributes:
+        plan: the step in submission order.
+        model, optimizer: tensors by name; they have shapes and types, and no data.
+    """
+
+    plan: StepPlan
+    model: Mapping[str, TileTensor]
+    optimizer: Mapping[str, TileTensor]
+
+
+def check_fit(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling) -> Sketch:
+    """Refuse resolved settings whose step cannot run on this machine within its budgets; takes no memory, and a second for 20,000 tasks.
+
+    Raises:
+        DoesNotFit: a budget is too small; says by how much, and what would fit.
+        UsageError: the step has too many tasks.
+    """
+    with _no_collections():
+        found = sketch(settings, config, tiling)
+        target = this_machine(settings)
+        needs = _least_needs(found.plan, settings, target)
+        if not needs.fit(target):
+            changes = advice(settings, config, target, needs)
+            raise DoesNotFit(f"{_shortage(target, needs)}; it would fit with {', or '.join(changes)}")
+    return found
 
 
 def plan_run(settings: TrainSettings, config: GPT2Config, target: Target | None = None, *, reach: bool = True) -> dict[str, Any]:
@@ -103,7 +142,7 @@ def plan_run(settings: TrainSettings, config: GPT2Config, target: Target | None 
     with _no_collections():
         plan = capture(settings, config, tiling)
         order = _choose_order(plan, settings, target)
-        needs = needs_of(plan, order)
+        needs = _least_needs(plan, settings, target, order)
         found, refusal = _simulate(order, settings, target, needs)
         figures = _figures(settings, config, tiling, target, order, needs)
         if found is not None:
@@ -116,46 +155,66 @@ def plan_run(settings: TrainSettings, config: GPT2Config, target: Target | None 
     return figures
 
 
-# --- capture ------------------------------------------------------------------------------------------------------------
-
-
 def capture(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, num_minibatches: int | None = None) -> StepPlan:
-    """The step that resolved settings train with, from shapes.
+    """The step that resolved settings train with; see `sketch`."""
+    return sketch(settings, config, tiling, num_minibatches).plan
+
+
+def sketch(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, num_minibatches: int | None = None) -> Sketch:
+    """Model and step that resolved settings train with, from shapes.
 
     Args:
         num_minibatches: per step; as many as the settings ask for unless given.
+
+    Raises:
+        UsageError: the step has more than `MOST_TASKS` tasks.
     """
+    size = settings.tiling.minibatch
+    count = _num_minibatches(settings) if num_minibatches is None else num_minibatches
+    num_tasks = TASKS_PER_WORK * count * _work(settings, config)
+    if num_tasks > MOST_TASKS:
+        raise UsageError(
+            f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {settings.model.seq_len:,} "
+            "tokens in these tiles; lower --batch or enlarge the tiles"
+        )
     runtime = CapturingRuntime(settings.tiling.lanes or 1)
     model = build_model(config, tiling, runtime, settings)
     optimizer = build_optimizer(model, settings)
-    size = settings.tiling.minibatch
-    count = (settings.tiling.batch or 1) // size if num_minibatches is None else num_minibatches
     inputs = [model.input_tensors(size, settings.model.seq_len) for _ in range(count)]
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
-    return runtime.plan
+    return Sketch(runtime.plan, model.tensors(), optimizer.tensors())
 
 
-def needs_of(plan: StepPlan, order: PlannedOrder | None = None) -> Needs:
-    """What a step needs in the order that was chosen; in the thriftiest one that may be chosen, if there was a choice.
+def needs_of(plan: StepPlan, *, thrifty: bool = False) -> Needs:
+    """What a step needs in the order of the plan.
 
     Args:
-        plan: in submission order.
-        order: None for the submission order.
+        thrifty: with updates as early as they can instead, the candidate order that needs least.
     """
-    total = plan.needed_bytes()
-    if order is not None:
-        total = order.plan.needed_bytes()
-        if order.forecasts or order.name == SUBMISSION:
-            updates = repetition(plan).updates
-            eager = [plan.tasks[at] for at in arrange(plan, updates, lambda position: (position,))]
-            total = min(total, StepPlan(eager, plan.owned).needed_bytes())
-    again = sum(handle.size for handle, is_output in plan.owned.items() if is_output)
-    again += sum(handle.size for handle in plan.uses if handle.kind == "input")
     hungriest = max(plan.tasks, key=_touched)
     persistent = sum(handle.size for handle in plan.uses if handle.kind == "persistent")
-    return Needs(_touched(hungriest), max(handle.size for handle in plan.uses), total + again, persistent, hungriest)
+    if thrifty:
+        eager = arrange(plan, repetition(plan).updates, lambda position: (position,))
+        plan = StepPlan([plan.tasks[at] for at in eager], plan.owned)
+    total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
+    return Needs(_touched(hungriest), max(handle.size for handle in plan.uses), total, passive, persistent, hungriest)
+
+
+def _least_needs(plan: StepPlan, settings: TrainSettings, target: Target, order: PlannedOrder | None = None) -> Needs:
+    """What the step needs in the order that a run would choose; with less room, it may choose the submission order or early updates.
+
+    Args:
+        order: None to look no further once the submission order fits.
+    """
+    name = settings.resources.order
+    if name not in (AUTO, SUBMISSION):
+        return needs_of((order or _choose_order(plan, settings, target)).plan)
+    found = [needs_of(plan)]
+    if name == AUTO and not (order is None and found[0].fit(target)):
+        found.append(needs_of(plan, thrifty=True))
+    return min(found, key=lambda needs: needs.last(target))
 
 
 def _touched(task: RecordedTask) -> int:
@@ -174,15 +233,29 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-# --- virtual time -------------------------------------------------------------------------------------------------------
-
-
 def _choose_order(plan: StepPlan, settings: TrainSettings, target: Target) -> PlannedOrder:
     """As `Runtime.plan_order`."""
     try:
-        return plan_order(plan, settings.resources.order, memory=target.memory, last=target.nodes[target.last][1])
+        return order_on(plan, settings.resources.order, target)
     except ValueError as error:
         raise UsageError(f"--order {settings.resources.order}: {error}") from error
+
+
+def order_on(plan: StepPlan, order: str, target: Target) -> PlannedOrder:
+    """As `Runtime.plan_order`, on a machine that need not exist.
+
+    Raises:
+        ValueError: the step has no order of that name.
+    """
+    last, places = target.last, target.places
+    return plan_order(
+        plan,
+        order,
+        memory=target.memory,
+        last=target.nodes[last][1],
+        computes_on_last=last in places,
+        num_devices=1 if 0 in places else len(places),
+    )
 
 
 def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, needs: Needs) -> tuple[Simulation | None, str]:
@@ -223,16 +296,13 @@ def _shortage(target: Target, needs: Needs) -> str:
     return f"the step needs {minimum[name]:,} B of {name} at least, more than its budget of {budget:,} B"
 
 
-# --- figures ------------------------------------------------------------------------------------------------------------
-
-
 def _figures(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, target: Target, order: PlannedOrder, needs: Needs) -> dict[str, Any]:
     """Everything that is known before virtual time."""
     last = target.nodes[target.last][0]
     names = Counter(task.name for task in order.plan.tasks)
     return {
         "feasible": False,
-        "peak_bytes": {last: needs.total},
+        "peak_bytes": {last: needs.last(target)},
         "minimum_budget_bytes": needs.minimum(target),
         "persistent_bytes": {last: needs.persistent},
         "moved_bytes_per_step": {},
@@ -291,9 +361,6 @@ def _costs(found: Simulation, settings: TrainSettings) -> dict[str, Any]:
     }
 
 
-# --- what would fit -----------------------------------------------------------------------------------------------------
-
-
 def _reach(settings: TrainSettings, config: GPT2Config, target: Target, num_tasks: int) -> dict[str, Any]:
     """The largest preset and the largest minibatch that fit this machine with these flags; None where that would take long to find out."""
     per_minibatch = num_tasks / _num_minibatches(settings)
@@ -338,8 +405,8 @@ def _largest_minibatch(settings: TrainSettings, config: GPT2Config, target: Targ
         return 0
     if not second.fit(target):
         return step
-    growth = max(second.total - first.total, 1)
-    room = target.nodes[target.last][1] - first.total
+    growth = max(second.last(target) - first.last(target), 1)
+    room = target.nodes[target.last][1] - first.last(target)
     return min((1 + room // growth) * step, MOST_MINIBATCH)
 
 
@@ -358,14 +425,14 @@ def advice(settings: TrainSettings, config: GPT2Config, target: Target, needs: N
         found.append(f"{flag} {shown_size(minimum[target.nodes[place][0]])}")
         smaller = _smaller_tile(settings, config, target, needs)
         found += [smaller] if smaller else []
-    elif needs.total > last_budget and not target.storage:
-        found.append(f"--ram {shown_size(needs.total)}")
-        found.append(f"--disk DIR with {shown_size(needs.total)} free there")
-    elif needs.total > last_budget:
-        found.append(f"--disk DIR:{shown_size(needs.total)} in a directory with as much room")
+    elif needs.last(target) > last_budget and not target.storage:
+        found.append(f"--ram {shown_size(needs.last(target))}")
+        found.append(f"--disk DIR with {shown_size(needs.last(target))} free there")
+    elif needs.last(target) > last_budget:
+        found.append(f"--disk DIR:{shown_size(needs.last(target))} in a directory with as much room")
     else:
         found.append(f"--ram {shown_size(max(minimum[RAM], int(1.1 * target.nodes[0][1])))}")
-    if needs.total > last_budget and settings.model.recompute == "none":
+    if needs.last(target) > last_budget and settings.model.recompute == "none":
         changed = replace(settings, model=replace(settings.model, recompute="block"))
         if needs_of(capture(changed, config, tiling_of(changed), min(2, _num_minibatches(changed)))).fit(target):
             found.append("--recompute block")

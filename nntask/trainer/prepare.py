@@ -167,3 +167,17 @@ def _check_files(settings: TrainSettings) -> None:
             if Path(path).is_dir():
                 raise DataError(f"{flag} {path} is a directory; give a file")
             check_writable(Path(path), flag)
+            if flag != "--trace" and Path(path).exists():
+                _check_own(Path(path), flag)
+
+
+def _check_own(path: Path, flag: str) -> None:
+    """Check that what would be overwritten is a safetensors file, such as an earlier result.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        TensorFile(path).close()
+    except DataError:
+        raise UsageError(f"{flag} {path} exists and is no safetensors file, which alone is overwritten; give another name, or remove it") from None

@@ -39,6 +39,7 @@ _COUNTS: Final = (
     ("resources", "ncpu", 0),
     ("resources", "sim_gpu", 0),
 )
+_MOST: Final = {"ncpu": (1024, "each worker is a thread of one process"), "sim_gpu": (64, "each device has two threads and a memory")}
 _OR_WHOLE: Final = (
     ("tiling", "minibatch"),
     ("tiling", "minibatch_tile"),
@@ -88,19 +89,20 @@ def check_values(settings: TrainSettings) -> None:
         if value is not None and value < least:
             what = "at least 1" if least else "0 or more"
             raise UsageError(f"{_flag(name)} must be {what}, got {value}; the nearest legal value is {least}")
-        _check_largest(name, value)
+        check_most(name, value)
     for group, name in _OR_WHOLE:
         value = getattr(getattr(settings, group), name)
         if value is not None and (value == 0 or value < -1):
             raise UsageError(
                 f"{_flag(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
             )
-        _check_largest(name, value)
+        check_most(name, value)
     for group, name, low, high, open_end in _RANGES:
         value = getattr(getattr(settings, group), name)
         if value is not None and not (low <= value < high if open_end else low <= value <= high):
-            limit = f"at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
-            raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; the nearest legal value is {low:g}" + _near(value, high))
+            limit = f"a finite number of at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
+            near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
+            raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; {near}")
     _check_combinations(settings)
     resources = settings.resources
     for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
@@ -118,13 +120,15 @@ def check_values(settings: TrainSettings) -> None:
     trace_range(settings.observe.trace_steps)
 
 
-def _check_largest(name: str, value: int | None) -> None:
-    if value is not None and value > LARGEST:
-        raise UsageError(f"{_flag(name)} must be at most {LARGEST}, got {value}; the nearest legal value is {LARGEST}")
+def check_most(name: str, value: int | None) -> None:
+    """Check that a count is not beyond its bound.
 
-
-def _near(value: float, high: float) -> str:
-    return f" or anything below {high:g}" if value >= high else ""
+    Raises:
+        UsageError: it is.
+    """
+    most, why = _MOST.get(name, (LARGEST, ""))
+    if value is not None and value > most:
+        raise UsageError(f"{_flag(name)} must be at most {most}{why and ', because '}{why}, got {value}; the nearest legal value is {most}")
 
 
 def _check_combinations(settings: TrainSettings) -> None:

@@ -24,18 +24,22 @@ from ..schedule import make_schedule
 from ..sizes import format_size
 from ..tensorfile import STORAGE, TensorFile, load_tensors, save_tensors
 from .evaluation import evaluate
+from .explain import Explainer
 from .flops import FlopCounts, flop_counts, gemm_peak
 from .gpt2 import Gpt2Engine
 from .loop import Loop, Plan
 from .machine import Tracer, as_divergence, does_not_fit, open_runtime
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
+from .planning import check_fit
 from .prepare import Prepared, model_name, prepare, state_of
+from .rules import trace_range
 from .sampling import Sampling, sample
 from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
+from .traffic import is_worth_telling, traffic_report
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
@@ -71,33 +75,37 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
     prepared = prepare(settings, config, resumed)
     settings = prepared.settings
     printer = StepPrinter()
+    sketch = check_fit(settings, prepared.config, prepared.tiling)
+    _check_weights(prepared, sketch.model, sketch.optimizer)
+    if settings.run.dry_run:
+        _stream(prepared, open_dataset(prepared.data, printer.say))
+        printer.say(to_toml(settings))
+        return 0
     with Interrupts() as interrupts, open_runtime(settings) as runtime:
         try:
             engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings)
-            _check_weights(prepared, engine)
             dataset = open_dataset(prepared.data, printer.say)
             stream = _stream(prepared, dataset)
-            if settings.run.dry_run:
-                printer.say(to_toml(settings))
-                return 0
             counts = _counts(prepared)
             running = _Running(prepared, dataset, stream, runtime, engine, counts, printer, interrupts)
-            _print_header(running)  # records the step, which refuses what does not fit before anything is written
+            _print_header(running)
+            explainer = Explainer(runtime, settings.observe.explain, engine.task_names, printer.say)
             write_file(prepared.run / CONFIG, to_toml(settings))
             _load_weights(prepared, engine)
-            return _go(running)
-        except TaskError as error:
+            return _go(running, explainer)
+        except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed) as error:
+            if runtime.tier_failure is not None:  # a read that failed loses data, and its readers are cancelled one after another
+                raise StorageError(f"{runtime.tier_failure}; the last checkpoint is safe") from error
             raise as_divergence(error) from error
-        except scheduler_errors.TierFailed as error:
-            raise StorageError(f"{error}; the last checkpoint is safe") from error
         except scheduler_errors.DoesNotFit as error:
-            raise does_not_fit(error) from error
+            raise does_not_fit(error, settings.resources) from error
 
 
-def _go(running: _Running) -> int:
+def _go(running: _Running, explainer: Explainer) -> int:
     """Timing loops, training, closing lines."""
     prepared, settings, printer = running.prepared, running.settings, running.printer
     interrupts = running.interrupts
+    interrupts.what_there_is = partial(_left_behind, prepared.run)
     if prepared.resumed is None:
         print_timing(running.engine, settings, running.counts, prepared.config.vocab_size, printer, interrupts.pending)
     steps, warmup = _steps(settings, running.stream)
@@ -109,7 +117,7 @@ def _go(running: _Running) -> int:
     _print_totals(running.stream, printer)
     journal = Journal(prepared.run / METRICS, first, timed_after=max(first, warmup))
     tracer = Tracer(running.runtime, settings)
-    loop = _loop(running, journal, tracer, steps, first)
+    loop = _loop(running, journal, tracer, explainer, steps, first)
     endings = (journal.close, partial(_summarise, running, loop, journal), tracer.write)
     try:
         loop.train()
@@ -134,10 +142,23 @@ def _interrupted(run: Path, step: int) -> str:
     return f"interrupted after step {step}; continue with: nntask train --resume {shlex.quote(str(run))}"
 
 
-def _loop(running: _Running, journal: Journal, tracer: Tracer, steps: int, first: int) -> Loop:
+def _left_behind(run: Path) -> str:
+    """What a second signal has left behind."""
+    steps = step_directories(run)
+    if not steps:
+        return "nothing was saved, so there is nothing to continue"
+    return f"nothing more was saved, the newest checkpoint is {steps[-1]}; continue with: nntask train --resume {shlex.quote(str(run))}"
+
+
+def _loop(running: _Running, journal: Journal, tracer: Tracer, explainer: Explainer, steps: int, first: int) -> Loop:
     settings, prepared, dataset = running.settings, running.prepared, running.dataset
     optimizer, checkpoints = settings.optimizer, settings.checkpoints
     tokenizer = dataset.tokenizer
+
+    def on_step(step: int | None) -> None:
+        tracer.on_step(step)
+        explainer.tell()
+
     running.runtime.wait()  # initialisation ends first: the peak below is that of idle workers
     plan = Plan(
         steps=steps,
@@ -171,7 +192,7 @@ def _loop(running: _Running, journal: Journal, tracer: Tracer, steps: int, first
         interrupts=running.interrupts,
         tokenizer=tokenizer,
         validate=partial(_validate, running),
-        on_step=tracer.on_step,
+        on_step=on_step,
         starts_alone=tracer.is_edge,
     )
 
@@ -180,7 +201,7 @@ def _stream(prepared: Prepared, dataset: Dataset) -> BatchStream:
     """Batches from where the run begins.
 
     Raises:
-        UsageError: the run that is continued learnt from other data.
+        UsageError: the run that is continued learnt from other data, or --trace-steps names steps it does not do.
         DataError: there is too little data, or no validation data although --eval-every asks for it.
     """
     settings, resumed = prepared.settings, prepared.resumed
@@ -192,7 +213,7 @@ def _stream(prepared: Prepared, dataset: Dataset) -> BatchStream:
             raise UsageError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
-    return BatchStream(
+    stream = BatchStream(
         dataset.train,
         settings.model.seq_len or prepared.config.n_positions,
         settings.tiling.batch or 1,
@@ -200,6 +221,10 @@ def _stream(prepared: Prepared, dataset: Dataset) -> BatchStream:
         cursor=cursor,
         select=dataset.select_sequences,
     )
+    traced, first, last = trace_range(settings.observe.trace_steps), resumed.step + 1 if resumed else 1, _steps(settings, stream)[0]
+    if traced is not None and not first <= traced[0] <= traced[1] <= last:
+        raise UsageError(f"--trace-steps must lie within steps {first} to {last} of this run, got {settings.observe.trace_steps}; change or drop it")
+    return stream
 
 
 def _steps(settings: TrainSettings, stream: BatchStream) -> tuple[int, int]:
@@ -223,24 +248,27 @@ def _counts(prepared: Prepared) -> FlopCounts:
     )
 
 
-def _check_weights(prepared: Prepared, engine: Gpt2Engine) -> None:
-    """Compare every file of weights that will be loaded with the model, before anything is computed or written."""
-    for path, tensors, exact in _weight_files(prepared, engine):
+def _check_weights(prepared: Prepared, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> None:
+    """Compare every file of weights that will be loaded with the model, and with its checksum, before anything is computed or written."""
+    for path, tensors, exact in _weight_files(prepared, model, optimizer):
         with TensorFile(path) as file:
             file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
+    if prepared.resumed is not None:
+        prepared.resumed.verify(MODEL, OPTIMIZER)
 
 
 def _load_weights(prepared: Prepared, engine: Gpt2Engine) -> None:
-    for path, tensors, exact in _weight_files(prepared, engine):
+    for path, tensors, exact in _weight_files(prepared, engine.model_tensors(), engine.optimizer_tensors()):
         load_tensors(path, tensors, exact=exact)
     files = prepared.settings.checkpoints
     if prepared.resumed is None and files.load_checkpoint and not files.load_optimizer:
         engine.optimizer.reset()  # masters are copies of the weights
 
 
-def _weight_files(prepared: Prepared, engine: Gpt2Engine) -> list[tuple[Path, Mapping[str, TileTensor], bool]]:
+def _weight_files(
+    prepared: Prepared, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]
+) -> list[tuple[Path, Mapping[str, TileTensor], bool]]:
     """Files to load: path, tensors they fill, and whether element types must be equal."""
-    model, optimizer = engine.model_tensors(), engine.optimizer_tensors()
     if prepared.resumed is not None:
         return [(prepared.resumed.path / MODEL, model, True), (prepared.resumed.path / OPTIMIZER, optimizer, True)]
     files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
@@ -264,7 +292,7 @@ def _print_header(running: _Running) -> None:
         say("tf32 on a CPU computes in fp32")
     say(
         f"tiles: minibatch {cut.minibatch_tile}, seq {cut.seq_tile}, embd {cut.embd_tile}, inner {cut.inner_tile}, head {cut.head_tile}, "
-        f"vocab {cut.vocab_tile}; {running.engine.num_tasks} tasks a step; {settings.tiling.lanes} lanes"
+        f"vocab {cut.vocab_tile}; {running.engine.num_tasks} tasks a step; {settings.tiling.lanes} lane{'' if settings.tiling.lanes == 1 else 's'}"
     )
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
     say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
@@ -319,6 +347,9 @@ def _close(running: _Running, loop: Loop, journal: Journal) -> None:
         printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
         printer.say(f"Model flops utilisation (6N + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
         printer.say(f"Loss on the last batch: {timed.loss_last}")
+    stats = running.runtime.stats()
+    if is_worth_telling(journal.own, stats):
+        printer.say("\n".join(traffic_report(journal.own, stats)))
     if settings.run.sample_tokens and not running.interrupts.pending():
         _print_sample(running)
 

@@ -214,6 +214,8 @@ class ObserveSettings:
     """write a Chrome trace here (gzip when the name ends in .gz)"""
     trace_steps: str = ""
     """A:B, trace only steps A to B, both included (default all)"""
+    explain: str = ""
+    """a task's name or a part of it: print what each worker would have cost for its first three placements, and who took it"""
 
 
 @dataclass(frozen=True, slots=True)

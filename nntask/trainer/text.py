@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
+
+_OF_ONE_START: Final = frozenset({"run_dir", "resume", "dry_run"})
+"""What a file that starts the same run anew must not say."""
 
 
 def to_toml(settings: Any) -> str:
-    """`settings` (groups of values) as TOML, one section per group; unset values are left out."""
+    """`settings` (groups of values) as TOML, one section per group; unset values, and what belongs to one start only, are left out."""
     lines: list[str] = []
     for group in dataclasses.fields(settings):
         inner = getattr(settings, group.name)
-        lines += ["" if lines else "# resolved configuration of an nntask run; nntask train --config FILE repeats it", f"[{group.name}]"]
+        lines += ["" if lines else "# resolved configuration of an nntask run; nntask train --config FILE starts it anew", f"[{group.name}]"]
         for f in dataclasses.fields(inner):
             value = getattr(inner, f.name)
-            if value is not None:
+            if value is not None and f.name not in _OF_ONE_START:
                 lines.append(f"{f.name} = {_toml_value(value)}")
     return "\n".join(lines) + "\n"
 

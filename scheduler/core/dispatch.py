@@ -194,8 +194,6 @@ class Dispatch:
                 return
         self.feed()
 
-    # --- shortage -----------------------------------------------------------------------------------------------------
-
     def retry(self) -> None:
         """Admit blocked tasks from the oldest on; behind one that does not fit, only those that need no new memory."""
         for line in sorted(filter(None, self.blocked), key=lambda line: line[0].order):
@@ -269,8 +267,6 @@ class Dispatch:
         """Take a task out of its line, or of another node's."""
         self.blocked[task.node if node_id is None else node_id].remove(task)
         self.num_blocked -= 1
-
-    # --- inspection ---------------------------------------------------------------------------------------------------
 
     def admitted(self) -> Iterator[Task]:
         """Tasks that hold memory now."""

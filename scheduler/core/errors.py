@@ -5,6 +5,7 @@
     ├── HandleLost       data whose producer failed was asked for
     ├── DoesNotFit       a task's working set exceeds every node that could run it
     ├── TierFailed       the disk tier could not be read or written
+    ├── RuntimeBroken    a thread of the runtime died; nothing runs any more
     ├── Stalled          tasks wait and nothing is under way: a bug of the scheduler
     └── InvalidEvent     an event that cannot happen in the present state: a bug of a driver
 
@@ -27,11 +28,24 @@ class HandleLost(SchedulerError, RuntimeError):
 
 
 class DoesNotFit(SchedulerError, MemoryError):
-    """A working set or a reservation exceeds a memory budget."""
+    """A working set or a reservation exceeds a memory budget.
+
+    Args:
+        message: what does not fit where.
+        node: name of the memory that is too small, where it is one.
+    """
+
+    def __init__(self, message: str, node: str = "") -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class TierFailed(SchedulerError, OSError):
     """Bytes could not be written to the last tier, or not be read back."""
+
+
+class RuntimeBroken(SchedulerError, RuntimeError):
+    """A thread of the runtime died, or the program was interrupted inside it; ``__cause__`` says of what. Make a new runtime."""
 
 
 class Stalled(SchedulerError, RuntimeError):

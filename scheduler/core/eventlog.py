@@ -13,8 +13,8 @@ or times. Replaying it must give the same actions in the same order, which turns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, assert_never
+from collections.abc import Iterable, Iterator, Sequence
+from typing import assert_never
 
 from .events import (
     Action,
@@ -34,9 +34,15 @@ from .events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from .records import Agenda, HandleId, HandleRecord, Replay, SharedUse, Task, TaskId, Worker, WorkerId
+from .records import Agenda, DataClass, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, SharedUse, Task, TaskId, Worker, WorkerId, WorkerKind
+from .steps import places_of_parts
 
-Entry = tuple[Any, ...]
+Entry = tuple[object, ...]
+_Accesses = tuple[tuple[int, Mode], ...]
+_Kinds = tuple[WorkerKind, ...]
+_Places = tuple[Sequence[int], Sequence[bool]]
+_PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int]
+_Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Places]
 
 
 class LoggedError(Exception):
@@ -88,7 +94,17 @@ class EventLog:
         self._mention(handle for task in replay.tasks for handle, _ in task.accesses)
         at = {task: position for position, task in enumerate(replay.tasks)}
         tasks = tuple(
-            (task.id, task.name, task.kinds, _plain(task), task.priority, task.num_predecessors, tuple(at[t] for t in task.successors), task.is_exit)
+            (
+                task.id,
+                task.name,
+                task.kinds,
+                _plain(task),
+                task.priority,
+                task.num_predecessors,
+                tuple(at[t] for t in task.successors),
+                task.is_exit,
+                task.part,
+            )
             for task in replay.tasks
         )
         owned = tuple((handle.id, num_uses) for handle, num_uses in replay.owned)
@@ -122,31 +138,44 @@ class Revival:
     def events(self, entries: Iterable[Entry]) -> Iterator[Event]:
         """The events of a log, over new records, in order."""
         for kind, *rest in entries:
-            event = getattr(self, f"_on_{kind.replace(' ', '_')}")(*rest)
+            event = getattr(self, f"_on_{str(kind).replace(' ', '_')}")(*rest)
             if event is not None:
                 yield event
 
-    def _on_handle(self, number: int, nbytes: int, size: int, name: str, kind: Any, data_class: Any, released: bool) -> None:
+    def _on_handle(self, number: int, nbytes: int, size: int, name: str, kind: Kind, data_class: DataClass, released: bool) -> None:
         self._handles[number] = HandleRecord(HandleId(number), nbytes, size, None, name, kind, data_class, released=released)
 
-    def _task(self, number: int, name: str, kinds: Any, accesses: Any, priority: int, **fields: Any) -> Task:
+    def _task(self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int = 0) -> Task:
         plain = tuple((self._handles[handle], mode) for handle, mode in accesses)
-        task = self._tasks[number] = Task(TaskId(number), None, name, kinds, plain, {}, priority, **fields)
+        task = self._tasks[number] = Task(TaskId(number), None, name, kinds, plain, {}, priority, order)
         return task
 
-    def _on_task(self, number: int, name: str, kinds: Any, accesses: Any, priority: int, order: int) -> TaskSubmitted:
-        return TaskSubmitted(self._task(number, name, kinds, accesses, priority, order=order))
+    def _on_task(self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int) -> TaskSubmitted:
+        return TaskSubmitted(self._task(number, name, kinds, accesses, priority, order))
 
-    def _on_instance(self, key: int, tasks: Any, owned: Any, shared: Any, makes: Any, peaks: Any, window: int, agendas: Any) -> None:
+    def _on_instance(
+        self,
+        key: int,
+        tasks: tuple[_PlannedTask, ...],
+        owned: tuple[tuple[int, int], ...],
+        shared: tuple[_Shared, ...],
+        makes: tuple[int, ...],
+        peaks: tuple[int, ...],
+        window: int,
+        agendas: tuple[tuple[int, Sequence[int], Sequence[bool]], ...],
+    ) -> None:
         replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
         for handle, positions, overwrites in agendas:
             self._handles[handle].agenda = Agenda(positions, overwrites, replay)
-        for position, (number, name, kinds, accesses, priority, waits, _, is_exit) in enumerate(tasks):
-            fields = {"num_waiting": waits, "num_predecessors": waits, "step": replay, "position": position, "is_exit": is_exit}
-            replay.tasks.append(self._task(number, name, kinds, accesses, priority, **fields))
-        for task, (*_, successors, _) in zip(replay.tasks, tasks, strict=True):
-            task.successors = [replay.tasks[after] for after in successors]
+        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, part) in enumerate(tasks):
+            task = self._task(number, name, kinds, accesses, priority)
+            task.num_waiting = task.num_predecessors = waits
+            task.step, task.position, task.is_exit, task.part = replay, position, is_exit, part
+            replay.tasks.append(task)
+        for task, planned in zip(replay.tasks, tasks, strict=True):
+            task.successors = [replay.tasks[after] for after in planned[6]]
         replay.roots = [task for task in replay.tasks if not task.num_predecessors]
+        replay.parts = places_of_parts([task.part for task in replay.tasks])
         for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, agenda in shared:
             replay.shared.append(
                 SharedUse(
@@ -172,15 +201,15 @@ class Revival:
     def _on_failed(self, number: int, message: str) -> TaskFailed:
         return TaskFailed(self._tasks[number], LoggedError(message))
 
-    def _on_copied(self, number: int, source: Any, target: Any) -> CopyFinished:
+    def _on_copied(self, number: int, source: NodeId, target: NodeId) -> CopyFinished:
         replicas = self._handles[number].replicas
         return CopyFinished(replicas[source], replicas[target])
 
-    def _on_not_copied(self, number: int, source: Any, target: Any, message: str) -> CopyFailed:
+    def _on_not_copied(self, number: int, source: NodeId, target: NodeId, message: str) -> CopyFailed:
         replicas = self._handles[number].replicas
         return CopyFailed(replicas[source], replicas[target], LoggedError(message))
 
-    def _on_joined(self, number: int, kind: Any, node: Any, depth: int) -> WorkerJoined:
+    def _on_joined(self, number: int, kind: WorkerKind, node: NodeId, depth: int) -> WorkerJoined:
         return WorkerJoined(Worker(WorkerId(number), kind, node, depth))
 
     def _on_released(self, number: int) -> HandleReleased:

@@ -2,16 +2,19 @@
 
 Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in; never room that a blocked task waits for.
 Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one; beyond that share nothing is
-written that might die unwritten. Reads and writes under way are limited, so that the oldest task's own copy never waits behind many. Works on
-the one node where all workers compute; several devices rely on admitting tasks ahead instead, because nobody knows yet where a task will run.
+written that might die unwritten. Reads and writes under way are limited, so that the oldest task's own copy never waits behind many. Looks at the
+tasks that will run on its node: all, where workers compute on one node only; else those of the node's part of the step, if the plan has parts.
+Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet where a task will run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 from . import coherence
-from .records import RW, SCRATCH, HandleRecord, NodeId, R, Task
+from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Task
 from .residency import Residency
 from .victims import is_dirty
 
@@ -35,12 +38,14 @@ class Lookahead:
     """Prefetching and early write-back for one node.
 
     Args:
-        node: where all workers compute.
+        node: where tasks run.
+        is_only: whether no task runs anywhere else.
     """
 
-    def __init__(self, residency: Residency, node: NodeId) -> None:
+    def __init__(self, residency: Residency, node: NodeId, *, is_only: bool) -> None:
         self.residency = residency
         self.node = node
+        self.is_only = is_only
         self._looked_at = 0
 
     def run(self, *, blocked: bool) -> None:
@@ -56,12 +61,12 @@ class Lookahead:
     def _prefetch(self) -> None:
         residency, node = self.residency, self.node
         replays = residency.horizon.replays
-        reading = len(residency.copies) - residency.num_writing
+        reading = sum(replica.node == node for replica in residency.copies)
         budget = residency.nodes[node].budget // AHEAD
         num_seen = distance = 0
         for replay in replays:
             done, tasks = replay.done, replay.tasks
-            for position in range(replay.frontier, len(tasks)):
+            for position in self._places_ahead(replay):
                 if reading >= READS or num_seen >= TASKS or budget <= 0:
                     return
                 if done[position]:
@@ -76,6 +81,19 @@ class Lookahead:
                     reading += num_started
                     budget -= nbytes
             distance += len(tasks) - replay.frontier
+
+    def _places_ahead(self, replay: Replay) -> Iterable[int]:
+        """Planned places of the tasks that will run here; some of them may have ended."""
+        if self.is_only:
+            return range(replay.frontier, len(replay.tasks))
+        if self.node not in replay.homes:
+            return ()
+        part = replay.homes.index(self.node)
+        places, head, done = replay.parts[part], replay.heads[part], replay.done
+        while head < len(places) and done[places[head]]:
+            head += 1
+        replay.heads[part] = head
+        return islice(places, head, None)
 
     def _prefetch_for(self, task: Task, distance: int, limit: int) -> tuple[int, int] | None:
         """Fetch what one task misses.

@@ -19,8 +19,8 @@ No threads, clocks, I/O or arrays: the same machine serves real workers, virtual
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal
 
 from . import graph
 from .dispatch import Dispatch
@@ -43,7 +43,7 @@ from .eviction import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
 from .lookahead import Lookahead
 from .memory import MemoryNode
 from .policies import Policy
-from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
+from .records import RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
 from .residency import Residency
 from .story import tell
 
@@ -66,7 +66,8 @@ class Machine:
         self.residency = Residency(nodes, self.horizon, EVICTION_POLICIES[eviction](self.horizon))
         self.nodes = self.residency.nodes
         self.dispatch = Dispatch(self.residency, policy)
-        self.lookahead: Lookahead | None = None
+        self.lookaheads: dict[NodeId, Lookahead] = {}
+        self._homes: tuple[NodeId, ...] = ()
         self._prefetch = prefetch and len(nodes) > 1
         self.history: deque[Event] = deque(maxlen=HISTORY)
         self.num_unfinished = 0
@@ -74,7 +75,7 @@ class Machine:
         self.num_lost = 0
         self._doomed = self.dispatch.doomed
         self._actions: list[Action] = []
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[..., None]] = {
             TaskSubmitted: self._on_task_submitted,
             StepStarted: self._on_step_started,
             TaskFinished: self._on_task_finished,
@@ -115,20 +116,37 @@ class Machine:
         self._handlers[type(event)](event)
         if not dispatch.num_active or dispatch.num_blocked or dispatch.doomed:
             self._settle()
-        if self.lookahead is not None and self.horizon.replays and residency.num_evictions + residency.num_writing:
-            self.lookahead.run(blocked=bool(dispatch.blocked[self.lookahead.node]))
+        if self.lookaheads and self.horizon.replays:
+            self._look_ahead(event)
         return actions
 
-    # --- events -------------------------------------------------------------------------------------------------------
+    def _look_ahead(self, event: Event) -> None:
+        """Let the node where something has changed look ahead: all nodes when a step starts, the only one once memory has been short."""
+        nodes: Iterable[NodeId] = ()
+        if len(self.lookaheads) == 1:
+            nodes = self.lookaheads if self.residency.num_evictions + self.residency.num_writing else ()
+        elif isinstance(event, StepStarted):
+            nodes = self.lookaheads
+        elif isinstance(event, TaskFinished):
+            nodes = (event.task.node,)
+        elif isinstance(event, CopyFinished):
+            nodes = (event.target.node,)
+        for node in nodes:
+            lookahead = self.lookaheads.get(node)
+            if lookahead is not None:
+                lookahead.run(blocked=bool(self.dispatch.blocked[node]))
 
     def _on_worker_joined(self, event: WorkerJoined) -> None:
         worker = event.worker
         if worker.id in self.dispatch.workers:
             raise InvalidEvent(f"worker {worker.id} joined twice")
         self.dispatch.join(worker)
+        places = sorted({each.node for each in self.dispatch.crew})
+        kinds = {each.kind for each in self.dispatch.crew}
+        self._homes = tuple(places) if len(places) > 1 and RAM not in places and len(kinds) == 1 else ()
         if self._prefetch:
-            places = {each.node for each in self.dispatch.crew}
-            self.lookahead = Lookahead(self.residency, worker.node) if len(places) == 1 and worker.node != self.residency.last else None
+            looking = places if self._homes or len(places) == 1 else []
+            self.lookaheads = {node: Lookahead(self.residency, node, is_only=len(places) == 1) for node in looking if node != self.residency.last}
 
     def _on_task_submitted(self, event: TaskSubmitted) -> None:
         task = event.task
@@ -151,6 +169,8 @@ class Machine:
         replay.num_unfinished = len(replay.tasks)
         replay.done = bytearray(len(replay.tasks))
         replay.frontier = 0
+        replay.homes = self._homes if len(self._homes) == len(replay.parts) else ()
+        replay.heads = [0] * len(replay.homes)
         if replay.tasks:
             self.horizon.replays.append(replay)
         self.num_unfinished += len(replay.tasks)
@@ -230,8 +250,11 @@ class Machine:
         if self.nodes[source.node].is_storage:
             self._lose(handle, f"it could not be read back: {error}")
             for task in waiting:
-                self.residency.forget(task)
-                self._doomed.append((task, TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")))
+                if any(each is handle and mode != W for each, mode in task.accesses):
+                    self.residency.forget(task)
+                    self._doomed.append((task, TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")))
+                elif not task.num_arriving:
+                    self.dispatch.stage(task, self.dispatch.workers[task.worker])
         else:
             self.residency.break_tier(error)
             if target.node != self.residency.last:
@@ -242,10 +265,11 @@ class Machine:
         if not handle.num_uses and handle.released:
             self._free(handle)
 
-    def _lose(self, handle: HandleRecord, reason: str) -> None:
+    def _lose(self, handle: HandleRecord, reason: str, root: str | None = None) -> None:
         if handle.lost is None:
             self.num_lost += 1
         handle.lost = reason
+        handle.root = root or reason
         self.residency.drop_unpinned(handle)
 
     def _on_handle_released(self, event: HandleReleased) -> None:
@@ -253,8 +277,6 @@ class Machine:
         handle.released = True
         if not handle.num_uses:
             self._free(handle)
-
-    # --- the life of a task -------------------------------------------------------------------------------------------
 
     def _make_ready(self, task: Task, worker: Worker | None) -> None:
         """The task waits for nobody; `worker` ran the last one it waited for."""
@@ -318,15 +340,17 @@ class Machine:
             self.residency.claims.forget(replay)
         self.dispatch.let_in()
 
-    # --- failure ------------------------------------------------------------------------------------------------------
-
     def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
         """Mark what the task should have written as lost, and report."""
         task.state = state
+        root = next((handle.root for handle, mode in task.accesses if handle.lost is not None and mode != W), None)
+        reason = f"{task!r} {state}: {error}"
+        if root is not None:  # else a long chain of tasks makes a long chain of texts
+            reason = f"{task!r} was cancelled, because {root}"
         for handle, mode in task.accesses:
             handle.num_uses -= 1
             if mode == W or mode == RW:
-                self._lose(handle, f"{task!r} {state}: {error}")
+                self._lose(handle, reason, root)
             if handle.released and not handle.num_uses:
                 self._free(handle)
         if task.step is not None and task.step.failure is None:
@@ -352,7 +376,7 @@ class Machine:
             self.residency.drop(replica)
 
     def _revive(self, handle: HandleRecord) -> None:
-        handle.lost = None
+        handle.lost = handle.root = None
         self.num_lost -= 1
 
     def _free(self, handle: HandleRecord) -> None:
@@ -362,8 +386,6 @@ class Machine:
                 self.residency.drop(replica)
         if handle.lost is not None:
             self._revive(handle)
-
-    # --- shortage -----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Cancel what is doomed, retry what is blocked, and make sure that something is under way while tasks remain."""
@@ -392,13 +414,21 @@ class Machine:
                 return
 
     def _does_not_fit(self, task: Task) -> DoesNotFit:
-        node = self.nodes[task.node]
+        node, last = self.nodes[task.node], self.nodes[self.residency.last]
+        homes = [handle.size for handle, mode in task.accesses if mode != SCRATCH and self.residency.last not in handle.replicas]
+        if last.is_storage and (sum(homes) > last.budget - last.used or max(homes, default=0) > last.extents.largest_hole()):
+            return DoesNotFit(
+                f"the {last.name} tier is full: {task.name} makes {sum(homes):,} B of new data that must have room there, but of its budget of "
+                f"{last.budget:,} B {last.used:,} B are taken; raise the budget of the tier",
+                last.name,
+            )
         sizes = ", ".join(f"{mode} {handle.name or handle.id} {handle.size:,} B" for handle, mode in task.accesses)
         total = sum(handle.size for handle, _ in task.accesses)
         return DoesNotFit(
             f"{task.name} needs {total:,} B at once on node {node.name} ({sizes}), but of its budget of {node.budget:,} B "
             f"{node.used:,} B are taken by data that has nowhere else to go and the largest hole is {node.extents.largest_hole():,} B; "
-            f"raise the budget or use smaller tiles or minibatches"
+            f"raise the budget or use smaller tiles or minibatches",
+            node.name,
         )
 
     def _raise_stalled(self) -> None:
@@ -407,8 +437,6 @@ class Machine:
             f"{self.num_unfinished} tasks remain, {self.dispatch.num_ready} of them ready, but nothing runs or moves; "
             f"workers are of kind {', '.join(kinds)}\n{tell(self.history)}"
         )
-
-    # --- inspection ---------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Check every invariant that can be checked at rest between two events.

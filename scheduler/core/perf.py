@@ -49,9 +49,6 @@ RATES: Final[Mapping[WorkerKind, Rate]] = {"cpu": Rate(5e10, 1e10), "sim": Rate(
 """Rough rates of one worker, until somebody knows better."""
 
 
-# --- what policies ask --------------------------------------------------------------------------------------------------
-
-
 class MemoryView(Protocol):
     """What estimates need to know of the memory nodes at this moment; `Residency` is one."""
 
@@ -136,9 +133,6 @@ class Given:
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
         """As given."""
         return 0.0 if self._transfer is None or source == target else self._transfer(source, target, nbytes)
-
-
-# --- tasks --------------------------------------------------------------------------------------------------------------
 
 
 class _View(Protocol):
@@ -243,9 +237,6 @@ class History:
         return None if series is None else series.median
 
 
-# --- links --------------------------------------------------------------------------------------------------------------
-
-
 class LinkModel:
     """Latency + bytes / bandwidth of one link.
 
@@ -295,9 +286,6 @@ def median(values: Sequence[float]) -> float:
 def _middle(ordered: Sequence[float]) -> float:
     middle = len(ordered) >> 1
     return ordered[middle] if len(ordered) & 1 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-# --- together -----------------------------------------------------------------------------------------------------------
 
 
 class Models:

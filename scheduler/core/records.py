@@ -92,7 +92,7 @@ class HandleRecord:
         last_writer, readers: unfinished tasks that the next access must wait for.
         num_uses: accesses of unfinished tasks, plus copies under way.
         released: no program references it: it dies with its last use.
-        lost: why its data does not exist any more, if so.
+        lost: why its data does not exist any more, if so; `root` is the failure where that began.
         agenda: when the recorded step that used it last uses it.
     """
 
@@ -109,6 +109,7 @@ class HandleRecord:
     num_uses: int = 0
     released: bool = False
     lost: str | None = None
+    root: str | None = None
     agenda: Agenda | None = None
 
     def __repr__(self) -> str:
@@ -129,6 +130,7 @@ class Task:
         num_arriving: inputs still on their way to `node`.
         step: the replay it belongs to.
         position: of a recorded task, its place in the step.
+        part: of a recorded task, the part of the step that belongs on one device; -1 for none.
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: who waits for the task to run, when that is the program.
@@ -153,10 +155,17 @@ class Task:
     node: NodeId = RAM
     step: Replay | None = None
     position: int = 0
+    part: int = -1
     num_predecessors: int = 0
     is_exit: bool = True
     token: object | None = None
     model_key: tuple[str, int] | None = None
+
+    @property
+    def home(self) -> NodeId | None:
+        """The node where the plan wants the task, if it says so: policies that weigh data keep to it."""
+        step = self.step
+        return step.homes[self.part] if step is not None and step.homes and self.part >= 0 else None
 
     def __repr__(self) -> str:
         data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in self.accesses)
@@ -173,6 +182,9 @@ class Replay:
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
         window: its tasks this far beyond the oldest unfinished one are held back from the policy.
+        parts: the planned places of each part of the step, see `Task.home`.
+        homes: the node where each part belongs; empty where the crew does not match the parts.
+        heads: of each part, an index into its places before which all tasks have ended.
         makes: for each planned place, the bytes of temporaries its task is the first to write.
         peaks: for each planned place and the end, the most bytes of temporaries and scratch that exist at once from there on, one task at a time.
         first_order: `order` of the first task of this replay.
@@ -187,6 +199,9 @@ class Replay:
     makes: Sequence[int] = ()
     peaks: Sequence[int] = (0,)
     window: int = ANY
+    parts: Sequence[Sequence[int]] = ()
+    homes: Sequence[NodeId] = ()
+    heads: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)
     frontier: int = 0

@@ -66,10 +66,12 @@ class Residency:
         clock: count of events, for LRU.
         claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
-        num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched.
+        num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
+            nodes.
     """
 
     __slots__ = (
+        "_has_several",
         "_waiting",
         "actions",
         "broken",
@@ -92,6 +94,7 @@ class Residency:
 
     def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
         self.nodes = list(nodes)
+        self._has_several = len(self.nodes) > 1
         self.horizon = horizon
         self.eviction = eviction
         self.last = NodeId(len(self.nodes) - 1) if self.nodes[-1].is_storage else RAM
@@ -131,8 +134,6 @@ class Residency:
     def below(self, node: NodeId) -> NodeId:
         """Where what is evicted goes; the node itself if nothing lies below it."""
         return RAM if node not in (RAM, self.last) else self.last
-
-    # --- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, task: Task) -> bool:
         """Pin and reserve everything the task needs on `task.node` and start its copies; or leave all as it is and return False.
@@ -178,6 +179,10 @@ class Residency:
             replicas.append(replica)
         task.replicas = replicas
         self.nodes[node_id].mark()
+        if self._has_several:
+            self.nodes[last].mark()
+            if not fetch:
+                self.num_hits += num_inputs(task)
         if fetch:
             self._fetch(task)
         return True
@@ -256,6 +261,7 @@ class Residency:
             replica.pins += 1
             replica.last_use = self.clock
         self.nodes[node_id].mark()
+        self.nodes[self.last].mark()
         self._fetch(task)
         return True
 
@@ -309,8 +315,6 @@ class Residency:
     def _await(self, target: Replica, task: Task) -> None:
         self.copies[target].waiting.append(task)
         task.num_arriving += 1
-
-    # --- copies and eviction ------------------------------------------------------------------------------------------
 
     def _copy(self, source: Replica, target: Replica) -> None:
         source.pins += 1
@@ -460,8 +464,6 @@ class Residency:
         """Whether an unpinned replica may be dropped, perhaps after a write-back."""
         return replica.node != self.last and (self.broken is None or not coherence.is_needed(replica))
 
-    # --- ends ---------------------------------------------------------------------------------------------------------
-
     def invalidate_others(self, task: Task) -> None:
         """The task is about to write: drop every other replica of what it writes, and empty its home."""
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
@@ -510,8 +512,6 @@ class Residency:
             else:
                 home.state = "reserved"
 
-    # --- inspection ---------------------------------------------------------------------------------------------------
-
     def validate(self, admitted: Sequence[Task]) -> None:
         """Check extents, ledger, protocol and pins against the tasks that are admitted now.
 
@@ -554,3 +554,8 @@ class Residency:
             raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
         if handle.released and not handle.num_uses:
             raise InvalidEvent(f"{where} outlived its handle")
+
+
+def num_inputs(task: Task) -> int:
+    """Accesses of a task that read."""
+    return sum(mode == R or mode == RW for _, mode in task.accesses)

@@ -48,11 +48,13 @@ class StepPlan:
         tasks: in recorded order.
         owned: handles made while recording; True for outputs, which outlive the replay, False for those that die at their last use.
         window: tasks this far beyond the oldest unfinished one are held back.
+        parts: of each task, the part of the step it belongs to, from 0, or -1; the tasks of a part belong on one device. Empty for no parts.
     """
 
-    def __init__(self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY) -> None:
+    def __init__(self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY, parts: Sequence[int] = ()) -> None:
         self.tasks = list(tasks)
         self.window = window
+        self.parts = list(parts)
         self.owned = dict(owned)
         self.predecessors: list[set[int]] = []
         self.successors: list[list[int]] = [[] for _ in self.tasks]
@@ -191,7 +193,7 @@ class StepPlan:
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
         makes, peaks = self._claims()
-        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], makes=makes, peaks=peaks, window=self.window)
+        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], makes=makes, peaks=peaks, window=self.window, parts=places_of_parts(self.parts))
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         for task, successors in zip(replay.tasks, self.successors, strict=True):
@@ -222,6 +224,7 @@ class StepPlan:
             num_predecessors=number,
             step=replay,
             position=position,
+            part=self.parts[position] if self.parts else -1,
             is_exit=False,
         )
 
@@ -238,3 +241,12 @@ class StepPlan:
             use.needs_data,
             Agenda(use.positions, use.overwrites),
         )
+
+
+def places_of_parts(parts: Sequence[int]) -> list[list[int]]:
+    """The positions of the tasks of each part, from the part of each task."""
+    places: list[list[int]] = [[] for _ in range(max(parts, default=-1) + 1)]
+    for position, part in enumerate(parts):
+        if part >= 0:
+            places[part].append(position)
+    return places

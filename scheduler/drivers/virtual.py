@@ -246,7 +246,8 @@ def _detached(plan: StepPlan) -> StepPlan:
         )
         for task in plan.tasks
     ]
-    return StepPlan(tasks, {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}, window=plan.window)
+    owned = {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}
+    return StepPlan(tasks, owned, window=plan.window, parts=plan.parts)
 
 
 def _clone(handle: HandleRecord) -> HandleRecord:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import psutil
+
+RESERVE: Final = 256 << 20
+"""What the process may take besides its budget once it runs: modules, task records, pages of files being written, which a cgroup counts as well.
+
+Measured: 60 MiB more than at the start at 3,000 tasks a step; a run that saved 350 MB in a cgroup with 41 MiB left over for all this was killed.
+"""
 
 _FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -23,8 +30,9 @@ def memory_limit() -> int:
 
 
 def default_ram_budget() -> int:
-    """0.9 x (limit - resident memory now), bytes."""
-    return max(int(0.9 * (memory_limit() - psutil.Process().memory_info().rss)), 1 << 20)
+    """0.9 x (limit - resident memory now), bytes; where the limit is small, less by `RESERVE`, but at least half."""
+    free: int = memory_limit() - psutil.Process().memory_info().rss
+    return max(min(int(0.9 * free), max(free - RESERVE, free // 2)), 1 << 20)
 
 
 def _own_cgroup_files() -> list[Path]:

@@ -103,6 +103,7 @@ class FakeDriver:
         self.copying: dict[CopyTile, int] = {}
         self.handles: list[HandleRecord] = []
         self.inbox: list[HandleRecord] = []
+        self.unreadable: set[HandleRecord] = set()
         self.steps_done: list[tuple[Replay, int]] = []
         self._current: dict[Task, Run] = {}
         self._states: dict[Task, str] = {}
@@ -111,8 +112,6 @@ class FakeDriver:
             collect_inside(self.machine)
         for number, (kind, node, depth) in enumerate(workers):
             self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth)))
-
-    # --- what a program does ------------------------------------------------------------------------------------------
 
     def handle(self, pages: int = 1, name: str = "") -> HandleRecord:
         """A handle of some pages."""
@@ -165,8 +164,6 @@ class FakeDriver:
     def _take_numbers(self, count: int) -> int:
         self._num_tasks += count
         return self._num_tasks - count
-
-    # --- what the world does ------------------------------------------------------------------------------------------
 
     def bring(self, event: Event) -> None:
         """Bring one event, the inbox first, and carry out what the machine asks."""
@@ -243,6 +240,8 @@ class FakeDriver:
         value = self.copying.pop(copy)
         nodes = self.machine.nodes
         if error is not None and (nodes[copy.source.node].is_storage or nodes[copy.target.node].is_storage):
+            if nodes[copy.source.node].is_storage:
+                self.unreadable.add(copy.source.handle)
             self.bring(CopyFailed(copy.source, copy.target, error))
             return
         if self.load(copy.source) != value:
@@ -250,12 +249,23 @@ class FakeDriver:
         self._store(copy.target, value)
         self.bring(CopyFinished(copy.source, copy.target))
 
+    def finish(self, run: Run, error: BaseException | None = None) -> None:
+        """End one task, which must be running; it may fail."""
+        self.end(self.running.index(run.task), error)
+
+    def arrive(self, handle: HandleRecord, node: int, error: BaseException | None = None) -> None:
+        """End the copy of a handle to a node, which must be under way; it may fail if it reads or writes a file."""
+        self.end(len(self.running) + [(copy.target.handle, copy.target.node) for copy in self.copying].index((handle, NodeId(node))), error)
+
+    @property
+    def routes(self) -> list[tuple[str, int, int]]:
+        """Copies under way as (name of the handle, source, target), oldest first."""
+        return [(copy.source.handle.name, copy.source.node, copy.target.node) for copy in self.copying]
+
     def drain(self, choose: Callable[[int], int] = lambda number: 0) -> None:
         """End everything, in the order `choose` picks."""
         while self.num_under_way:
             self.end(choose(self.num_under_way))
-
-    # --- buffers ------------------------------------------------------------------------------------------------------
 
     def load(self, replica: Replica) -> int:
         """The number in a replica.
@@ -271,8 +281,6 @@ class FakeDriver:
 
     def _store(self, replica: Replica, value: int) -> None:
         self.memory[replica.node].update(dict.fromkeys(range(replica.offset, replica.offset + replica.handle.size, PAGE), value))
-
-    # --- checks -------------------------------------------------------------------------------------------------------
 
     def _check_transitions(self) -> None:
         for task, run in list(self._current.items()):
@@ -292,13 +300,15 @@ class FakeDriver:
         self._flush_inbox()
         if self.machine.num_unfinished or any(not run.ended for run in self.runs):
             raise Wrong(f"tasks never ended: {[run.task for run in self.runs if not run.ended]}")
-        values = truth(self.runs)
+        values = truth(self.runs, self.unreadable)
         for handle in {handle for run in self.runs for handle, mode in run.accesses if mode != SCRATCH}:
             if handle.released:
                 if handle.replicas:
                     raise Wrong(f"{handle!r} was released but still has {handle.replicas}")
                 continue
             expected = values.get(handle)
+            if handle.lost is not None and handle in self.unreadable:
+                continue
             if (handle.lost is not None) != isinstance(expected, str):
                 raise Wrong(f"{handle!r}: lost is {handle.lost!r}, but it should hold {expected}")
             held = {replica.node: self.load(replica) for replica in handle.replicas.values() if replica.state != "reserved"}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..core.errors import DoesNotFit, SchedulerError
+from ..core.errors import DoesNotFit, SchedulerError, TierFailed
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, R, Task
 
 MASK: Final = (1 << 64) - 1
@@ -36,19 +36,29 @@ class Run:
     before: list[int] = field(default_factory=list)
 
 
-def truth(runs: Sequence[Run]) -> dict[HandleRecord, int | str]:
+def truth(runs: Sequence[Run], unreadable: Collection[HandleRecord] = ()) -> dict[HandleRecord, int | str]:
     """Run tasks one after another in submission order: what each handle holds at the end, or why it is lost.
 
-    Root failures are taken from the runs (a kernel raised, or the task did not fit); that the others were cancelled exactly when they read
-    lost data is checked.
+    Root failures are taken from the runs (a kernel raised, the task did not fit, or the disk took no more); that the others were cancelled exactly
+    when they read lost data is checked, and that those that ran read what they should have.
+
+    Args:
+        runs: in submission order.
+        unreadable: handles that a disk failed to give back at some time: their readers may or may not have been cancelled.
+
+    Raises:
+        Wrong: a task ran, or read something, or was cancelled, that should not have.
     """
     values: dict[HandleRecord, int | str] = {}
     for run in runs:
         inputs = [values.get(handle, "nothing has written it") for handle, mode in run.accesses if mode == R or mode == RW]
         known = [value for value in inputs if isinstance(value, int)]
-        is_root = run.error is not None and (not isinstance(run.error, SchedulerError) or isinstance(run.error, DoesNotFit))
+        is_root = run.error is not None and (not isinstance(run.error, SchedulerError) or isinstance(run.error, DoesNotFit | TierFailed))
+        is_root = is_root or any(handle in unreadable for handle, mode in run.accesses if mode == R or mode == RW)
         if len(known) < len(inputs) and run.error is None:
             raise Wrong(f"{run.task!r} read data that does not exist")
+        if run.error is None and run.ended and run.before != known:
+            raise Wrong(f"{run.task!r} read {run.before} instead of {known}")
         if len(known) == len(inputs) and run.error is not None and not is_root:
             raise Wrong(f"{run.task!r} was cancelled without a reason: {run.error}")
         for position, (handle, mode) in enumerate(run.accesses):

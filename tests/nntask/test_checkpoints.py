@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import ml_dtypes
@@ -19,6 +20,7 @@ from scheduler import InlineRuntime
 from tiles import TileTensor
 
 RUNTIME = InlineRuntime()
+FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 def tensor(shape, tile, dtype=np.float32, seed=0) -> TileTensor:
@@ -149,6 +151,7 @@ def test_a_broken_state_is_refused(tmp_path):
         ({"settings": []}, "settings in {file} must be an object of objects, got []"),
         ({"settings": {"tiling": 3}}, "settings in {file} must be an object of objects"),
         ({"model": "gpt2"}, "model in {file} must be an object"),
+        ({"checksums": {"model.safetensors": "abc"}}, "checksums in {file} must be an object of whole numbers"),
         ({"format": "new"}, "{file} has format new"),
     ],
 )
@@ -273,4 +276,27 @@ def test_a_disk_without_room_keeps_the_previous_checkpoint(tmp_path, limit):
 def test_state_keeps_what_it_is_given(tmp_path):
     """state.json is plain JSON that a person can read."""
     path = save_step(tmp_path, 7)
-    assert json.loads((path / "state.json").read_text()) == {"format": 1, "step": 7, "cursor": [0, 7], "model": {}}
+    state = json.loads((path / "state.json").read_text())
+    assert state.pop("checksums") == {name: zlib.crc32((path / name).read_bytes()) for name in FILES}
+    assert state == {"format": 1, "step": 7, "cursor": [0, 7], "model": {}}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("position", [-1, -20])
+def test_a_file_that_changed_is_not_loaded(tmp_path, name, position):
+    """One flipped bit in any tensor is found and the file is named; what a checkpoint without checksums holds is loaded as it is."""
+    path = save_step(tmp_path, 7)
+    content = bytearray((path / name).read_bytes())
+    content[position] ^= 1
+    (path / name).write_bytes(content)
+    tensors = {"w": tensor((4, 3), (2, 2))}, {"m": tensor((4, 3), (2, 2))}
+    with pytest.raises(DataError) as error:
+        find_checkpoint(tmp_path).load(*tensors)
+    assert f"{path / name} is corrupt: its checksum is " in str(error.value)
+    assert "use an older one" in str(error.value)
+    if name == "optimizer.safetensors":
+        find_checkpoint(tmp_path).load(tensors[0])
+    state = json.loads((path / "state.json").read_text())
+    del state["checksums"]
+    (path / "state.json").write_text(json.dumps(state))
+    find_checkpoint(tmp_path).load(*tensors)

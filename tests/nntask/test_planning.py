@@ -137,7 +137,8 @@ def test_imaginary_machines() -> None:
     assert slow["feasible"]
     assert slow["budget_bytes"]["gpu:1"] == 64 << 20
     assert fast["seconds_per_step"] < slow["seconds_per_step"]
-    assert slow["tiles"]["vocab_tile"] == CONFIG.vocab_size
+    assert slow["tiles"]["inner_tile"] == CONFIG.inner_size
+    assert slow["tiles"]["vocab_tile"] == CONFIG.vocab_size // 8
     tight = replace(asked, resources=replace(asked.resources, ram="1MiB"))
     assert not plan_run(tight, CONFIG, imaginary("2x64MiB", tight))["feasible"]
 

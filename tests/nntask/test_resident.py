@@ -44,13 +44,11 @@ def memory_group(limit: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def nntask(folder: Path, procs: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the command inside the group."""
-    starter = (
-        "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, [sys.executable, '-m', 'nntask', *sys.argv[2:]])"
-    )
+def python(folder: Path, procs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python inside the group."""
+    starter = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
     return subprocess.run(
-        [sys.executable, "-c", starter, str(procs), "train", *flags],
+        [sys.executable, "-c", starter, str(procs), *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -58,6 +56,11 @@ def nntask(folder: Path, procs: Path, *flags: str) -> subprocess.CompletedProces
         check=False,
         timeout=240,
     )
+
+
+def nntask(folder: Path, procs: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the command inside the group."""
+    return python(folder, procs, "-m", "nntask", "train", *flags)
 
 
 @pytest.fixture
@@ -76,7 +79,7 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_a_run_stays_within_its_cgroup(job: Path) -> None:
-    """Initialisation, training, checkpoint, resume, validation and sampling; without the budget the same run would be killed."""
+    """Initialisation, training, checkpoint, resume, validation and sampling; what takes more than the group's limit is killed."""
     with memory_group(LIMIT) as procs:
         for flags in (["--steps=2"], ["--resume=run", "--steps=4"]):
             done = nntask(job, procs, *(FLAGS.split() if "--resume=run" not in flags else []), *flags, f"--ram={RAM}B", "--disk=tier")
@@ -85,6 +88,23 @@ def test_a_run_stays_within_its_cgroup(job: Path) -> None:
         assert [record["step"] for record in found] == [1, 2, 3, 4]
         assert all(record["resident_peak_bytes"]["ram"] <= RAM for record in found)
         assert not list((job / "tier").iterdir())
-        (job / "run").rename(job / "within")
-        done = nntask(job, procs, *FLAGS.split(), "--steps=2", "--ram=2GiB")
+        done = python(job, procs, "-c", f"bytes(b'1') * {LIMIT}")
         assert done.returncode == -9, f"the group does not bind: {done.stdout}{done.stderr}"
+
+
+def test_a_budget_above_the_limit_of_the_cgroup_is_refused(job: Path) -> None:
+    """With the number, before anything is built."""
+    with memory_group(LIMIT) as procs:
+        done = nntask(job, procs, *FLAGS.split(), "--steps=1", "--ram=2GiB")
+        assert done.returncode == 3, done.stdout + done.stderr
+        assert f"above the {LIMIT // 4096 * 4096:,} B of memory that this process may use" in done.stderr
+        assert not (job / "run").exists()
+
+
+@pytest.mark.long
+def test_the_default_budget_leaves_room_in_the_cgroup(job: Path) -> None:
+    """Without --ram the budget follows from the group's limit, and the process with all it takes besides stays alive."""
+    with memory_group(LIMIT) as procs:
+        done = nntask(job, procs, *FLAGS.split(), "--steps=1", "--disk=tier")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert LIMIT // 4 < json.loads((job / "run" / "summary.json").read_text())["budget_bytes"]["ram"] <= LIMIT // 2

@@ -149,6 +149,7 @@ def test_a_line_has_every_field_and_no_other(tmp_path, file):
     """metrics.jsonl is an interface."""
     train(tmp_path / "a", file, steps=3)
     wanted = "step loss lr grad_norm tokens seconds tokens_per_second tflops mfu resident_peak_bytes moved_bytes evictions wait_seconds"
+    wanted += " stall_seconds hit_rate"
     for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines():
         assert list(json.loads(line)) == wanted.split()
     first = read_metrics(tmp_path / "a" / "metrics.jsonl")[0]
@@ -223,7 +224,16 @@ class Flight:
 
 class NoCounters:
     def stats(self, *, forget_recent_peak=False):
-        nothing = {"moved_bytes": {}, "busy_seconds": {}, "recent_peak_bytes": {}, "budget_bytes": {}, "evictions": 0}
+        nothing = {
+            "moved_bytes": {},
+            "busy_seconds": {},
+            "recent_peak_bytes": {},
+            "budget_bytes": {},
+            "evictions": 0,
+            "hits": 0,
+            "misses": 0,
+            "stall_seconds": 0.0,
+        }
         return nothing
 
 
@@ -274,7 +284,7 @@ def test_a_journal_of_a_resumed_run_drops_what_lies_behind_its_checkpoint(tmp_pa
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
-RECORD = StepRecord(12, 6.1234, 2.9e-4, 1.02, 1024, 0.512, 2000.0, 0.1, 0.81, {"ram": 1288490188}, {}, 0, 0.25)
+RECORD = StepRecord(12, 6.1234, 2.9e-4, 1.02, 1024, 0.512, 2000.0, 0.1, 0.81, {"ram": 1288490188}, {}, 0, 0.25, 0.125, 0.5)
 
 
 def test_a_journal_keeps_sums_only(tmp_path):
@@ -335,7 +345,7 @@ def test_a_journal_that_cannot_be_written_is_a_storage_error(tmp_path):
 
 def test_the_step_line_is_as_documented():
     """Scripts may parse it."""
-    record = StepRecord(12, 6.1234, 2.9e-4, 1.02, 1024, 0.512, 2000.0, 0.1, 0.81, {"ram": 1288490188}, {}, 0, 0.0)
+    record = StepRecord(12, 6.1234, 2.9e-4, 1.02, 1024, 0.512, 2000.0, 0.1, 0.81, {"ram": 1288490188}, {}, 0, 0.0, 0.0, 1.0)
     line = step_line(record, 200, 96, {"ram": 2 << 30})
     assert line == "step 12/200 | loss 6.1234 | norm 1.02 | lr 2.9e-04 | 512 ms | 2.0k tok/s | 81% of gemm peak | ram 1.2/2.0 GiB | eta 1m36s"
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from nntask.errors import DataError, UsageError
+from nntask.trainer.machine import does_not_fit
 from nntask.trainer.rules import check_values, disk_of, resolve
 from nntask.trainer.settings import TrainSettings, differences, from_dict
+from scheduler.core.errors import DoesNotFit as NoRoom
 from wrappers.cli.flags import build, scan, table_of
 
 TABLE = table_of(TrainSettings)
@@ -50,10 +52,13 @@ def test_rules_between_values(argv, words):
         (["--vocab-tile=-2"], "--vocab-tile must be at least 1, or -1"),
         (["--keep-checkpoints=0"], "--keep-checkpoints must be at least 1"),
         (["--dropout=1"], "--dropout must be at least 0 and below 1, got 1"),
-        (["--lr=nan"], "--lr must be at least 0, got nan"),
-        (["--lr=-1"], "--lr must be at least 0, got -1"),
+        (["--lr=nan"], "--lr must be a finite number of at least 0, got nan; for example 0.001"),
+        (["--lr=inf"], "--lr must be a finite number of at least 0, got inf; for example 0.001"),
+        (["--lr=-1"], "--lr must be a finite number of at least 0, got -1; the nearest legal value is 0"),
+        (["--ncpu=1025"], "--ncpu must be at most 1024, because each worker is a thread of one process, got 1025"),
+        (["--sim-gpu=65"], "--sim-gpu must be at most 64, because each device has two threads and a memory, got 65"),
         (["--restrict=cuda"], "drop --restrict=cuda"),
-        (["--ram=12XB"], "--ram must be a size in B, KiB"),
+        (["--ram=12XB"], "--ram must be a size in B, KB, KiB, MB, MiB, GB, GiB, TB or TiB, got '12XB'; for example 12GiB"),
         (["--model=tiny", "--config-path=x"], "both name a model"),
         (["--redux", "--lanes=2"], "--redux means --lanes 4"),
         (["--full-lr-iter=5", "--warmup-steps=5"], "are both warm-ups"),
@@ -70,6 +75,7 @@ def test_rules_between_values(argv, words):
         (["--disk=:1GiB"], "--disk must be DIR or DIR:SIZE"),
         (["--order=layer"], "--order must be auto, submission"),
         (["--order=layers:0"], "--order must be auto, submission"),
+        (["--order=turn:9/8"], "turn:K/8 with K from 1 to 7, got 'turn:9/8'"),
         (["--sim-gpu=1", "--gpu-memory=0.5x"], "--gpu-memory must be a size"),
         (["--gpu-memory=1GiB"], "add --sim-gpu 1"),
         (["--sim-gpu=1", "--sim-bandwidth=fast"], "--sim-bandwidth must be a size"),
@@ -81,6 +87,21 @@ def test_values_on_their_own(argv, words):
     with pytest.raises(UsageError) as error:
         check_values(settings(*argv))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "node", "words"),
+    [
+        ("program needs 5 B, but 4 B are taken by data; raise the budget or x", "ram", "raise --ram (now the default), lower --minibatch"),
+        ("adam needs 5 B; raise the budget or x", "sim:1", "adam needs 5 B; raise --gpu-memory (now 1MiB), or lower --inner-tile"),
+        ("the disk tier is full: x; raise the budget of the tier", "disk", "is full: x; raise SIZE in --disk tier:SIZE, now --disk tier:2MiB"),
+        ("head needs 5 B; raise the budget or x", "", "head needs 5 B; raise --ram (now the default), or lower --vocab-tile"),
+    ],
+)
+def test_what_does_not_fit_names_flag_and_value(message, node, words):
+    """The scheduler knows memories, the user flags."""
+    resources = settings("--sim-gpu=2", "--gpu-memory=1MiB", "--disk=tier:2MiB").resources
+    assert words in str(does_not_fit(NoRoom(message, node), resources))
 
 
 def test_defaults_of_the_small_model():

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from scheduler.core import coherence, graph, victims
-from scheduler.core.errors import SchedulerError
+from scheduler.core.errors import SchedulerError, TierFailed
 from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.machine import Machine
 from scheduler.core.memory import ExtentAllocator
 from scheduler.core.policies import POLICIES
-from scheduler.core.records import RW, SCRATCH, HandleRecord, Mode, R, Task, W
+from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, Task, W
 from scheduler.core.residency import Residency
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
@@ -28,6 +30,12 @@ LAYOUTS = (
     ((12, 16), (("cpu", 0, 2),), True),
     ((12, 12, 40), (("cpu", 0, 1), ("sim", 1, 2)), True),
     ((12, 13, 12, 24), (("sim", 1, 2), ("sim", 2, 2)), True),
+)
+DISKS = (
+    ((6, 30), (("cpu", 0, 1), ("cpu", 0, 1))),
+    ((8, 18), (("cpu", 0, 2),)),
+    ((6, 5, 40), (("cpu", 0, 1), ("sim", 1, 2))),
+    ((4, 5, 6, 30), (("sim", 1, 2), ("sim", 2, 2))),
 )
 
 
@@ -147,6 +155,43 @@ def run(machine: type[RuleBasedStateMachine], examples: int, steps: int, *, shri
 def test_random_programs_end_as_the_sequential_truth() -> None:
     """Whatever the completion order, budgets, failures and replays: everything ends, values are those of sequential execution."""
     run(Programs, 150, 40)
+
+
+def failing_disk(chance: Random) -> FakeDriver:
+    """A random program with a recorded step, over a disk that fails to give back, now and then, and perhaps to take."""
+    pages, workers = chance.choice(DISKS)
+    policy, eviction = chance.choice(sorted(POLICIES)), chance.choice(sorted(EVICTION_POLICIES))
+    driver = FakeDriver(pages, workers, policy, storage=True, eviction=eviction, window=chance.choice((1, 3, ANY)))
+    handles = [driver.handle(1 + at % 2) for at in range(8)]
+    for handle in handles:
+        driver.submit((handle, W))
+    temporary, output = driver.handle(1, "tmp"), driver.handle(2, "out")
+    recorded = [[(handles[at], R), (handles[at + 1], RW), (temporary, W if at == 0 else RW)] for at in range(6)]
+    step = driver.record([*recorded, [(temporary, R), (output, W)]], {temporary: False, output: True})
+    reads, writes = chance.choice((0.05, 0.3)), chance.choice((0.0, 0.0, 0.02))
+    for _ in range(100):
+        if chance.random() < 0.1 and step.can_replay:
+            step.replay()
+        elif chance.random() < 0.4:
+            driver.submit(*((handle, chance.choice(MODES)) for handle in chance.sample(handles, chance.randrange(1, 3))))
+        elif driver.num_under_way:
+            which = chance.randrange(driver.num_under_way)
+            copy = [*[None] * len(driver.running), *driver.copying][which]
+            odds = 0.01 if copy is None else reads if driver.machine.nodes[copy.source.node].is_storage else writes
+            driver.end(which, TierFailed("planted") if chance.random() < odds else None)
+    driver.drain(chance.randrange)
+    return driver
+
+
+def test_a_disk_that_fails_costs_what_it_lost_and_no_more() -> None:
+    """Everything ends, what ran has read the right values, and only what the disk did not give back, and what follows from it, is missing."""
+    num_unreadable = 0
+    for seed in range(150):
+        driver = failing_disk(Random(seed))
+        driver.check()
+        driver.check_log()
+        num_unreadable += len(driver.unreadable)
+    assert num_unreadable > 100
 
 
 def test_garbage_collections_inside_every_handler_change_nothing() -> None:

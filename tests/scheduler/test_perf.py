@@ -126,9 +126,6 @@ def test_links_of_one_size_have_no_latency() -> None:
     assert models.transfer_seconds(RAM, GPU, 100) == 5.0
 
 
-# --- the file -----------------------------------------------------------------------------------------------------------
-
-
 def store(directory: Path, *names: str, threads: int = 1) -> PerfStore:
     """The store of this machine."""
     return PerfStore(machine_fingerprint(blas_threads=threads, versions={"numpy": "1"}), names or ("ram", "gpu"), directory)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 
+import numpy as np
 import psutil
 import pytest
 
@@ -289,6 +290,41 @@ def test_ten_thousand_small_replays_keep_memory_flat(kit) -> None:  # type: igno
         assert kit.value(runtime, weight) == 12_000
         assert not runtime._engine.endings
         assert not runtime._engine.room._waiters
+
+
+def test_ten_thousand_steps_of_changing_length_keep_memory_flat(kit) -> None:  # type: ignore[no-untyped-def]
+    """Every hundred steps another length is recorded, over the same weight in the same memory; what belonged to the old length goes."""
+    process = psutil.Process()
+    take_first = Codelet("take first", cpu=lambda weight, total: np.add(weight, total[: weight.size], out=weight))
+    with Runtime(1, ram=64 * 4096) as runtime:
+        weight = kit.filled(runtime, 0, kind="persistent")
+
+        def go(length: int, count: int) -> None:
+            pages = [kit.filled(runtime, 1, "data", 512, kind="input") for _ in range(length)]
+            with runtime.record() as step:
+                total = kit.handle(runtime, "total", 512)
+                runtime.submit(kit.fill, [(total, "W")], {"value": 0.0})
+                for page in pages:
+                    runtime.submit(kit.add, [(total, "RW"), (page, "R")])
+                runtime.submit(take_first, [(weight, "RW"), (total, "R")])
+            ticket = None
+            for _ in range(count):
+                ticket = step.replay()
+            assert ticket is not None
+            assert ticket.read(total)[0] == length
+
+        lengths = [1 + at * 7 % 13 for at in range(100)]
+        for length in lengths[:13]:
+            go(length, 100)
+        gc.collect()
+        before = process.memory_info().rss
+        for length in lengths:
+            go(length, 100)
+        gc.collect()
+        assert process.memory_info().rss - before < 2 * MIB
+        assert kit.value(runtime, weight) == 100 * (sum(lengths) + sum(lengths[:13]))
+        kit.value(runtime, weight)
+        assert runtime.stats()["resident_bytes"]["ram"] <= 2 * 4096
 
 
 def test_fragmentation_alone_never_fails_a_task(kit) -> None:  # type: ignore[no-untyped-def]

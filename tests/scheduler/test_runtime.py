@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, Runtime, SchedulerError, TaskError, Trace
+from scheduler.core.errors import RuntimeBroken
 from scheduler.core.events import TaskFinished
 from scheduler.core.machine import Machine
 from scheduler.engine import WINDOW
@@ -235,7 +236,7 @@ def test_an_exception_in_the_block_ends_the_runtime(kit) -> None:  # type: ignor
 def test_a_bug_in_the_machine_wakes_everybody(kit, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """When a worker fails inside the machine, waits end with the reason instead of hanging, and so does leaving the block."""
     gate, open_gate = kit.gate()
-    with pytest.raises(LookupError, match=r"a planted bug"), Runtime(2, ram=MIB) as runtime:  # noqa: PT012
+    with pytest.raises(RuntimeBroken, match=r"a planted bug"), Runtime(2, ram=MIB) as runtime:  # noqa: PT012
         data = kit.filled(runtime, 0)
         with runtime.record() as step:
             runtime.submit(gate, [(data, "RW")])
@@ -243,7 +244,7 @@ def test_a_bug_in_the_machine_wakes_everybody(kit, monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(runtime._engine.machine._handlers, TaskFinished, broken_handler)
         threading.Timer(0.05, open_gate).start()
         for wait in (ticket.wait, runtime.wait, lambda: kit.value(runtime, data), step.replay):
-            with pytest.raises(LookupError, match=r"a planted bug"):
+            with pytest.raises(RuntimeBroken, match=r"a planted bug"):
                 wait()
 
 

@@ -25,6 +25,7 @@ def here(tmp_path, monkeypatch):
             monkeypatch.delenv(name)
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     (tmp_path / "data").mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "data" / "train.bin").write_bytes((np.arange(2000) % 61).astype("<u2").tobytes())
     return tmp_path
 
@@ -59,7 +60,18 @@ def refuse(capsys, argv: list[str]) -> tuple[int, str]:
         (["--steps=-1"], 2, "--steps must be at least 1, got -1"),
         (["--batch=500"], 4, "too short"),
         (["--restrict=cuda"], 2, "drop --restrict=cuda"),
-        (["--dataset=WikiText-103"], 4, "--dataset WikiText-103 is not available"),
+        (["--dataset=WikiText-103"], 2, "--dataset WikiText-103 is not available"),
+        (["--dataset=text", "--dataset-path="], 2, "--dataset text needs --dataset-path"),
+        (["--dataset=stdlib"], 2, "--dataset-path data is not read by --dataset stdlib, the default; add --dataset train.bin, or drop"),
+        (["--dataset=stdlib", "--dataset-path=small.json"], 2, "add --dataset text"),
+        (["--tokenizer=gpt5"], 2, "--tokenizer gpt5 is not available"),
+        (["--val-path=small.json", "--dataset-path=small.json", "--dataset=text", "--tokenizer=bytes"], 4, "plain bytes need"),
+        (["--val-path=empty"], 4, "give an existing file with --val-path"),
+        (["--val-path=empty", "--dataset=text", "--tokenizer=bytes"], 4, "--val-path empty holds no text"),
+        (["--dataset-select=3"], 2, "--dataset-select 3 leaves fewer sequences than --batch 4"),
+        (["--trace=t.json", "--trace-steps=1:3"], 2, "--trace-steps must lie within steps 1 to 2 of this run, got 1:3"),
+        (["--save-checkpoint=small.json"], 2, "--save-checkpoint small.json exists and is no safetensors file"),
+        (["--save-optimizer=small.json"], 2, "--save-optimizer small.json exists and is no safetensors file"),
         (["--dataset-path=nowhere"], 4, "--dataset-path nowhere does not exist"),
         (["--run-dir=/proc/none/run"], 4, "--run-dir /proc/none/run cannot be written"),
         (["--run-dir=small.json"], 4, "is a file"),
@@ -82,6 +94,9 @@ def refuse(capsys, argv: list[str]) -> tuple[int, str]:
         (["--disk=tier:12XB"], 2, "12XB"),
         (["--evict=mru"], 2, "--evict must be one of next-use, lru, fifo"),
         (["--order=random"], 2, "--order must be auto"),
+        (["--order=layers:1000"], 2, "it has submission, eager-update, layers"),
+        (["--ncpu=10000"], 2, "--ncpu must be at most 1024"),
+        (["--sim-gpu=1000"], 2, "--sim-gpu must be at most 64"),
         (["--gpu-memory=1GiB"], 2, "add --sim-gpu 1"),
     ],
 )
@@ -92,6 +107,71 @@ def test_refusals(here, capsys, argv, code, words):
     assert found == code
     assert not (here / "runs").exists()
     assert (here / "small.json").read_text() == json.dumps(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("variables", "toml", "argv", "words"),
+    [
+        ({"NNTASK_RAM": "12XB"}, "", [], "NNTASK_RAM must be a size in B"),
+        ({"NNTASK_RAM": "12XB"}, "", ["--ram=13XB"], "--ram must be a size in B"),
+        ({"NNTASK_RAM": "12XB"}, 'ram = "13XB"', [], "NNTASK_RAM must be a size in B"),
+        ({"NNTASK_NCPU": "1025"}, "", [], "NNTASK_NCPU must be at most 1024"),
+        ({"NNTASK_ORDER": "layers:1000"}, "", [], "NNTASK_ORDER layers:1000: this step has no order"),
+        ({}, "[resources]\nram = '12XB'", [], "ram in run.toml must be a size in B"),
+        ({}, "minibatch = 3", [], "minibatch in run.toml must divide --batch = 4, got 3"),
+        ({}, "seq-len = 17", [], "seq_len in run.toml must be at most n_positions"),
+        ({}, "val-path = 'nowhere'", [], "val_path in run.toml nowhere does not exist"),
+        ({}, "save-checkpoint = 'small.json'", [], "save_checkpoint in run.toml small.json exists"),
+    ],
+)
+def test_the_place_of_a_wrong_value_is_named(here, capsys, monkeypatch, variables, toml, argv, words):
+    """The variable or the key that is wrong, not the flag they stand for."""
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    (here / "run.toml").write_text(toml)
+    base = [flag for flag in BASE if not flag.startswith("--ncpu")]
+    code, err = refuse(capsys, [*base, "--config=run.toml", *argv])
+    assert code in (2, 4)
+    assert err.startswith(f"nntask: {words}")
+
+
+def test_own_results_are_overwritten(here, capsys):
+    """A safetensors file, such as the result of an earlier run."""
+    for run in "ab":
+        assert main([*BASE, f"--run-dir={run}", "--save-checkpoint=w.safetensors", "--save-optimizer=o.safetensors"]) == 0
+
+
+@pytest.mark.parametrize("name", ["train.bin", "tokenizer.json"])
+def test_a_broken_cache_says_whose_it_is(here, capsys, name):
+    """Not a flag's fault: the message says what to remove."""
+    (here / "text.txt").write_text("some words, and some more\n" * 200)
+    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 300}))
+    argv = [*BASE, "--dataset=text", "--dataset-path=text.txt", "--tokenizer=bpe"]
+    assert main([*argv, "--run-dir=a"]) == 0
+    capsys.readouterr()
+    (folder,) = (here / "cache" / "data").iterdir()
+    (folder / name).write_bytes(b"x")
+    code, err = refuse(capsys, [*argv, "--run-dir=b"])
+    assert code == 4
+    assert f"it is nntask's own cache, remove {folder} to have it made again" in err
+    assert "--tokenizer-path" not in err
+
+
+def test_generate_with_a_tokenizer_of_its_own(here, capsys):
+    """A run on bare token ids takes one with --tokenizer-path, if it fits; a run that knows its own refuses another."""
+    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 300}))
+    (here / "text.txt").write_text("some words, and some more\n" * 200)
+    assert main([*BASE, "--run-dir=ids"]) == 0
+    assert main([*BASE, "--run-dir=words", "--dataset=text", "--dataset-path=text.txt", "--tokenizer=bpe"]) == 0
+    capsys.readouterr()
+    code, err = refuse(capsys, ["generate", "ids"])
+    assert (code, "name the one that made them with --tokenizer-path DIR" in err) == (4, True)
+    code, err = refuse(capsys, ["generate", "words", "--ram=20KiB"])
+    assert (code, "raise --ram (now 20KiB)" in err) == (3, True)
+    code, err = refuse(capsys, ["generate", "words", "--tokenizer-path=words/latest"])
+    assert (code, "drop it" in err) == (2, True)
+    assert main(["generate", "ids", "--tokenizer-path=words/latest", "--max-new-tokens=2", "--prompt=some"]) == 0
+    assert capsys.readouterr().out.startswith("some")
 
 
 def test_unknown_model_and_command(here, capsys):
@@ -215,6 +295,28 @@ def test_checkpoints_whose_state_has_other_types(here, capsys, change, words):
         assert words in err
         assert "state.json" in err
     assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_weights_that_changed_on_the_disk(here, capsys):
+    """One flipped bit: neither train nor generate goes on from it, and nothing is written."""
+    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 257}))
+    assert main([*BASE, "--run-dir=run", "--tokenizer=bytes"]) == 0
+    config = (here / "run" / "config.toml").stat().st_mtime_ns
+    for name, commands in (
+        ("optimizer", (["train", "--resume=run", "--steps=4"],)),
+        ("model", (["train", "--resume=run", "--steps=4"], ["generate", "run"])),
+    ):
+        file = here / "run" / "checkpoints" / "step-000002" / f"{name}.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
+        capsys.readouterr()
+        for argv in commands:
+            code, err = refuse(capsys, argv)
+            assert code == 4
+            assert f"step-000002/{name}.safetensors is corrupt" in err
+        file.write_bytes(content)
+    assert (here / "run" / "config.toml").stat().st_mtime_ns == config
+    assert main(["train", "--resume=run", "--steps=4"]) == 0
 
 
 def test_data_that_changed_and_data_that_moved(here, capsys):

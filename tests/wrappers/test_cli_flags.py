@@ -84,6 +84,14 @@ def test_settings_survive_a_trip_through_toml():
     assert back == settings
 
 
+def test_what_belongs_to_one_start_is_not_written():
+    """config.toml of a continued run, and what --dry-run prints, start the same run anew."""
+    values, _ = scan(["--resume=runs/a", "--dry-run", "--run-dir=a", "--steps=3"], TABLE)
+    written = from_toml(to_toml(build(TrainSettings(), values, TABLE)), "x.toml", TABLE)
+    assert not {"resume", "dry-run", "run-dir"} & set(written)
+    assert written["steps"] == 3
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("batch = ", "x.toml is not a TOML file"), ("bach = 3", "unknown key 'bach' in x.toml; did you mean --batch?"), ("batch = [1]", "single value")],

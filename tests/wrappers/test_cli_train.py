@@ -93,7 +93,7 @@ def test_a_run_leaves_its_files(here, capsys):
     run = here / "run"
     assert {p.name for p in run.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
     wanted = "steps tokens seconds tokens_per_second loss_first loss_last peak_bytes budget_bytes moved_bytes "
-    wanted += "tasks task_overhead_us fallbacks workers versions"
+    wanted += "evictions stall_seconds hit_rate tasks task_overhead_us fallbacks workers versions"
     summary = json.loads((run / "summary.json").read_text())
     assert " ".join(summary) == wanted
     assert (summary["steps"], summary["tokens"], summary["workers"]) == (4, 256, ["cpu:0", "cpu:1"])
@@ -117,6 +117,10 @@ def test_config_toml_repeats_the_run(here, capsys):
     losses = [[json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("a", "b")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
+    assert main(["train", "--resume=a", "--steps=4"]) == 0
+    assert main(["train", "--config=a/config.toml"]) == 0
+    (anew,) = (here / "runs").iterdir()
+    assert numbers(anew) == numbers(here / "a")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +287,10 @@ def test_a_signal_ends_a_long_validation_and_a_long_sample(here):
 
 HANG = """
 import nntask.trainer.loop as loop
+whole = loop.Loop.save
 def save(self):
+    if not self.interrupts.pending():
+        return whole(self)
     print("step 0/saving", flush=True)
     import threading
     threading.Event().wait()
@@ -291,15 +298,38 @@ loop.Loop.save = save
 """
 
 
-def test_a_second_signal_stops_at_once(here):
-    """While the first one's checkpoint does not come to an end, the second one ends the process."""
-    process = start(*TRAIN, "--steps=100000", "--run-dir=a", script=HANG)
-    wait_for_step(process, 2)
+@pytest.mark.parametrize(("every", "words"), [(0, "nothing was saved, so there is"), (2, "nothing more was saved, the newest checkpoint is a/check")])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_stops_at_once(here, every, words, number, code):
+    """While the first one's checkpoint does not come to an end, the second one ends the process and says what there is."""
+    process = start(*TRAIN, "--steps=100000", "--run-dir=a", f"--save-every={every}", script=HANG)
+    wait_for_step(process, 3)
     process.send_signal(signal.SIGINT)
     wait_for_step(process, 0)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == 130
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert f"nntask: stopped at once; {words}" in err
+
+
+WHEN_IMPORTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("name", ["numpy", "nntask", "nntask.errors", "scheduler.core.errors", "nntask.trainer.run", "wrappers.cli.train"])
+def test_a_signal_while_modules_are_imported(here, name):
+    """One line and no traceback, also where the message of a mistake is on its way; ``python -m nntask`` imports nothing large before it listens."""
+    process = start("train", "--bach=3" if "errors" in name else "--dry-run", script=WHEN_IMPORTED.format(name=name))
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "nntask: interrupted\n")
+    code = "import sys, nntask; sys.exit(any(m in sys.modules for m in ('numpy', 'nntask.autograd')))"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode == 0
 
 
 FULL = """
@@ -372,7 +402,8 @@ def test_a_budget_that_is_too_small_ends_with_3(here, capsys):
     """The task, its bytes, the budget and the flags that help are named, and no run directory is left."""
     assert main([*TRAIN, "--steps=2", "--ram=40KiB", "--run-dir=a"]) == 3
     err = capsys.readouterr().err
-    assert "raise --ram" in err
+    assert "40,960 B" in err
+    assert "it would fit with --ram " in err
     assert "40,960" in err
     assert not (here / "a").exists()
 

@@ -16,22 +16,27 @@ COMMANDS: Final = {
     "train": "train a GPT-2, or continue a run",
     "generate": "sample text from a run or a checkpoint",
     "plan": "parameters, bytes and tasks of a training run, without running it",
-    "report": "loss and memory of a run as one HTML file",
+    "report": "loss, memory and movement of a run as one HTML file",
     "devices": "what this machine offers",
-    "bench": "measure the task runtime (bench overhead)",
+    "bench": "measure the runtime and links, compare policies",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _answer(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("nntask: interrupted", file=sys.stderr)
+        return 130
+
+
+def _answer(args: list[str]) -> int:
+    """Run a command line and report what it ends with, but for Ctrl-C."""
     try:
         code = _dispatch(args)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print("nntask: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

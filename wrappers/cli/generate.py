@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ class GenerateSettings:
     """CPU workers (default: the cores this process may use)"""
     ram: str = ""
     """byte budget of RAM, e.g. 2GiB"""
+    tokenizer_path: str = ""
+    """directory with tokenizer.json, for a run that was trained on token ids without one"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     from nntask.checkpoints import find_checkpoint
 
     checkpoint = find_checkpoint(words[0])
-    tokenizer = tokenizer_of(checkpoint)
+    tokenizer = tokenizer_of(checkpoint, settings.tokenizer_path)
     _generate(settings, checkpoint, tokenizer)
     return 0
 
@@ -58,6 +61,7 @@ def check(settings: GenerateSettings) -> None:
     """
     from nntask.errors import UsageError
     from nntask.sizes import LARGEST, parse_size
+    from nntask.trainer.rules import check_most
 
     rules = (
         ("--max-new-tokens", settings.max_new_tokens, settings.max_new_tokens >= 1, "at least 1", "1"),
@@ -70,25 +74,35 @@ def check(settings: GenerateSettings) -> None:
     for flag, value, ok, rule, near in rules:
         if not ok:
             raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+    check_most("ncpu", settings.ncpu)
     if settings.ram:
         parse_size(settings.ram, "--ram")
 
 
-def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer a checkpoint was trained with.
+def tokenizer_of(checkpoint: Checkpoint, path: str = "") -> Tokenizer:
+    """The tokenizer a checkpoint was trained with, or the one at `path` if it was trained on bare token ids.
 
     Raises:
-        DataError: it was trained on bare token ids.
+        UsageError: `path` is given although the checkpoint knows its tokenizer.
+        DataError: there is none, or it is of another model.
     """
     from nntask.data import ByteTokenizer, load_tokenizer
-    from nntask.errors import DataError
+    from nntask.errors import DataError, UsageError
 
     kind = checkpoint.state.get("tokenizer")
+    if kind is not None and path:
+        raise UsageError(f"--tokenizer-path {path} is for runs trained on bare token ids, and {checkpoint.path} has its tokenizer; drop it")
     if kind == "bytes":
         return ByteTokenizer(checkpoint.config.vocab_size)
-    if kind is None:
-        raise DataError(f"{checkpoint.path} was trained on token ids without a tokenizer; train with --tokenizer-path to generate text")
-    return load_tokenizer(checkpoint.path)
+    if kind is None and not path:
+        raise DataError(f"{checkpoint.path} was trained on token ids without a tokenizer; name the one that made them with --tokenizer-path DIR")
+    tokenizer = load_tokenizer(path or checkpoint.path)
+    if tokenizer.vocab_size > checkpoint.config.vocab_size:
+        raise DataError(
+            f"the tokenizer at {path or checkpoint.path} has {tokenizer.vocab_size} ids and the model's vocabulary {checkpoint.config.vocab_size}; "
+            "name the one that made the model's training data"
+        )
+    return tokenizer
 
 
 def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
@@ -110,7 +124,7 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
         made = Runtime(settings.ncpu, ram=parse_size(settings.ram, "--ram") if settings.ram else None)
     except (MemoryError, OverflowError) as error:
         raise DoesNotFit(f"--ram {settings.ram} cannot be reserved: {error}") from error
-    with made as runtime:
+    with _naming_ram(settings.ram), made as runtime:
         inference = Inference(config, tiling, runtime, trained)
         checkpoint.load(inference.model_tensors())
         shown, ids = "", list(prompt)
@@ -130,3 +144,15 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
                 sys.stdout.flush()
                 shown = text
     sys.stdout.write(tokenizer.decode(ids)[len(shown) :] + "\n")
+
+
+@contextmanager
+def _naming_ram(ram: str) -> Iterator[None]:
+    """The scheduler's refusal with the flag that helps."""
+    from nntask.errors import DoesNotFit
+    from scheduler.core import errors as scheduler_errors
+
+    try:
+        yield
+    except scheduler_errors.DoesNotFit as error:
+        raise DoesNotFit(f"{str(error).partition('; raise the budget')[0]}; raise --ram (now {ram or 'the default'})") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,12 +30,28 @@ class Request:
         config: of the model, with --dropout applied.
         resumed: the checkpoint to continue from, if any.
         extra: values of flags beside the settings.
+        sources: where a flag that was not typed has its value from, in words.
     """
 
     settings: TrainSettings
     config: GPT2Config
     resumed: Checkpoint | None
     extra: Mapping[str, Any]
+    sources: Mapping[str, str]
+
+
+@contextmanager
+def naming(sources: Mapping[str, str]) -> Iterator[None]:
+    """Errors that begin with a flag begin with the variable or the key it has its value from instead."""
+    from nntask.errors import NntaskError
+
+    try:
+        yield
+    except NntaskError as error:
+        flag, space, rest = str(error).partition(" ")
+        if flag.removeprefix("--") not in sources:
+            raise
+        raise type(error)(sources[flag.removeprefix("--")] + space + rest) from error
 
 
 def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
@@ -58,17 +75,21 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
     file = typed.pop(CONFIG, "")
     besides = {name: typed.pop(name, kind()) for name, kind in extra.items()}
     explicit: dict[str, Any] = _read_config(file, table) if file else {}
+    sources = {name: f"{name.replace('-', '_')} in {file}" for name in explicit}
     for name, (text, variable) in flags_from(environ).items():
         explicit[name] = table[name].convert(text, variable)
+        sources[name] = variable
     for sentence in unknown_variables(environ):
         print(f"nntask: {sentence}", file=sys.stderr)
     explicit = merge(explicit, typed)
-    check_values(build(TrainSettings(), explicit, table))
-    resumed = _resumed(explicit)
-    values = merge(_stored(resumed, table), explicit) if resumed else explicit
-    settings = build(TrainSettings(), values, table)
-    check_values(settings)
-    return Request(settings, _model_config(settings, explicit, resumed), resumed, besides)
+    sources = {name: source for name, source in sources.items() if name not in typed}
+    with naming(sources):
+        check_values(build(TrainSettings(), explicit, table))
+        resumed = _resumed(explicit)
+        values = merge(_stored(resumed, table), explicit) if resumed else explicit
+        settings = build(TrainSettings(), values, table)
+        check_values(settings)
+        return Request(settings, _model_config(settings, explicit, resumed), resumed, besides, sources)
 
 
 def _read_config(file: str, table: Table) -> dict[str, Any]:

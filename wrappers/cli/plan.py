@@ -12,7 +12,7 @@ from typing import Any
 from nntask.trainer.settings import TrainSettings
 
 from .help import show_help
-from .layers import request
+from .layers import naming, request
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ def run(argv: Sequence[str]) -> int:
     devices, link = asked.extra["devices"], asked.extra["link"]
     if link and not devices:
         raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
-    target = imaginary(devices, asked.settings, link) if devices else None
-    figures = plan_run(asked.settings, asked.config, target)
+    with naming(asked.sources):
+        target = imaginary(devices, asked.settings, link) if devices else None
+        figures = plan_run(asked.settings, asked.config, target)
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
     if not figures["feasible"]:
         raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")

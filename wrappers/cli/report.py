@@ -1,4 +1,4 @@
-"""``nntask report``: loss and memory of a run as one HTML file that needs nothing else, plots drawn as SVG."""
+"""``nntask report``: loss, memory and movement of a run as one HTML file that needs nothing else, plots drawn as SVG."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 @dataclass(frozen=True, slots=True)
 class ReportSettings:
-    """Draw a run: loss, learning rate, speed and memory against steps."""
+    """Draw a run: loss, learning rate, speed, memory and what moved against steps."""
 
     output: str = ""
     """the HTML file (default RUN/report.html)"""
@@ -63,6 +63,9 @@ def page(title: str, records: Sequence[Mapping[str, Any]], facts: Mapping[str, A
         plot("gradient norm", {"norm": _column(records, "grad_norm")}),
         plot("tokens per second", {"tok/s": _column(records, "tokens_per_second")}),
         plot("memory held (GiB)", _nodes(records)),
+        plot("moved in a step (GB)", _links(records)),
+        plot("workers waited for data or room (seconds in a step)", {"seconds": _if_any(_column(records, "stall_seconds"))}),
+        plot("evictions in a step", {"evictions": _if_any(_column(records, "evictions"))}),
         plot("learning rate", {"lr": _column(records, "lr")}),
     ]
     rows = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(_short(value))}</td></tr>" for key, value in facts.items())
@@ -119,6 +122,16 @@ def _nodes(records: Sequence[Mapping[str, Any]]) -> Series:
         name: [(float(r["step"]), r["resident_peak_bytes"][name] / 2**30) for r in records if name in r.get("resident_peak_bytes", {})]
         for name in names
     }
+
+
+def _links(records: Sequence[Mapping[str, Any]]) -> Series:
+    names = sorted({link for r in records for link in r.get("moved_bytes", {})})
+    return {name: [(float(r["step"]), r.get("moved_bytes", {}).get(name, 0) / 1e9) for r in records] for name in names}
+
+
+def _if_any(line: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The line, or nothing where it is zero throughout."""
+    return line if any(value for _, value in line) else []
 
 
 def _short(value: Any) -> str:

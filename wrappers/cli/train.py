@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from nntask.trainer.settings import TrainSettings
 
 from .help import show_help
-from .layers import request
+from .layers import naming, request
 
 PROGRAM = "nntask train"
 
@@ -34,4 +34,5 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
 
     # a loss that overflows ends the run with a sentence; NumPy's warnings from the workers would only hide it
     warnings.filterwarnings("ignore", category=RuntimeWarning)
-    return train(asked.settings, asked.config, asked.resumed)
+    with naming(asked.sources):
+        return train(asked.settings, asked.config, asked.resumed)

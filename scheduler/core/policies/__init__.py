@@ -12,7 +12,7 @@ durations and memory is in its `Estimates`. All ties are broken by submission or
     reuse   dmdas, data first: among the next tasks of the queue, the one that misses fewest bytes there (in the spirit of DARTS)
 
 Modules: `base` (the interface), `simple` (eager, prio, lws), `costs` (what a task costs on a worker, and `explain`), `expected` (dm, dmda, dmdas),
-`reuse`.
+`reuse`, `explained` (any of them, watched).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..perf import Estimates, NoEstimates
 from .base import Policy, PolicyFactory
 from .costs import Candidate, explain
 from .expected import DataAware, DataAwareSorted, ExpectedEnd
+from .explained import Explained, Placement
 from .reuse import Reuse
 from .simple import Eager, LocalityStealing, Prio
 
@@ -49,8 +50,10 @@ __all__ = [
     "Eager",
     "Estimates",
     "ExpectedEnd",
+    "Explained",
     "LocalityStealing",
     "NoEstimates",
+    "Placement",
     "Policy",
     "PolicyFactory",
     "Prio",

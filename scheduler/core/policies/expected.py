@@ -3,6 +3,8 @@
 A task that becomes ready is queued where it is expected to end soonest (`costs`). Workers of one kind on one node are interchangeable, so they form
 a *place* and share its queue: what is estimated once per place costs as little with 64 workers as with one, and nothing has to be rebalanced inside.
 
+A task with a home (`Task.home`) is queued there, whatever it costs.
+
 Decisions stay late. A worker whose place has nothing for it takes the task from the far end of another place's queue, if it expects to end it no
 later than the place where it waits. So nobody idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
 Tasks that no place can run yet wait for a worker that can.
@@ -146,13 +148,14 @@ class ExpectedEnd:
         """Queue the task where it is expected to end soonest; ties go to the place that joined first."""
         self._num += 1
         self._num_pushed += 1
-        places = [place for place in self._places.values() if place.kind in task.kinds]
+        home = task.home
+        places = [place for place in self._places.values() if place.kind in task.kinds and (home is None or place.node == home)]
         if not places:
             self._strays.append(task)
             return
         best, best_total, best_move, best_seconds = places[0], float("inf"), NOTHING, 0.0
         if len(self._places) > 1:
-            for place in places:
+            for place in places:  # one only, where the plan says where: it is weighed all the same, for what it promises
                 weights = self._weigh(task, place)
                 total = sum_up(weights)
                 if total < best_total:
@@ -208,6 +211,8 @@ class ExpectedEnd:
                 for at in range(min(STEAL, len(queue))):
                     entry = queue[at]
                     before -= entry.seconds
+                    if entry.task.home is not None:
+                        continue
                     end = place.assigned_seconds(estimates) + before / len(place.workers) + entry.seconds + entry.transfer_seconds
                     if sum_up(self._weigh(entry.task, home)) <= end:
                         return place.take(queue, at)

@@ -65,7 +65,7 @@ def _rows(plan: Any, part: int, with_bound: bool) -> Iterator[dict[str, Any]]:
 
     budget = plan.needed_bytes() // part
     models = Models()
-    planned = plan_order(plan, AUTO, memory=budget, last=1 << 60)
+    planned = plan_order(plan, AUTO, memory=budget, last=1 << 60, computes_on_last=False)
     positions = candidates(plan)
     orders = dict.fromkeys([SUBMISSION, "layers", planned.name])
     bounds = {name: _bound(plan, positions[name], budget) if with_bound else None for name in orders}
@@ -74,7 +74,7 @@ def _rows(plan: Any, part: int, with_bound: bool) -> Iterator[dict[str, Any]]:
             if sched == "eager" and name != SUBMISSION:
                 continue
             begin = perf_counter()
-            chosen = plan_order(plan, name, memory=budget, last=1 << 60)
+            chosen = plan_order(plan, name, memory=budget, last=1 << 60, computes_on_last=False)
             row: dict[str, Any] = {"budget": f"1/{part}", "budget_bytes": budget, "order": name, "evict": evict, "sched": sched}
             try:
                 found = simulate(

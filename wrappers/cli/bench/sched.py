@@ -81,10 +81,10 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     from nntask.errors import UsageError
     from nntask.models.config import PRESETS, GPT2Config
     from nntask.trainer.places import durations, imaginary, parse_rate
+    from nntask.trainer.planning import order_on
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
     from scheduler.core.errors import SchedulerError
     from scheduler.drivers.virtual import simulate
-    from scheduler.ordering import plan_order
 
     from .standard import captured
 
@@ -100,7 +100,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     gc.disable()  # plans are large and hold no garbage
     try:
         plan = captured(train, config, target)
-        order = plan_order(plan, settings.order, memory=target.memory, last=target.nodes[target.last][1])
+        order = order_on(plan, settings.order, target)
         known = durations(order.plan, target)
         bounds = lower_bounds(order.plan, known.seconds["sim"], target, parse_rate(settings.link, "--link"))
         rows = []

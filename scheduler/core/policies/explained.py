@@ -1,0 +1,89 @@
+"""A policy that is watched: what chosen tasks would have cost on each worker when they became ready, and who took them.
+
+Wraps another policy and changes none of its decisions. Policies that weigh costs (dm, dmda, dmdas, reuse) are asked themselves, queues included;
+for those that do not (eager, prio, lws) the candidates are what `costs.explain` makes of the same estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..perf import Estimates
+from ..records import Task, Worker, WorkerId
+from .base import Policy
+from .costs import Candidate, explain
+from .expected import ExpectedEnd
+
+NOBODY: Final = WorkerId(-2)
+"""Who has taken a task that is still queued."""
+
+
+@dataclass(slots=True)
+class Placement:
+    """One task, the workers it could have gone to, and the one that took it.
+
+    Attributes:
+        order: the task's number, in planned order.
+        candidates: estimates at the moment it became ready, cheapest first.
+        weighs_costs: whether the policy goes by them.
+        chosen: who took it; where costs are weighed an idle worker may, if it expects to end the task before the cheapest one would.
+    """
+
+    name: str
+    order: int
+    candidates: list[Candidate]
+    weighs_costs: bool
+    chosen: WorkerId = NOBODY
+
+
+class Explained:
+    """A policy with its first placements of some recorded tasks written down.
+
+    Args:
+        policy: whose decisions these are.
+        estimates: what it goes by, or would.
+        crew: the workers.
+        names: of the tasks.
+        count: placements wanted.
+
+    Attributes:
+        placements: those whose worker is known, in the order they were taken.
+    """
+
+    def __init__(self, policy: Policy, estimates: Estimates, crew: Sequence[Worker], names: Collection[str], count: int) -> None:
+        self.policy = policy
+        self.placements: list[Placement] = []
+        self._estimates = estimates
+        self._crew = crew
+        self._names = frozenset(names)
+        self._num_wanted = count
+        self._open: dict[Task, Placement] = {}
+
+    def join(self, worker: Worker) -> None:
+        """The worker joins the policy."""
+        self.policy.join(worker)
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Write down what the policy sees if the task is wanted, then hand it on."""
+        if self._num_wanted and task.step is not None and task.name in self._names:
+            self._num_wanted -= 1
+            if isinstance(self.policy, ExpectedEnd):
+                placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True)
+            else:
+                placement = Placement(task.name, task.order, explain(task, self._crew, self._estimates), weighs_costs=False)
+            self._open[task] = placement
+        self.policy.push(task, worker)
+
+    def pop(self, worker: Worker) -> Task | None:
+        """What the policy gives the worker."""
+        task = self.policy.pop(worker)
+        if self._open and task in self._open:
+            placement = self._open.pop(task)
+            placement.chosen = worker.id
+            self.placements.append(placement)
+        return task
+
+    def __len__(self) -> int:
+        return len(self.policy)

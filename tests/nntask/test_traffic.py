@@ -1,0 +1,143 @@
+"""What a run tells of its traffic within a tight budget: lines of metrics.jsonl, their sums, the closing report, explained placements."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nntask.data import BatchStream, TokenFile
+from nntask.errors import UsageError
+from nntask.models.config import GPT2Config
+from nntask.tiling import ModelTiling
+from nntask.trainer.explain import PLACEMENTS, Explainer, matching
+from nntask.trainer.gpt2 import Gpt2Engine
+from nntask.trainer.loop import Loop, Plan
+from nntask.trainer.metrics import Journal, StepPrinter, Totals, read_metrics
+from nntask.trainer.outputs import summary_of
+from nntask.trainer.rules import resolve
+from nntask.trainer.settings import TilingSettings, TrainSettings
+from nntask.trainer.signals import Interrupts
+from nntask.trainer.traffic import LINKS, is_worth_telling, traffic_report
+from scheduler import Runtime
+
+STEPS = 3
+CONFIG = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)
+TILING = ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=50, head_tile=2, vocab_tile=25)
+
+
+def run(folder: Path, runtime: Runtime, explain: str = "") -> tuple[Journal, Counter[str], int, float, str]:
+    """Train; the journal, and what the runtime counted meanwhile: bytes by link, evictions, stalled seconds. Last: what was printed."""
+    settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1)), CONFIG)
+    (folder / "train.bin").write_bytes((np.arange(500) % 61).astype("<u2").tobytes())
+    stream = BatchStream(TokenFile(folder / "train.bin", vocab_size=61), 16, 2, seed=1)
+    engine = Gpt2Engine(CONFIG, TILING, runtime, settings)
+    out = io.StringIO()
+    printer = StepPrinter(out)
+    explainer = Explainer(runtime, explain, engine.task_names, printer.say)
+    runtime.wait()
+    journal = Journal(folder / "metrics.jsonl", 0)
+    plan = Plan(STEPS, 0, lambda step: 1e-3, 0, False, 0, 1, False, 1e6, 1e9)
+    loop = Loop(
+        plan,
+        engine,
+        stream,
+        runtime,
+        run=folder,
+        state={},
+        journal=journal,
+        printer=printer,
+        interrupts=Interrupts(),
+        on_step=lambda step: explainer.tell(),
+    )
+    before = runtime.stats()
+    loop.train()
+    after = runtime.stats()
+    journal.close()
+    moved = Counter(after["moved_bytes"])
+    moved.subtract(before["moved_bytes"])
+    return journal, +moved, after["evictions"] - before["evictions"], after["stall_seconds"] - before["stall_seconds"], out.getvalue()
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_lines_add_up_to_what_the_runtime_counted(devices: int, tmp_path: Path) -> None:
+    """A disk below a small memory, and two devices that are too small: bytes, evictions and stalls of the steps are those of the runtime."""
+    small = 256 << 10
+    with Runtime(0 if devices else 2, sim_gpus=devices, ram=1 << 26 if devices else small, gpu_memory=small, disk=tmp_path / "tier") as runtime:
+        journal, moved, evictions, stalled, _ = run(tmp_path, runtime)
+        stats = runtime.stats()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(lines) == STEPS
+    assert sum((Counter(line["moved_bytes"]) for line in lines), Counter()) == moved == journal.whole.moved_bytes
+    assert sum(moved.values()) > 0
+    assert sum(line["evictions"] for line in lines) == evictions == journal.whole.evictions > 0
+    assert sum(line["stall_seconds"] for line in lines) == pytest.approx(journal.whole.stall_seconds)
+    assert journal.whole.stall_seconds == pytest.approx(stalled, rel=0.05, abs=1e-3)
+    for line in lines:
+        assert 0 < line["hit_rate"] < 1
+        assert 0 <= line["stall_seconds"] <= line["wait_seconds"] + 1e-3
+        assert all(0 < nbytes <= stats["budget_bytes"][node] for node, nbytes in line["resident_peak_bytes"].items() if node != "disk")
+        assert all(nbytes <= stats["peak_bytes"][node] for node, nbytes in line["resident_peak_bytes"].items())
+    summary = summary_of(journal.whole, stats, 0.0)
+    assert (summary["moved_bytes"], summary["evictions"]) == (dict(moved), evictions)
+    assert summary["hit_rate"] == pytest.approx(np.mean([line["hit_rate"] for line in lines]))
+    assert is_worth_telling(journal.own, stats)
+    report = traffic_report(journal.own, stats)
+    assert len(report) == min(len(moved), LINKS) + 2
+    assert report[0].startswith("moved ")
+    assert report[-2].startswith("peak: ram ")
+    assert " of inputs were in place; workers waited for data or room " in report[-1]
+
+
+def test_a_run_with_room_moves_nothing_and_says_nothing(tmp_path: Path) -> None:
+    """One memory that holds everything: all inputs are in place, nobody stalls, no closing report."""
+    with Runtime(2, ram=1 << 26) as runtime:
+        journal, moved, evictions, stalled, _ = run(tmp_path, runtime)
+        assert not is_worth_telling(journal.own, runtime.stats())
+    assert (moved, evictions, stalled, journal.own.hit_rate) == (Counter(), 0, 0.0, 1.0)
+
+
+def test_many_links_make_few_lines() -> None:
+    """The busiest ones by name, the rest in a sum."""
+    totals = Totals(1, 1, 2.0, moved_bytes={f"a->{number}": number * 10**9 for number in range(1, 10)})
+    report = traffic_report(totals, {"peak_bytes": {}, "budget_bytes": {}, "busy_seconds": {}})
+    assert report[0] == "moved a->9: 9.000 GB a step, 4.50 GB/s"
+    assert report[LINKS - 1] == "moved over 4 other links: 10.000 GB a step, 5.00 GB/s"
+    assert len(report) == LINKS + 2
+
+
+@pytest.mark.parametrize("sched", ["auto", "dmda", "eager"])
+def test_explained_placements(sched: str, tmp_path: Path) -> None:
+    """Three tables with a row for each device, seconds that add up, one choice; policies without costs say so; losses are the same."""
+    with Runtime(0, sim_gpus=2, ram=1 << 26, gpu_memory=1 << 19, sched=sched) as runtime:
+        *_, text = run(tmp_path, runtime, "matmul")
+    losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    with Runtime(2, ram=1 << 26) as runtime:
+        run(tmp_path, runtime)
+    assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == losses
+    lines = text.splitlines()
+    heads = [at for at, line in enumerate(lines) if line.startswith("placement ")]
+    assert len(heads) == PLACEMENTS
+    for number, at in enumerate(heads, 1):
+        assert lines[at].startswith(f"placement {number} of matmul (task ")
+        assert ("weighs no costs" in lines[at]) == (sched in ("eager", "lws"))
+        assert lines[at + 1].split() == ["worker", "execution", "transfer", "queueing", "eviction", "total", "missing", "bytes"]
+        rows = [line.split(maxsplit=7) for line in lines[at + 2 : at + 4]]
+        assert {row[0] for row in rows} == {"sim:0", "sim:1"}
+        assert sum(row[7:] == ["<- chosen"] for row in rows) == 1
+        for row in rows:
+            *parts, total = map(float, row[1:6])
+            assert sum(parts) == pytest.approx(total, abs=5e-6)
+            assert parts[0] > 0
+
+
+def test_names_of_tasks() -> None:
+    """The task of that name, else all that contain it; else a sentence with the names."""
+    names = {"matmul", "layer_norm", "layer_norm_backward"}
+    assert matching("layer_norm", names) == {"layer_norm"}
+    assert matching("norm", names) == {"layer_norm", "layer_norm_backward"}
+    with pytest.raises(UsageError, match=r"got 'matmull'; did you mean 'matmul'\?; the tasks are: layer_norm, layer_norm_backward, matmul"):
+        matching("matmull", names)

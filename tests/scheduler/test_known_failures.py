@@ -1,0 +1,261 @@
+"""Failures that runtimes of this kind are known for, each as the list of events that leads to it, replayed on the fake driver.
+
+The driver notices a wrong value, a source or input that changes under its reader, bytes handed out twice, and an impossible event; the tests say
+in addition what the machine does instead at the moment of the race.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.core.errors import DoesNotFit, Stalled, TaskError, TierFailed
+from scheduler.core.memory import PAGE
+from scheduler.core.records import RAM, RW, SCRATCH, HandleRecord, R, W, WorkerKind
+from scheduler.testing import FakeDriver, Run
+
+SIM, DISK = 1, 2
+
+
+def written(driver: FakeDriver, *names: str, kind: WorkerKind = "host", pages: int = 1) -> list[HandleRecord]:
+    """New handles that a worker of that kind has written."""
+    handles = [driver.handle(pages, name) for name in names]
+    for handle in handles:
+        driver.submit((handle, W), kinds=(kind,))
+        driver.drain()
+    return handles
+
+
+def empty_ram(driver: FakeDriver) -> None:
+    """Push all data out of host memory: the program asks for working memory as large as all of it."""
+    driver.submit((driver.handle(driver.machine.nodes[RAM].budget // PAGE, "all of it"), SCRATCH), kinds=("host",))
+    driver.handles[-1].released = True
+    driver.drain()
+
+
+def fetch(driver: FakeDriver, handle: HandleRecord) -> None:
+    """Bring data to host memory."""
+    driver.submit((handle, R), kinds=("host",))
+    driver.drain()
+
+
+def states(*runs: Run) -> list[str]:
+    """States of the runs' tasks."""
+    return [run.task.state for run in runs]
+
+
+def test_a_writer_waits_for_the_write_back_of_what_it_writes() -> None:
+    """A write-back has no reader whose edge would protect it: a task that overwrites its source waits for it."""
+    driver = FakeDriver((8, 2), [("sim", SIM, 2)])
+    (a,) = written(driver, "a", kind="sim")
+    blocked = driver.submit((driver.handle(2, "large"), W))
+    assert states(blocked) == ["blocked"]
+    assert driver.routes == [("a", SIM, RAM)]
+    writer = driver.submit((a, RW))
+    assert states(writer) == ["fetching"]
+    driver.arrive(a, RAM)
+    assert states(writer, blocked) == ["running", "blocked"]
+    driver.drain()
+    driver.check()
+
+
+def test_a_writer_waits_for_a_copy_whose_reader_was_cancelled() -> None:
+    """The reader's other input is lost on its way, so nothing but the copy itself reads the data any more."""
+    driver = FakeDriver((8, 4, 20), [("cpu", RAM, 1), ("sim", SIM, 2)], storage=True)
+    a, b = written(driver, "a", "b")
+    empty_ram(driver)
+    fetch(driver, a)
+    reader = driver.submit((a, R), (b, R), kinds=("sim",))
+    writer = driver.submit((a, RW), kinds=("cpu",))
+    assert driver.routes == [("a", RAM, SIM), ("b", DISK, SIM)]
+    driver.arrive(b, SIM, TierFailed("planted"))
+    assert states(reader, writer) == ["cancelled", "fetching"]
+    driver.arrive(a, SIM)
+    assert states(writer) == ["running"]
+    driver.drain()
+    assert isinstance(reader.error, TaskError)
+
+
+def test_memory_of_a_forgotten_handle_is_free_only_after_its_last_reader() -> None:
+    """The program forgets data while a task reads it; the next task needs exactly that memory."""
+    driver = FakeDriver((2,), [("cpu", RAM, 1), ("cpu", RAM, 1)])
+    (a,) = written(driver, "a", pages=2)
+    reader = driver.submit((a, R))
+    driver.release(a)
+    following = driver.submit((driver.handle(2, "b"), W))
+    assert states(reader, following) == ["running", "blocked"]
+    driver.finish(reader)
+    assert states(following) == ["running"]
+    driver.drain()
+    driver.check()
+
+
+def test_memory_that_a_running_task_reads_is_no_victim() -> None:
+    """First in, first out names the data that a task reads: what came after it goes instead, and then nothing more until the task has ended."""
+    driver = FakeDriver((2, 20), [("cpu", RAM, 1), ("cpu", RAM, 1), ("cpu", RAM, 1)], storage=True, eviction="fifo")
+    a, b = written(driver, "a", "b")
+    empty_ram(driver)
+    fetch(driver, a)
+    fetch(driver, b)
+    reader = driver.submit((a, R))
+    second, third = driver.submit((driver.handle(1, "c"), W)), driver.submit((driver.handle(1, "d"), W))
+    assert states(reader, second, third) == ["running", "running", "blocked"]
+    assert RAM in a.replicas
+    assert RAM not in b.replicas
+    driver.finish(reader)
+    assert states(third) == ["running"]
+    assert RAM not in a.replicas
+    driver.drain()
+    driver.check()
+
+
+def test_memory_is_free_only_after_the_copies_out_of_it() -> None:
+    """Evicted data is on its way out; its memory goes to the next task when it has arrived, not when the eviction was decided."""
+    driver = FakeDriver((2, 20), [("cpu", RAM, 1)], storage=True)
+    written(driver, "a", "b")
+    following = driver.submit((driver.handle(2, "c"), W))
+    assert sorted(driver.routes) == [("a", RAM, 1), ("b", RAM, 1)]
+    driver.end(1)
+    assert states(following) == ["blocked"]
+    driver.end(0)
+    assert states(following) == ["running"]
+    driver.drain()
+    driver.check()
+
+
+def test_two_tasks_do_not_evict_each_others_inputs_on_one_node() -> None:
+    """Room for three tiles, two tasks with two each: the second waits until the first has run, and every tile is fetched once."""
+    driver = FakeDriver((3, 20), [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=True)
+    a, b, c, d = written(driver, "a", "b", "c", "d")
+    empty_ram(driver)
+    first, second = driver.submit((a, R), (b, R)), driver.submit((c, R), (d, R))
+    assert states(first, second) == ["fetching", "blocked"]
+    fetched = set(driver.routes)
+    assert fetched == {("a", 1, RAM), ("b", 1, RAM)}
+    driver.arrive(b, RAM)
+    driver.arrive(a, RAM)
+    assert states(first, second) == ["running", "blocked"]
+    assert not driver.copying
+    driver.finish(first)
+    assert states(second) == ["fetching"]
+    assert set(driver.routes) == {("c", 1, RAM), ("d", 1, RAM)}
+    driver.drain()
+    driver.check()
+
+
+def test_two_devices_full_of_each_others_inputs() -> None:
+    """Each device holds, as sole copies, what the task of the other one reads, and has room for nothing else: both go by way of their homes."""
+    driver = FakeDriver((4, 2, 2), [("sim", 1, 1), ("sim", 2, 1)], "eager")
+    a, b, c, d = (driver.handle(1, name) for name in "abcd")
+    driver.submit((a, W), (b, W))
+    driver.submit((c, W), (d, W))
+    driver.drain()
+    places = {handle.name: max(handle.replicas) for handle in (a, b, c, d)}
+    assert places == {"a": 1, "b": 1, "c": 2, "d": 2}
+    first, second = driver.submit((c, RW), (d, RW)), driver.submit((a, RW), (b, RW))
+    assert (first.task.node, second.task.node) == (1, 2)
+    assert states(first, second) == ["blocked", "blocked"]
+    assert {(name, source) for name, source, _ in driver.routes} == {("a", 1), ("b", 1), ("c", 2), ("d", 2)}
+    driver.drain(lambda number: number - 1)
+    assert states(first, second) == ["done", "done"]
+    assert sum(driver.machine.moved_bytes.values()) <= 8 * PAGE
+    driver.check()
+
+
+def test_sole_copies_everywhere_still_leave_the_device() -> None:
+    """Host memory is full of dirty data, so what leaves the device goes straight home, to the disk."""
+    driver = FakeDriver((4, 2, 40), [("sim", SIM, 1)], storage=True)
+    written(driver, "a", "b", kind="sim")
+    kept = written(driver, "c", "d", "e", "f")
+    assert driver.machine.nodes[RAM].used == 4 * PAGE
+    assert all(handle.replicas[RAM].state == "modified" for handle in kept)
+    task = driver.submit((driver.handle(2, "g"), W))
+    assert states(task) == ["blocked"]
+    assert sorted(driver.routes) == [("a", SIM, DISK), ("b", SIM, DISK)]
+    driver.drain()
+    assert states(task) == ["done"]
+    assert driver.machine.nodes[RAM].used == 4 * PAGE
+    driver.check()
+
+
+def test_sole_copies_that_fill_the_last_tier_are_all_kept() -> None:
+    """No memory has room and none lies below: the newcomer is refused with the numbers, and nothing that exists is sacrificed for it."""
+    driver = FakeDriver((4, 2), [("cpu", RAM, 1), ("sim", SIM, 1)])
+    kept = [*written(driver, "a", "b", kind="sim"), *written(driver, "c", "d", kind="cpu")]
+    refused = driver.submit((driver.handle(1, "e"), W))
+    driver.drain()
+    assert isinstance(refused.error, DoesNotFit)
+    assert "16,384 B are taken by data that has nowhere else to go" in str(refused.error)
+    assert all(handle.replicas and handle.lost is None for handle in kept)
+    driver.release(kept[0])
+    following = driver.submit((driver.handle(1, "f"), W))
+    driver.drain()
+    assert states(following) == ["done"]
+    driver.check()
+
+
+def test_tasks_admitted_ahead_shrink_to_what_fits() -> None:
+    """A device that takes three tasks ahead holds one while each of them fills its memory, and three again when they are small."""
+    driver = FakeDriver((60, 4), [("sim", SIM, 3)])
+    large = [driver.submit((driver.handle(4, f"large {at}"), W)) for at in range(9)]
+    worker = driver.machine.dispatch.crew[0]
+    for at in range(9):
+        assert states(large[at]) == ["running"]
+        assert worker.assigned == [large[at].task]
+        assert len(driver.machine.dispatch.blocked[SIM]) <= worker.depth
+        driver.finish(large[at])
+        while driver.copying:
+            driver.end(0)
+    small = [driver.submit((driver.handle(1, f"small {at}"), W)) for at in range(4)]
+    driver.end(0)
+    assert worker.assigned == [run.task for run in small[:3]]
+    driver.drain()
+    driver.check()
+
+
+def test_nothing_is_fetched_ahead_while_a_task_waits_for_memory() -> None:
+    """Free memory that a later task's data would fit belongs to the blocked task, which soon needs all of it."""
+    driver = FakeDriver((40, 90), [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=True)
+    (a,), (b, c) = written(driver, "a", pages=37), written(driver, "b", "c")
+    empty_ram(driver)
+    fetch(driver, a)
+    fetch(driver, b)
+    large = driver.handle(3, "large")
+    step = driver.record([[(a, R)], [(b, R), (large, W)], [(c, R), (large, R)]], {large: False})
+    step.replay()
+    first, second, third = driver.runs[-3:]
+    assert states(first, second, third) == ["running", "blocked", "waiting"]
+    assert not driver.routes
+    driver.finish(first)
+    assert states(second) == ["running"]
+    driver.drain()
+    driver.check()
+
+
+def test_a_task_never_falls_back_to_another_kind_of_worker() -> None:
+    """A busy device is waited for while a CPU worker idles; and a kind that nobody is of ends in an error with the story, not in another worker."""
+    driver = FakeDriver((8, 2), [("cpu", RAM, 1), ("sim", SIM, 1)])
+    first, second = (driver.submit((driver.handle(2, name), W), kinds=("sim",)) for name in "ab")
+    assert states(first, second) == ["running", "ready"]
+    driver.drain()
+    assert [run.task.worker for run in (first, second)] == [1, 1]
+    with pytest.raises(Stalled, match=r"workers are of kind cpu, sim"):
+        driver.submit((driver.handle(1, "c"), W), kinds=("cuda",))
+
+
+def test_what_the_program_writes_is_not_fetched_ahead() -> None:
+    """The next batch is being written in host memory while its planned reader on the device comes soon: it must not get the old or a torn one."""
+    driver = FakeDriver((60, 3), [("sim", SIM, 1)])
+    a, batch = written(driver, "a", "batch")
+    driver.submit((driver.handle(3, "large"), W))  # evictions have happened: data is fetched ahead from now on
+    step = driver.record([[(a, RW)], [(a, RW)], [(batch, R), (a, RW)]], {})
+    driver.drain()
+    driver.submit((a, RW))
+    driver.drain()
+    writer = driver.submit((batch, W), kinds=("host",))
+    step.replay()
+    assert states(writer, driver.runs[-3]) == ["running", "running"]
+    assert not driver.routes
+    driver.finish(writer)
+    assert driver.routes == [("batch", RAM, SIM)]
+    driver.drain()
+    driver.check()

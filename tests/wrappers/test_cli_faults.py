@@ -1,0 +1,142 @@
+"""Runs beyond memory whose disk fails, vanishes or is shared, that are interrupted, or whose budgets are the smallest: exit codes and checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cli_train import numbers, start, wait_for_step
+
+from scheduler.storage import DiskTier
+from wrappers.cli import main
+
+CONFIG = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+STEPS = 14
+FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=4 --minibatch=2 --lr=1e-3 --ncpu=2 --sample-tokens=0"
+TRAIN = ["train", *FLAGS.split(), f"--steps={STEPS}"]
+SMALL = ["--ram=192KiB", "--disk=tier"]
+"""A fifth of what a step needs."""
+
+
+def prepare(folder: Path) -> None:
+    """A model and random tokens."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of its own with what a run needs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
+    prepare(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float, float]]:
+    """Every line of the run where everything fits and nothing happens."""
+    folder = tmp_path_factory.mktemp("truth")
+    prepare(folder)
+    places = [f"--config-path={folder}/config.json", f"--dataset-path={folder}", f"--run-dir={folder}/a"]
+    assert main([*TRAIN, *places]) == 0
+    return numbers(folder / "a")
+
+
+def broken(honest: Callable[..., None], code: int) -> Callable[..., None]:
+    """Reads or writes of the tier that fail once the second step has been saved."""
+
+    def carry_out(tier: DiskTier, *arguments: Any) -> None:
+        if Path("a/checkpoints/step-000002").exists():
+            raise OSError(code, os.strerror(code))
+        honest(tier, *arguments)
+
+    return carry_out
+
+
+@pytest.mark.parametrize(("what", "code"), [("write", errno.ENOSPC), pytest.param("write", errno.EIO, marks=pytest.mark.long), ("read", errno.EIO)])
+def test_a_disk_that_fails(here, truth, capsys, monkeypatch, what, code):
+    """Exit 6, one sentence, the checkpoint before is whole, and its continuation ends as if nothing had happened."""
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, what, broken(getattr(DiskTier, what), code))
+        assert main([*TRAIN, *SMALL, "--save-every=2", "--run-dir=a"]) == 6
+    err = capsys.readouterr().err
+    assert f"disk tier in tier: {os.strerror(code)}" in err
+    assert "the last checkpoint is safe" in err
+    assert err.count("\n") == 1
+    assert os.readlink(here / "a" / "latest") == "checkpoints/step-000002"
+    assert main(["train", "--resume=a", "--ram=64MiB"]) == 0
+    assert numbers(here / "a") == truth
+
+
+def test_an_interrupt_while_memory_is_short(here, truth):
+    """Evictions and fetches are under way all the time: exit 130, nothing is left on the disk, the continuation gives the same bits."""
+    process = start(*TRAIN, *SMALL, "--run-dir=a")
+    wait_for_step(process, 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "continue with: nntask train --resume a" in out
+    assert not list((here / "tier").iterdir())
+    done = len(numbers(here / "a"))
+    assert 3 <= done < STEPS
+    assert main(["train", "--resume=a", "--ram=64MiB"]) == 0
+    assert numbers(here / "a") == truth
+
+
+def test_runs_share_a_directory_that_vanishes(here, truth):
+    """Two at once have one --disk directory, which is removed in the middle: neither notices."""
+    processes = [start(*TRAIN[:-1], "--steps=6", *SMALL, f"--run-dir={name}") for name in "ab"]
+    for process in processes:
+        wait_for_step(process, 2)
+    (here / "tier").rmdir()
+    for process, name in zip(processes, "ab", strict=True):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert numbers(here / name) == truth[:6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "short"),
+    [
+        ("--ram={ram}B", "ram"),
+        ("--ram={ram}B --disk=tier:{disk}B", "ram"),
+        ("--ram={ram}B --disk=tier:{disk}B", "disk"),
+        ("--ncpu=0 --sim-gpu=1 --gpu-memory={sim:0}B --ram={ram}B", "sim:0"),
+    ],
+)
+def test_what_plan_calls_the_minimum_trains_and_a_page_less_is_refused(here, truth, capsys, flags, short):
+    """Exit 3 and the number, before a run directory is made; at the number two steps end with the right losses."""
+    roomy = dict.fromkeys(("ram", "disk", "sim:0"), 1 << 30)
+    common = [*TRAIN[:-1], "--order=submission"]
+
+    def given(budgets: dict[str, int]) -> list[str]:
+        text = flags
+        for name, budget in budgets.items():
+            text = text.replace("{" + name + "}", str(budget))
+        return [*common, *text.split()]
+
+    assert main(["plan", *given(roomy)[1:], "--json"]) == 0
+    minimum = json.loads(capsys.readouterr().out)["minimum_budget_bytes"]
+    budgets = {**roomy, **minimum}
+    assert main([*given({**budgets, short: minimum[short] - 4096}), "--steps=6", "--run-dir=b"]) == 3
+    assert f"{minimum[short]:,}" in capsys.readouterr().err
+    assert not (here / "b").exists()
+    assert main([*given(budgets), "--steps=2", "--run-dir=a"]) == 0
+    assert numbers(here / "a") == truth[:2]
+
+
+def test_a_budget_above_what_the_process_may_use(here, capsys):
+    """Exit 3 and the number, before anything is built."""
+    assert main([*TRAIN, "--ram=900TiB", "--run-dir=a"]) == 3
+    err = capsys.readouterr().err
+    assert "B of memory that this process may use" in err
+    assert "--ram 900TiB" in err
+    assert not (here / "a").exists()

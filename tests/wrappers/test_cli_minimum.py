@@ -1,0 +1,85 @@
+"""The minimum budgets that ``nntask plan`` prints are enough for steps, validation, sampling and checkpoints; a page less is refused at once.
+
+Fifty steps each: ``NNTASK_MINIMUM_STEPS=50 pytest tests/wrappers/test_cli_minimum.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from wrappers.cli import main
+
+MODEL = {"vocab_size": 257, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+STEPS = int(os.environ.get("NNTASK_MINIMUM_STEPS", "8"))
+FLAGS = ["--config-path=model.json", "--batch=2", "--minibatch=1", "--vocab-tile=64", "--inner-tile=64"]
+RUN = ["--dataset=text", "--dataset-path=text", "--tokenizer=bytes", f"--steps={STEPS}", "--eval-every=3", "--eval-batches=1", "--save-every=4"]
+PAGE = 4096
+MACHINES = {
+    "RAM alone": ("--ncpu=2", "--ram={ram}"),
+    "RAM and disk": ("--ncpu=2", "--ram={ram}", "--disk=scratch:{disk}"),
+    "two devices and RAM": ("--ncpu=0", "--sim-gpu=2", "--gpu-memory={sim:0}", "--ram={ram}"),
+    "a device, a worker, RAM and disk": ("--ncpu=1", "--sim-gpu=1", "--gpu-memory={sim:0}", "--ram={ram}", "--disk=scratch:{disk}"),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of its own with a model and some text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "text").mkdir()
+    chance = random.Random(0)
+    for at in range(20):
+        (tmp_path / "text" / f"{at}.txt").write_text("".join(f"{chance.randrange(10**6)} is a number\n" for _ in range(50)))
+    return tmp_path
+
+
+def flags_of(machine: str, budgets: dict[str, int]) -> list[str]:
+    """The machine's flags with these budgets."""
+    found = []
+    for flag in MACHINES[machine]:
+        for name, nbytes in budgets.items():
+            flag = flag.replace(f"{{{name}}}", str(nbytes))
+        found.append(flag)
+    return found
+
+
+def minimum(machine: str, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    """What the plan says the machine must have."""
+    assert main(["plan", *FLAGS, *flags_of(machine, {"ram": 1 << 30, "disk": 1 << 30, "sim:0": 1 << 26}), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["minimum_budget_bytes"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("machine", list(MACHINES))
+def test_steps_within_the_minimum(here: Path, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything around the steps too, and the losses are those of a machine with plenty."""
+    budgets = minimum(machine, capsys)
+    assert main(["train", *FLAGS, *RUN, *flags_of(machine, budgets), "--sample-tokens=8", "--run-dir=tight"]) == 0
+    assert main(["train", *FLAGS, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=8", "--run-dir=plenty"]) == 0
+    tight, plenty = ([json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("tight", "plenty"))
+    assert tight == plenty
+    assert len(tight) == STEPS
+
+
+@pytest.mark.parametrize("machine", list(MACHINES))
+def test_a_page_less_is_refused_at_once(here: Path, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 3 with the number, before anything is written."""
+    budgets = minimum(machine, capsys)
+    last = "disk" if "disk" in budgets else "ram"
+    tasks_run_in = "sim:0" if "sim:0" in budgets else "ram"
+    for name in {last, tasks_run_in}:
+        if machine == "a device, a worker, RAM and disk" and name == tasks_run_in:
+            continue  # the hungriest task may go to RAM
+        assert main(["train", *FLAGS, *RUN, *flags_of(machine, {**budgets, name: budgets[name] - PAGE}), "--run-dir=a"]) == 3
+        err = capsys.readouterr().err
+        assert f"{budgets[name]:,} B" in err
+        assert "it would fit with" in err
+        assert not Path("a").exists()
