@@ -71,10 +71,10 @@ def plan_order(plan: StepPlan, order: str, *, memory: int, last: int, computes_o
     found = {name: _permuted(plan, positions, parts, num_devices) for name, positions in candidates(plan).items()}
     if order != AUTO and order not in found:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
-    forecasts = {name: forecast(each, memory) for name, each in found.items() if name in (order, SUBMISSION) or order == AUTO}
+    considered = [name for name in found if _is_side_by_side(name, num_devices)] if parts else list(found)
+    forecasts = {name: forecast(found[name], memory) for name in {SUBMISSION: None, **dict.fromkeys(considered if order == AUTO else [order])}}
     if order == AUTO:
-        side_by_side = [name for name in found if parts and _is_side_by_side(name, num_devices)]
-        least = {name: last_tier_bytes(found[name], computes=computes_on_last) for name in side_by_side or forecasts}
+        least = {name: last_tier_bytes(found[name], computes=computes_on_last) for name in considered}
         fitting = [name for name, nbytes in least.items() if nbytes <= last] or [min(least, key=least.__getitem__)]
         order = min(fitting, key=lambda name: forecasts[name].total)
     return PlannedOrder(order, found[order], forecasts)

@@ -59,7 +59,13 @@ class Horizon:
 
 
 class EvictionPolicy(Protocol):
-    """The interface of an eviction policy."""
+    """The interface of an eviction policy.
+
+    Attributes:
+        tolerance: a replica of the size that is needed may cost so many times more than the best one.
+    """
+
+    tolerance: float
 
     def key(self, replica: Replica) -> float:
         """The larger, the sooner it goes, among clean and among dirty replicas; stays the same until the replica is used again."""
@@ -73,6 +79,8 @@ class NextUse:
 
     Data that will be overwritten unread costs nothing. This is Belady's furthest next use, weighted by cost as in the GreedyDual family.
     """
+
+    tolerance = 2.0
 
     def __init__(self, horizon: Horizon) -> None:
         self.horizon = horizon
@@ -94,6 +102,8 @@ class NextUse:
 class LeastRecentlyUsed:
     """What was used longest ago."""
 
+    tolerance = 1.0
+
     def __init__(self, horizon: Horizon) -> None:
         pass
 
@@ -108,6 +118,8 @@ class LeastRecentlyUsed:
 
 class FirstInFirstOut:
     """What has been there longest."""
+
+    tolerance = 1.0
 
     def __init__(self, horizon: Horizon) -> None:
         pass

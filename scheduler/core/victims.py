@@ -5,13 +5,15 @@ nothing) and dirty (they must be written back first). A plan lets candidates go 
 with the free memory around them until a hole is large enough; only those inside the hole are victims. Entries of the heaps go stale when a
 replica is used, moved or dropped; a stale entry is thrown away, or entered anew, when it comes up.
 
-Candidates much smaller than the hole that is looked for do not decide where it lies: where one stands between two that go, it goes with them.
+A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
+in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
+between two that go, it goes with them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Final
 
@@ -26,8 +28,14 @@ SMALL: Final = 64
 TRIED: Final = 200
 """Candidates looked at, at most, for a hole that nobody waits for."""
 
-Entry = tuple[float, int, int, Replica]
-"""(-key, event of the entry, offset, replica): sorts like the key; the rest breaks ties without comparing replicas."""
+Entry = tuple[float, int, Replica]
+"""(-key, number of the offer, replica): sorts like the key; the number breaks ties, and says whether the entry still holds."""
+
+Heaps = tuple[list[Entry], list[Entry]]
+"""Clean and dirty candidates."""
+
+Drawn = list[tuple[list[Entry], Entry]]
+"""Entries taken out of heaps for a while."""
 
 
 class Shelf:
@@ -47,9 +55,11 @@ class Shelf:
         self.policy = policy
         self.starts: dict[int, Replica] = {}
         self.ends: dict[int, Replica] = {}
-        self._heaps: tuple[list[Entry], list[Entry]] = ([], [])
         self.keep_dirty = False
-        self._num_entries = 0
+        self._heaps: Heaps = ([], [])
+        self._by_size: dict[int, Heaps] = {}
+        self._offers: dict[Replica, int] = {}  # the entries that hold
+        self._num_offers = 0
 
     def enter(self, replica: Replica) -> None:
         """A replica has settled on the node."""
@@ -60,6 +70,7 @@ class Shelf:
         """A replica was dropped."""
         del self.starts[replica.offset]
         del self.ends[replica.offset + replica.handle.size]
+        self._offers.pop(replica, None)
 
     def move(self, replicas: Sequence[Replica]) -> None:
         """All replicas lie elsewhere now."""
@@ -69,107 +80,139 @@ class Shelf:
     def offer(self, replica: Replica) -> None:
         """Nothing but copies uses the replica any more: it is a candidate."""
         dirty = is_dirty(replica)
-        self._num_entries += 1
-        heapq.heappush(self._heaps[dirty], (-self.policy.key(replica), self._num_entries, replica.offset, replica))
-        if len(self._heaps[dirty]) > 4 * len(self.starts) + 64:
-            self._sweep(dirty)
+        self._num_offers += 1
+        self._offers[replica] = self._num_offers
+        entry = (-self.policy.key(replica), self._num_offers, replica)
+        size = replica.handle.size
+        if size not in self._by_size:
+            self._by_size[size] = ([], [])
+        for heap in (self._heaps[dirty], self._by_size[size][dirty]):
+            heapq.heappush(heap, entry)
+            if len(heap) > 4 * len(self.starts) + 64:
+                heap[:] = [each for each in heap if self._offers.get(each[2]) == each[1]]
+                heapq.heapify(heap)
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
-        drawn: list[tuple[int, Entry]] = []
-        found = _Paper(self, self.node.extents.all_free()).place(sizes, self._all(drawn))
+        drawn: Drawn = []
+        found = _Paper(self).place(sizes, self._all(self._heaps, drawn), lambda size: self._twin(size, drawn))
         self._put_back(drawn)
         return found
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
-        drawn: list[tuple[int, Entry]] = []
-        found = _Paper(self, self.node.extents.all_free(), later_than).place(sizes, self._clean(drawn, later_than))
+        drawn: Drawn = []
+        candidates = self._clean(self._heaps[0], drawn, later_than)
+        found = _Paper(self, later_than).place(sizes, candidates, lambda size: self._clean_twin(size, drawn, later_than))
         self._put_back(drawn)
         return found
 
     def dirty(self, limit: int) -> list[Replica]:
         """The first dirty candidates, at most `limit`, that no copy uses yet."""
-        drawn: list[tuple[int, Entry]] = []
-        while len(drawn) < limit and self._top(1) is not None:
-            drawn.append((1, heapq.heappop(self._heaps[1])))
+        drawn: Drawn = []
+        heap = self._heaps[1]
+        while len(drawn) < limit and self._top(heap, 1) is not None:
+            drawn.append((heap, heapq.heappop(heap)))
         self._put_back(drawn)
-        return [entry[3] for _, entry in drawn]
+        return [entry[2] for _, entry in drawn]
 
-    def _all(self, drawn: list[tuple[int, Entry]]) -> Iterator[Replica]:
+    def _twin(self, size: int, drawn: Drawn) -> Replica | None:
+        """The first candidate of exactly that size, if it costs hardly more than the first of all; its entry is taken out of its heap."""
+        heaps = self._by_size.get(size)
+        if heaps is None:
+            return None
+        (price, which), (least, _) = self._first(heaps), self._first(self._heaps)
+        if price == inf or price > self.policy.tolerance * least:
+            return None
+        drawn.append((heaps[which], heapq.heappop(heaps[which])))
+        return drawn[-1][1][2]
+
+    def _clean_twin(self, size: int, drawn: Drawn, later_than: float) -> Replica | None:
+        """The same of those that `plan_droppable` may take."""
+        heaps = self._by_size.get(size)
+        return None if heaps is None else next(self._clean(heaps[0], drawn, later_than), None)
+
+    def _first(self, heaps: Heaps) -> tuple[float, int]:
+        """Price of the first candidate, infinite if there is none, and which heap it is in."""
+        prices = [
+            self.policy.price(-heap[0][0], dirty=bool(which)) if not (which and self.keep_dirty) and self._top(heap, which) is not None else inf
+            for which, heap in enumerate(heaps)
+        ]
+        return (prices[0], 0) if prices[0] <= prices[1] else (prices[1], 1)
+
+    def _all(self, heaps: Heaps, drawn: Drawn) -> Iterator[Replica]:
         """Candidates in the order in which they should go; their entries are taken out of the heaps and noted in `drawn`."""
         price = self.policy.price
-        tops = [self._top(0), None if self.keep_dirty else self._top(1)]
-        prices = [price(-heap[0][0], dirty=bool(which)) if tops[which] is not None else inf for which, heap in enumerate(self._heaps)]
+        tops = [self._top(heaps[0], 0), None if self.keep_dirty else self._top(heaps[1], 1)]
+        prices = [price(-heap[0][0], dirty=bool(which)) if tops[which] is not None else inf for which, heap in enumerate(heaps)]
         while True:
             which = 0 if prices[0] <= prices[1] else 1
             replica = tops[which]
             if replica is None:
                 return
-            heap = self._heaps[which]
-            drawn.append((which, heapq.heappop(heap)))
+            heap = heaps[which]
+            drawn.append((heap, heapq.heappop(heap)))
             yield replica
-            tops[which] = self._top(which)
+            tops[which] = self._top(heap, which)
             prices[which] = price(-heap[0][0], dirty=bool(which)) if tops[which] is not None else inf
 
-    def _clean(self, drawn: list[tuple[int, Entry]], later_than: float) -> Iterator[Replica]:
-        heap = self._heaps[0]
-        while len(drawn) < TRIED and (replica := self._top(0)) is not None and -heap[0][0] > later_than:
-            drawn.append((0, heapq.heappop(heap)))
+    def _clean(self, heap: list[Entry], drawn: Drawn, later_than: float) -> Iterator[Replica]:
+        for _ in range(TRIED):
+            replica = self._top(heap, 0)
+            if replica is None or -heap[0][0] <= later_than:
+                return
+            drawn.append((heap, heapq.heappop(heap)))
             if not replica.pins:
                 yield replica
 
-    def _top(self, which: int) -> Replica | None:
+    def _top(self, heap: list[Entry], dirty: int) -> Replica | None:
         """The first candidate of a heap whose entry holds; stale ones before it are thrown away or corrected."""
-        heap = self._heaps[which]
         while heap:
-            key, _, offset, replica = heap[0]
-            if self.starts.get(offset) is not replica or not is_unused(replica):
+            key, number, replica = heap[0]
+            if self._offers.get(replica) != number or not is_unused(replica):
                 heapq.heappop(heap)
-            elif is_dirty(replica) != which or -self.policy.key(replica) != key:
+            elif is_dirty(replica) != dirty or -self.policy.key(replica) != key:
                 heapq.heappop(heap)
                 self.offer(replica)
-                heap = self._heaps[which]
             else:
                 return replica
         return None
 
-    def _put_back(self, drawn: Sequence[tuple[int, Entry]]) -> None:
-        for which, entry in drawn:
-            heapq.heappush(self._heaps[which], entry)
-
-    def _sweep(self, which: int) -> None:
-        """Throw away stale and doubled entries."""
-        latest: dict[Replica, Entry] = {}
-        for entry in self._heaps[which]:
-            replica = entry[3]
-            if self.starts.get(entry[2]) is replica and is_unused(replica) and (replica not in latest or latest[replica][1] < entry[1]):
-                latest[replica] = entry
-        self._heaps[which][:] = latest.values()
-        heapq.heapify(self._heaps[which])
+    @staticmethod
+    def _put_back(drawn: Drawn) -> None:
+        for heap, entry in drawn:
+            heapq.heappush(heap, entry)
 
 
 class _Paper:
     """Free memory on paper: runs of free extents and of candidates that were let go."""
 
-    def __init__(self, shelf: Shelf, free: Sequence[tuple[int, int]], later_than: float | None = None) -> None:
+    def __init__(self, shelf: Shelf, later_than: float | None = None) -> None:
         self.shelf = shelf
         self.later_than = later_than
         self.runs: dict[int, int] = {}  # start -> end
         self.ends: dict[int, int] = {}  # end -> start
         self.gone: dict[int, Replica] = {}  # let go, by offset
-        for offset, size in free:
+        for offset, size in shelf.node.extents.all_free():
             self._add(offset, offset + size)
 
-    def place(self, sizes: Sequence[int], candidates: Iterator[Replica]) -> tuple[list[int], list[Replica]] | None:
-        """Let candidates go until every size has its place."""
+    def place(
+        self, sizes: Sequence[int], candidates: Iterator[Replica], twin: Callable[[int], Replica | None]
+    ) -> tuple[list[int], list[Replica]] | None:
+        """Let candidates go until every size has its place.
+
+        Args:
+            candidates: in the order in which they should go.
+            twin: one of a size that should go before them, if any.
+        """
         offsets: list[int] = []
         victims: dict[Replica, None] = {}
         for size in sizes:
             run = min(((end - start, start) for start, end in self.runs.items() if end - start >= size), default=None)
             start = None if run is None else run[1]
+            like = twin(size) if start is None else None
             while start is None:
-                replica = next(candidates, None)
+                replica, like = (next(candidates, None) if like is None else like), None
                 if replica is None:
                     return None
                 if replica.offset in self.gone:

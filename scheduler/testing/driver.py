@@ -139,12 +139,13 @@ class FakeDriver:
         kinds: tuple[WorkerKind, ...] = CPU,
         *,
         num_urgent: int = 0,
+        parts: Sequence[int] = (),
     ) -> FakeStep:
-        """Capture tasks over handles; `owned` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs."""
+        """Capture tasks over handles; `owned` and `parts` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs."""
         recorded = [
             RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, int(at < num_urgent)) for at, accesses in enumerate(tasks)
         ]
-        return FakeStep(self, StepPlan(recorded, owned, window=self.window))
+        return FakeStep(self, StepPlan(recorded, owned, window=self.window, parts=parts))
 
     def start(self, replay: Replay, number: int) -> None:
         """Begin a replay."""

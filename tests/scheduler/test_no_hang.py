@@ -136,7 +136,8 @@ def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, evicti
         drawn.begin(sizes, num_inputs)
         for add in adds:
             drawn.add(*add)
-        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs))
+        parts = [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
+        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts)
 
     plan = draw([1] * num_nodes)[2].plan
     busy = {node for _, node in workers}

@@ -1,0 +1,116 @@
+"""Parts of a step: minibatches spread over devices, side by side where memory is short, their tasks at home, their activations never moved."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from scheduler.core.events import CopyTile, RunTask
+from scheduler.core.memory import PAGE
+from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId
+from scheduler.core.steps import RecordedTask, StepPlan
+from scheduler.drivers.virtual import VirtualDriver, simulate
+from scheduler.ordering import AUTO, plan_order
+
+LAYERS = 4
+
+
+def training_step(minibatches: int) -> StepPlan:
+    """Forward, backward and update of a chain of layers, one minibatch after the other."""
+    tasks: list[RecordedTask] = []
+    owned: dict[HandleRecord, bool] = {}
+    numbers = itertools.count()
+
+    def tile(name: str, pages: int, kind: Kind = "temporary") -> HandleRecord:
+        handle = HandleRecord(HandleId(next(numbers)), pages * PAGE, pages * PAGE, None, name, kind, "activations")
+        if kind == "temporary":
+            owned[handle] = False
+        return handle
+
+    def task(name: str, *accesses: tuple[HandleRecord, Mode]) -> None:
+        tasks.append(RecordedTask(None, name, ("sim",), accesses, {}, 0))
+
+    weights = [tile(f"w{at}", 8, "persistent") for at in range(LAYERS)]
+    moments = [tile(f"m{at}", 8, "persistent") for at in range(LAYERS)]
+    gradients = [tile(f"d w{at}", 8) for at in range(LAYERS)]
+    for minibatch in range(minibatches):
+        data, copy = tile("input", 2, "input"), tile("copy", 2)
+        task("copy input", (data, "R"), (copy, "W"))
+        x = [copy]
+        for weight in weights:
+            x.append(tile("x", 2))
+            task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
+        dx = tile("dx", 2)
+        task("loss", (x[-1], "R"), (dx, "W"))
+        for at in reversed(range(LAYERS)):
+            task("gradient", (x[at], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
+            before, dx = dx, tile("dx", 2)
+            task("backward", (before, "R"), (weights[at], "R"), (dx, "W"))
+    for at, weight in enumerate(weights):
+        task("update", (gradients[at], "R"), (moments[at], "RW"), (weight, "RW"))
+    return StepPlan(tasks, owned)
+
+
+@pytest.mark.parametrize(("minibatches", "devices", "expected"), [(4, 2, {0, 1}), (4, 4, {0, 1, 2, 3}), (4, 3, set()), (1, 2, set()), (2, 4, set())])
+def test_minibatches_take_turns(minibatches: int, devices: int, expected: set[int]) -> None:
+    """Every D-th minibatch belongs to one device; no parts where that leaves some with fewer, or without any."""
+    plan = training_step(minibatches)
+    order = plan_order(plan, AUTO, memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=devices)
+    assert set(order.plan.parts) - {-1} == expected
+    if expected:
+        sizes = Counter(part for part in order.plan.parts if part >= 0)
+        assert len(set(sizes.values())) == 1
+        names = {task.name for task, part in zip(order.plan.tasks, order.plan.parts, strict=True) if part < 0}
+        assert names == {"copy input", "update"}
+
+
+@pytest.mark.parametrize("memory", [1 << 40, 40 * PAGE])
+@pytest.mark.parametrize("policy", ["dmdas", "reuse"])
+def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch, memory: int, policy: str) -> None:
+    """Both with room for everything and under pressure, when the minibatches of both devices pass side by side."""
+    order = plan_order(training_step(4), AUTO, memory=2 * memory, last=1 << 40, computes_on_last=False, num_devices=2)
+    assert order.name == "submission" if memory == 1 << 40 else order.name.startswith("layers")
+    ran: list[tuple[NodeId, int]] = []
+    moved: Counter[str] = Counter()
+    begin_task, begin_copy = VirtualDriver._begin_task, VirtualDriver._begin_copy
+
+    def watch_task(driver: VirtualDriver, task: object) -> None:
+        action = RunTask(task.worker, task)  # type: ignore[attr-defined, arg-type]
+        if action.task.part >= 0:
+            ran.append((action.task.node, action.task.part))
+        begin_task(driver, action.task)
+
+    def watch_copy(driver: VirtualDriver, copy: CopyTile) -> None:
+        if copy.source.node and copy.target.node:
+            moved[copy.source.handle.name.split()[0].rstrip("0123456789")] += 1
+        begin_copy(driver, copy)
+
+    monkeypatch.setattr(VirtualDriver, "_begin_task", watch_task)
+    monkeypatch.setattr(VirtualDriver, "_begin_copy", watch_copy)
+    simulate(
+        order.plan,
+        workers=[("sim", 1, 3), ("sim", 2, 3)],
+        nodes=[("ram", 1 << 40), ("sim:0", memory), ("sim:1", memory)],
+        policy=policy,
+        duration=lambda task, kind: 1.0,
+        transfer=lambda source, target, nbytes: nbytes / PAGE / 100,
+    )
+    assert ran
+    assert all(node == part + 1 for node, part in ran)
+    assert set(moved) <= {"w", "m", "d", "copy"}
+
+
+def test_side_by_side_both_devices_work_under_pressure() -> None:
+    """In submission order a window lets one minibatch through at a time; side by side both devices are busy most of the time."""
+    order = plan_order(training_step(8), AUTO, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    found = simulate(
+        order.plan,
+        workers=[("sim", 1, 3), ("sim", 2, 3)],
+        nodes=[("ram", 1 << 40), ("sim:0", 40 * PAGE), ("sim:1", 40 * PAGE)],
+        policy="reuse",
+        duration=lambda task, kind: 1.0,
+        transfer=lambda source, target, nbytes: nbytes / PAGE / 100,
+    )
+    assert sum(found.busy_seconds) / (2 * found.seconds) > 0.9
