@@ -89,15 +89,16 @@ def compare(what: str, unit: str, ours: float, peer: str, theirs: float, *, bett
 
     Args:
         what: what was measured.
-        better: "more" or "less".
-        bar: the promise, "ratio >= 1.0", "ratio <= 0.7" or "ours <= 50"; empty where nothing was promised.
+        better: "more", "less" or "equal".
+        bar: the promise, "ratio >= 1.0", "ratio <= 0.7", "ratio in 0.9..1.1" or "ours <= 50"; empty where nothing was promised.
     """
-    ratio = ours / theirs
+    ratio = ours / theirs if theirs or ours else 1.0
     row: dict[str, Any] = {"what": what, "unit": unit, "ours": ours, "peer": peer, "theirs": theirs, "ratio": round(ratio, 4), "better": better}
     if bar:
         word, relation, limit = bar.split()
         value = {"ratio": ratio, "ours": ours}[word]
-        row |= {"bar": bar, "met": value >= float(limit) if relation == ">=" else value <= float(limit)}
+        low, _, high = limit.partition("..") if relation == "in" else ("-inf", "", limit) if relation == "<=" else (limit, "", "inf")
+        row |= {"bar": bar, "met": float(low) <= value <= float(high)}
     return row
 
 

@@ -46,7 +46,7 @@ def render(results: Sequence[dict[str, Any]]) -> str:
 def _row(row: dict[str, Any]) -> str:
     ahead = row["ratio"] > 1 if row["better"] == "more" else row["ratio"] < 1
     bar = f"{row['bar'].replace('>=', '≥').replace('<=', '≤')}: {'met' if row['met'] else '**not met**'}" if "bar" in row else ""
-    ratio = f"{row['ratio']:.2f} ({'ahead' if ahead else '**behind**'})"
+    ratio = f"{row['ratio']:.2f}" + ("" if row["better"] == "equal" else " (ahead)" if ahead else " (**behind**)")
     return f"| {row['what']} | {_amount(row['ours'], row['unit'])} | {row['peer']}: {_amount(row['theirs'], row['unit'])} | {ratio} | {bar} |"
 
 

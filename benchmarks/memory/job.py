@@ -27,6 +27,7 @@ from nntask.data import Batch
 from nntask.models.config import PRESETS
 from nntask.trainer.gpt2 import Gpt2Engine
 from nntask.trainer.machine import open_runtime
+from nntask.trainer.planning import plan_run
 from nntask.trainer.prepare import with_tiles
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
@@ -106,7 +107,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             laps.append({"seconds": seconds, "moved_bytes": moved, "busy_seconds": busy, "evictions": after["evictions"] - before["evictions"]})
         stats = runtime.stats()
     resident = watch.stop()
+    predicted = {"plan": plan_run(settings, config, reach=False)} if args.predict else {}
     return {
+        **predicted,
         "losses": losses,
         "order": order.name,
         "needed_bytes": order.plan.needed_bytes(),
@@ -137,6 +140,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--evict", default="next-use")
     found.add_argument("--order", default="auto")
     found.add_argument("--no-prefetch", action="store_true")
+    found.add_argument("--predict", action="store_true", help="add what nntask plan says, with the rates that this run has measured")
     return found
 
 

@@ -46,6 +46,8 @@ class SchedSettings:
     """byte budget of RAM (default: boundless)"""
     policies: str = ""
     """which, with commas (default: all)"""
+    evict: str = "next-use"
+    """eviction policy"""
     order: str = "auto"
     """in which order the step executes when memory is short"""
 
@@ -58,6 +60,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
         DataError: the config cannot be read.
     """
     from nntask.errors import UsageError
+    from scheduler.core.eviction import EVICTION_POLICIES
     from scheduler.core.policies import POLICIES
 
     try:
@@ -69,6 +72,8 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
     policies = settings.policies.split(",") if settings.policies else list(POLICIES)
     if set(policies) - set(POLICIES):
         raise UsageError(f"--policies must be some of {', '.join(POLICIES)}, got {settings.policies!r}; for example --policies dmdas,reuse")
+    if settings.evict not in EVICTION_POLICIES:
+        raise UsageError(f"--evict must be one of {', '.join(EVICTION_POLICIES)}, got {settings.evict!r}; for example --evict lru")
     machines = [_machine(settings, count, policies) for count in counts]
     figures = {"model": settings.config_path or settings.model, "device": settings.device, "link": settings.link, "machines": machines}
     return figures, list(_lines(figures))
@@ -115,6 +120,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
                     policy=policy,
                     duration=known.of,
                     transfer=target.models.transfer_seconds,
+                    eviction=settings.evict,
                 )
                 row |= {"seconds": found.seconds, "moved_bytes": sum(found.moved_bytes.values()), "over_bound": found.seconds / max(bounds.values())}
             except SchedulerError as error:

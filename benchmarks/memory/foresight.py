@@ -1,0 +1,176 @@
+"""What is foreseen: plans beside what the run then measured, transfers behind computation, policies on imaginary machines.
+
+    python benchmarks/memory/foresight.py --suite plan         # {gpt2, gpt2-medium} x {unlimited, RAM at 1/3 + disk, two devices at 1/3}
+    python benchmarks/memory/foresight.py --suite overlap      # a simulated device whose transfers alone take 60 % of the computation
+    python benchmarks/memory/foresight.py --suite policies     # GPT-2 XL and a 50B GPT on 8 imaginary devices, in virtual time
+    python benchmarks/memory/foresight.py --suite bytes        # the standard job beside the linear-programming bound, in virtual time
+
+Each writes benchmarks/results/foresight_SUITE.json. A plan is made right after the run that it is compared with, from the rates this run measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
+from claims import Result, job, moved
+
+JOBS: Final = {"gpt2": ["--batch=4"], "gpt2-medium": ["--model=gpt2-medium", "--batch=2"]}
+SHARE: Final = 0.6
+"""Of the computation that the busier direction of the link takes."""
+MODELS: Final = {
+    "gpt2-xl": None,
+    "50B": {"vocab_size": 50257, "n_positions": 2048, "n_embd": 8192, "n_layer": 62, "n_head": 64},
+}
+
+
+def plan(args: argparse.Namespace, disk: str) -> dict[str, Any]:
+    """Peak, bytes and seconds of plans over those of the runs."""
+    rows, cases = [], {}
+    for model, flags in JOBS.items():
+        needed = job([*flags, "--steps=1"], None)["needed_bytes"]
+        third = needed // 3
+        machines: dict[str, tuple[list[str], bool]] = {
+            "unlimited": ([], False),
+            "RAM at 1/3 + disk": ([f"--ram={third}B"], True),
+            "two devices at 1/3": (["--ncpu=0", "--sim-gpu=2", f"--gpu-memory={third}B"], False),
+        }
+        for machine, (more, below) in machines.items():
+            result = job([*flags, *more, f"--steps={args.steps + 1}", "--predict"], disk if below else None)
+            foreseen, name = result["plan"], f"{model}, {machine}"
+            seconds = statistics.median(lap["seconds"] for lap in result["laps"][1:])
+            nbytes, peak = moved(result), max(result["peak_bytes"][node] for node in foreseen["peak_bytes"] if node != "disk")
+            foreseen_bytes = sum(foreseen["moved_bytes_per_step"].values())
+            foreseen_peak = max(size for node, size in foreseen["peak_bytes"].items() if node != "disk")
+            rows.append(_ratio(f"{name}: peak", "GB", foreseen_peak / 1e9, peak / 1e9, "ratio in 1.0..1.1"))
+            rows.append(_ratio(f"{name}: bytes moved", "GB", foreseen_bytes / 1e9, nbytes / 1e9, "ratio in 0.9..1.1"))
+            rows.append(_ratio(f"{name}: seconds", "s", foreseen["seconds_per_step"], seconds, "ratio in 0.75..1.25"))
+            cases[name] = result
+            for row in rows[-3:]:
+                print(row, file=sys.stderr, flush=True)
+    return {"comparisons": rows, "cases": cases}
+
+
+def _ratio(what: str, unit: str, foreseen: float, measured: float, bar: str) -> dict[str, Any]:
+    return common.compare(what, unit, foreseen, "measured", measured, better="equal", bar=bar)
+
+
+def overlap(args: argparse.Namespace, disk: str) -> dict[str, Any]:
+    """A device with a quarter of what the step needs, on a link that transfers alone keep busy for a part of the computation."""
+    alone_flags = ["--batch=4", "--ncpu=0", "--sim-gpu=1", f"--steps={args.steps + 1}"]
+    first = job([*alone_flags, "--steps=2"], None)
+    tight = [*alone_flags, f"--gpu-memory={first['needed_bytes'] // 4}B"]
+    busier = max(job([*tight, "--steps=2"], None)["laps"][-1]["moved_bytes"].values())
+    rounds: dict[str, list[Result]] = {"alone": [], "overlapped": []}
+    bandwidth = 0
+    for _ in range(args.rounds):
+        rounds["alone"].append(job(alone_flags, None))
+        compute = statistics.median(_seconds(one) for one in rounds["alone"])
+        bandwidth = bandwidth or round(busier / (SHARE * compute))
+        rounds["overlapped"].append(job([*tight, f"--sim-bandwidth={bandwidth}B"], None))
+        print({name: [round(_seconds(one), 2) for one in found] for name, found in rounds.items()}, file=sys.stderr, flush=True)
+    seconds = {name: statistics.median(_seconds(one) for one in found) for name, found in rounds.items()}
+    transfers = statistics.median(max(one["laps"][-1]["moved_bytes"].values()) for one in rounds["overlapped"]) / bandwidth
+    row = common.compare(
+        f"simulated device at 1/4 of needed, transfers alone {transfers / seconds['alone']:.0%} of the computation",
+        "s a step",
+        seconds["overlapped"],
+        "everything fits",
+        seconds["alone"],
+        better="less",
+        bar="ratio <= 1.15",
+    )
+    equal = len({tuple(one["losses"]) for found in rounds.values() for one in found}) == 1
+    return {"bandwidth": bandwidth, "transfer_seconds": transfers, "losses_equal": equal, "comparisons": [row], "rounds": rounds}
+
+
+def _seconds(result: Result) -> float:
+    return min(lap["seconds"] for lap in result["laps"][1:])
+
+
+def policies(args: argparse.Namespace, disk: str) -> dict[str, Any]:
+    """Makespan over the largest lower bound with room for all, and bytes within a quarter."""
+    rows, cases = [], {}
+    for model, config in MODELS.items():
+        flags = [f"--model={model}"]
+        if config is not None:
+            file = Path(disk) / f"{model}.json"
+            file.write_text(json.dumps(config))
+            flags = [f"--config-path={file}"]
+        machine = _sched([*flags, "--policies=dmdas,reuse"])
+        auto = next(row for row in machine["policies"] if row["policy"] == machine["auto"])
+        bound = max(machine["bounds_seconds"].values())
+        rows.append(
+            common.compare(f"{model}, 8 x 80 GiB, auto", "s a step", auto["seconds"], "lower bound", bound, better="less", bar="ratio <= 1.15")
+        )
+        quarter = f"--device={machine['needed_bytes'] // 4 // 8}B@150TF"
+        ours = _sched([*flags, quarter, "--policies=reuse"])
+        theirs = _sched([*flags, quarter, "--policies=eager", "--evict=lru", "--order=submission"])
+        terabytes = [each["policies"][0]["moved_bytes"] / 1e12 for each in (ours, theirs)]
+        what = f"{model}, 8 devices with 1/4 of needed, reuse"
+        rows.append(common.compare(what, "TB a step", terabytes[0], "eager + lru", terabytes[1], better="less", bar="ratio <= 0.5"))
+        cases[model] = {"roomy": machine, "quarter": ours, "quarter, eager + lru": theirs}
+        print(rows[-2:], file=sys.stderr, flush=True)
+    return {"comparisons": rows, "cases": cases}
+
+
+def _sched(flags: list[str]) -> dict[str, Any]:
+    machine: dict[str, Any] = _bench(["sched", "--counts=8", *flags])["machines"][0]
+    return machine
+
+
+def _bench(flags: list[str]) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "nntask", "bench", flags[0], "--json", *flags[1:]]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=common.ROOT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(argv)} ended with code {done.returncode}\n{done.stdout}{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def bytes_moved(args: argparse.Namespace, disk: str) -> dict[str, Any]:
+    """Bytes in the planned order with next-use eviction, beside the bound of that order and beside eager and LRU in submission order."""
+    found = _bench(["evict"])
+    rows = []
+    for part in ("1/2", "1/4", "1/8"):
+        here = {(row["order"], row["evict"], row["sched"]): row for row in found["rows"] if row["budget"] == part}
+        ours = next(row for (_, evict, _), row in here.items() if row["planned"] and evict == "next-use")
+        theirs = here["submission", "lru", "eager"]["moved_bytes"]
+        name = f"RAM at {part}, order {ours['order']} + next-use"
+        bar = "ratio <= 0.6" if part == "1/4" else ""
+        rows.append(common.compare(name, "GB a step", ours["moved_bytes"] / 1e9, "eager + lru", theirs / 1e9, better="less", bar=bar))
+        bound = ours["lower_bound_bytes"]
+        rows.append(
+            common.compare(name, "GB a step", ours["moved_bytes"] / 1e9, "LP bound of that order", bound / 1e9, better="less", bar="ratio <= 1.15")
+        )
+    return {"comparisons": rows, "cases": found}
+
+
+def main() -> None:
+    """Run a suite."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=("plan", "overlap", "policies", "bytes"), required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
+    parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
+    args = parser.parse_args()
+    suite = {"plan": plan, "overlap": overlap, "policies": policies, "bytes": bytes_moved}[args.suite]
+    header = {"machine": common.machine(), "versions": common.versions("numpy")}
+    with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
+        found = suite(args, disk)
+    name = f"foresight_{args.suite}" if args.output is None else args.output
+    common.finish(name, {**header, **found})
+
+
+if __name__ == "__main__":
+    main()
