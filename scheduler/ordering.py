@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -64,19 +65,21 @@ def plan_order(plan: StepPlan, order: str, *, memory: int, last: int, computes_o
     Raises:
         ValueError: the step has no order of that name.
     """
-    fits = plan.needed_bytes() <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     parts = parts_of(plan, num_devices) if num_devices > 1 else []
+    fits = _needed(plan, parts, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, StepPlan(plan.tasks, plan.owned, parts=parts) if parts else plan, {})
     found = {name: _permuted(plan, positions, parts, num_devices) for name, positions in candidates(plan).items()}
     if order != AUTO and order not in found:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
-    considered = [name for name in found if _is_side_by_side(name, num_devices)] if parts else list(found)
-    forecasts = {name: forecast(found[name], memory) for name in {SUBMISSION: None, **dict.fromkeys(considered if order == AUTO else [order])}}
+    considered = [order]
     if order == AUTO:
-        least = {name: last_tier_bytes(found[name], computes=computes_on_last) for name in considered}
-        fitting = [name for name, nbytes in least.items() if nbytes <= last] or [min(least, key=least.__getitem__)]
-        order = min(fitting, key=lambda name: forecasts[name].total)
+        least = {name: last_tier_bytes(each, computes=computes_on_last) for name, each in found.items()}
+        considered = [name for name in found if least[name] <= last] or [min(least, key=least.__getitem__)]
+        if parts:
+            considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
+    forecasts = {name: _forecast(found[name], memory, num_devices) for name in dict.fromkeys([SUBMISSION, *considered])}
+    order = min(considered, key=lambda name: forecasts[name].total)
     return PlannedOrder(order, found[order], forecasts)
 
 
@@ -86,6 +89,30 @@ def parts_of(plan: StepPlan, num_devices: int) -> list[int]:
     if not found.num_minibatches or found.num_minibatches % num_devices:
         return []
     return [minibatch % num_devices if minibatch >= 0 else -1 for minibatch in found.minibatch]
+
+
+def _share(plan: StepPlan, num_devices: int) -> StepPlan:
+    """What one of the devices executes of a plan with parts: the first part, and as many of the tasks outside all parts as its turn brings."""
+    outside = itertools.count()
+    return StepPlan(
+        [task for task, part in zip(plan.tasks, plan.parts, strict=True) if part == 0 or (part < 0 and next(outside) % num_devices == 0)],
+        plan.owned,
+    )
+
+
+def _needed(plan: StepPlan, parts: Sequence[int], num_devices: int) -> int:
+    """Bytes in all device memory together with which nothing moves but between devices."""
+    if not parts:
+        return plan.needed_bytes()
+    return num_devices * _share(StepPlan(plan.tasks, plan.owned, parts=parts), num_devices).needed_bytes()
+
+
+def _forecast(plan: StepPlan, memory: int, num_devices: int) -> Forecast:
+    """Bytes moved within so much memory: one pool; with parts, the devices alike, with copies between them that come from memory as well."""
+    if not plan.parts:
+        return forecast(plan, memory)
+    one = forecast(_share(plan, num_devices), memory // num_devices)
+    return Forecast(one.read * num_devices, one.written * num_devices)
 
 
 def _is_side_by_side(name: str, num_devices: int) -> bool:

@@ -27,7 +27,7 @@ from .frontend import Access, Handle, TaskRuntime, View
 from .ordering import PlannedOrder, plan_order
 from .recording import Recorder, RecordingError, Step, Ticket
 from .storage import DiskTier
-from .storage.limits import default_ram_budget, memory_limit
+from .storage.limits import memory_budgets
 from .trace import Trace
 from .waiting import Waiter
 
@@ -42,7 +42,7 @@ class Runtime(TaskRuntime):
         cpu_workers: threads that run kernels; None for one per usable core. Zero needs a simulated device.
         sim_gpus: simulated devices, each a worker with its own memory.
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
-        gpu_memory: budget of each simulated device in bytes; None for as much as host memory.
+        gpu_memory: budget of each simulated device in bytes; None for as much as host memory, or what that leaves.
         sim_bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
         disk: directory of the disk tier, or it and the tier's size in bytes (default: what is free there); None for no disk tier.
         sched: a policy's name, or "auto".
@@ -80,8 +80,8 @@ class Runtime(TaskRuntime):
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         place, size = disk if isinstance(disk, tuple) else (disk, None)
         _check_machine(cpu_workers, sim_gpus, {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
-        ram = default_ram_budget() if ram is None else _checked_ram(ram)
-        budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory or ram) for i in range(sim_gpus)]
+        ram, gpu_memory = memory_budgets(ram, gpu_memory, sim_gpus)
+        budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory) for i in range(sim_gpus)]
         self.policy_name = choose(sim_gpus) if sched == "auto" else sched
         self.order = order
         self._engine = Engine(
@@ -292,7 +292,7 @@ class Runtime(TaskRuntime):
                 memory=memory,
                 last=nodes[last].budget,
                 computes_on_last=last in places,
-                num_devices=1 if RAM in places else len(places),
+                num_devices=len(places) if self._engine.machine.policy.keeps_parts and RAM not in places else 1,
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
@@ -363,16 +363,6 @@ class Runtime(TaskRuntime):
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _checked_ram(ram: int) -> int:
-    limit = memory_limit()
-    if ram > limit:
-        raise DoesNotFit(
-            f"a budget of {ram:,} B is above the {limit:,} B of memory that this process may use (limit of the machine or of its cgroup); "
-            "lower it, and name a disk for the rest"
-        )
-    return ram
 
 
 def _check_machine(cpu_workers: int, sim_gpus: int, budgets: Mapping[str, int | None], sched: str, evict: str) -> None:

@@ -1,8 +1,8 @@
 """A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
 
 One track per worker, one per link, arrows from copies to the tasks they serve and from tasks to the write-backs of what they made, counters for the
-bytes of each node and for ready tasks. Events are appended as tuples while the program runs and turned into JSON when the file is written; a name
-that ends in ``.gz`` is compressed.
+bytes of each node and for ready tasks. Threads append events while the program runs, each as one tuple, since nothing guards more than one append;
+they are turned into JSON when the file is written. A name that ends in ``.gz`` is compressed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,17 @@ class Trace:
 
     def __init__(self, *, active: bool = True) -> None:
         self.active = active
-        self._tasks: list[tuple[int, str, int, int, int]] = []
-        self._touched: list[tuple[int, tuple[int, ...]]] = []  # per task its node and its handles
-        self._copies: list[tuple[int, int, str, int, int, int]] = []
-        self._copied: list[int] = []  # per copy its handle
+        self._tasks: list[tuple[int, str, int, int, int, int, tuple[int, ...]]] = []
+        self._copies: list[tuple[int, int, str, int, int, int, int]] = []
         self._counters: list[tuple[int, list[int], int]] = []
 
     def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, handles: tuple[int, ...]) -> None:
         """A kernel ran on a worker, over data on the worker's node."""
-        self._tasks.append((worker, name, task, start_ns, end_ns))
-        self._touched.append((node, handles))
+        self._tasks.append((worker, name, task, start_ns, end_ns, node, handles))
 
     def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int, handle: int) -> None:
         """Bytes of a handle moved between nodes."""
-        self._copies.append((source, target, name, nbytes, start_ns, end_ns))
-        self._copied.append(handle)
+        self._copies.append((source, target, name, nbytes, start_ns, end_ns, handle))
 
     def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
         """Bytes in use per node and tasks ready."""
@@ -63,9 +59,9 @@ class Trace:
         links = sorted({(source, target) for source, target, *_ in self._copies})
         for number, (source, target) in enumerate(links):
             yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": f"{nodes[source]}->{nodes[target]}"}}
-        for worker, name, task, start, end in self._tasks:
+        for worker, name, task, start, end, *_ in self._tasks:
             yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": {"task": task}}
-        for source, target, name, nbytes, start, end in self._copies:
+        for source, target, name, nbytes, start, end, _ in self._copies:
             track = links.index((source, target))
             yield {
                 "ph": "X",
@@ -86,18 +82,18 @@ class Trace:
         """An arrow for each copy: to the first task that uses what it brought, or, where none does (a write-back), from the last that made it."""
         starts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (node, handle) -> (start, worker) of tasks
         ends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the same of their ends
-        for (worker, _, _, start, end), (node, handles) in zip(self._tasks, self._touched, strict=True):
+        for worker, _, _, start, end, node, handles in self._tasks:
             for handle in handles:
                 starts.setdefault((node, handle), []).append((start, worker))
                 ends.setdefault((node, handle), []).append((end, worker))
         arrivals: dict[tuple[int, int], list[int]] = {}
-        for (_, target, _, _, _, end), handle in zip(self._copies, self._copied, strict=True):
+        for _, target, _, _, _, end, handle in self._copies:
             arrivals.setdefault((target, handle), []).append(end)
         for places in (*starts.values(), *ends.values()):
             places.sort()
         for times in arrivals.values():
             times.sort()
-        for number, ((source, target, name, _, begin, end), handle) in enumerate(zip(self._copies, self._copied, strict=True)):
+        for number, (source, target, name, _, begin, end, handle) in enumerate(self._copies):
             arrow = {"cat": "copy", "name": name, "id": number}
             link = {"pid": 2, "tid": links.index((source, target))}
             uses, users, again = starts.get((target, handle), []), ends.get((source, handle), []), arrivals[target, handle]

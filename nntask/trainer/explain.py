@@ -23,17 +23,12 @@ class Explainer:
     """Prints the placements that --explain asks for as they happen.
 
     Args:
-        word: a task's name or a part of it; empty for none.
-        names: of the tasks of a step.
+        wanted: names of tasks, see `matching`.
         say: prints a text.
-
-    Raises:
-        UsageError: no task of the step has such a name.
     """
 
-    def __init__(self, runtime: Runtime, word: str, names: Collection[str], say: Callable[[str], None]) -> None:
-        self._runtime, self._word, self._say = runtime, word, say
-        self._wanted = matching(word, names) if word else frozenset()
+    def __init__(self, runtime: Runtime, wanted: Collection[str], say: Callable[[str], None]) -> None:
+        self._runtime, self._wanted, self._say = runtime, wanted, say
         self._placements: Sequence[Placement] | None = None
         self._num_told = 0
 
@@ -49,11 +44,13 @@ class Explainer:
 
 
 def matching(word: str, names: Collection[str]) -> frozenset[str]:
-    """The task that is called `word`, else all whose names contain it.
+    """The task that is called `word`, else all whose names contain it; none for an empty word.
 
     Raises:
         UsageError: there is none; the message lists the names.
     """
+    if not word:
+        return frozenset()
     found = frozenset({word} if word in names else {name for name in names if word in name})
     if not found:
         near = difflib.get_close_matches(word, names, 1)
@@ -63,8 +60,11 @@ def matching(word: str, names: Collection[str]) -> frozenset[str]:
 
 
 def table(placement: Placement, number: int, policy: str, workers: dict[int, str]) -> str:
-    """A placement as lines: seconds of each candidate, cheapest first, and who took the task."""
+    """A placement as lines: seconds of each candidate, cheapest first, who took the task, and whether that was planned."""
     how = "goes by these seconds" if placement.weighs_costs else "weighs no costs; these are for comparison"
+    if placement.home is not None:
+        home = ", ".join(workers[each.worker] for each in placement.candidates if each.node == placement.home)
+        how = f"keeps to the plan, and its part of the step belongs on {home}; these seconds are for comparison"
     rows = [_HEAD, *(_row(each, workers, placement.chosen) for each in placement.candidates)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = [f"placement {number} of {placement.name} (task {placement.order}); policy {policy} {how}"]

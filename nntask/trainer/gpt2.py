@@ -193,13 +193,6 @@ class Gpt2Engine(Inference):
         return self._training_step().num_tasks
 
     @property
-    def task_names(self) -> set[str]:
-        """Names of the tasks of an optimizer step."""
-        plan = self._training_step().plan
-        assert plan is not None  # recording has ended
-        return {task.name for task in plan.tasks}
-
-    @property
     def order(self) -> PlannedOrder:
         """The order in which an optimizer step executes, and what it is expected to move."""
         order = self._training_step().order

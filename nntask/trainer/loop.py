@@ -151,13 +151,14 @@ class Loop:
         self.printer.say(f"saved {path}")
 
     def _pause(self, step: int) -> None:
-        """What happens between steps with nothing in flight; its time belongs to no step."""
+        """What happens between steps with nothing in flight; its time and its traffic belong to no step."""
         begin = perf_counter()
         self.on_step(None)
         if _due(step, self.plan.save_every):
             self.save()
         if _due(step, self.plan.eval_every):
             self.validate(step)
+        self._meter.skip(self.runtime.stats(forget_recent_peak=True))
         self._last_end += perf_counter() - begin
 
     def _land(self, flight: _Flight) -> None:

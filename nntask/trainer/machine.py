@@ -13,7 +13,7 @@ from scheduler.trace import Trace
 
 from ..errors import Diverged, DoesNotFit, StorageError
 from ..sizes import parse_size
-from .places import DISK
+from .places import DISK, cannot_reserve
 from .rules import disk_of, trace_range
 from .settings import ResourceSettings, TrainSettings
 
@@ -62,9 +62,7 @@ def open_runtime(settings: TrainSettings) -> Runtime:
             inspect=check_finite if settings.run.check_finite else None,
         )
     except (MemoryError, OverflowError) as error:
-        given = (("--ram", resources.ram), ("--gpu-memory", resources.gpu_memory))
-        flags = " and ".join(f"{flag} {text}" for flag, text in given if text) or "the default --ram"
-        raise DoesNotFit(f"{flags} cannot be reserved: {error}") from error
+        raise cannot_reserve(resources, error) from error
     except OSError as error:
         raise StorageError(f"--disk {resources.disk}: {error.strerror or error}; name a directory that can be written") from error
 
@@ -126,7 +124,7 @@ def does_not_fit(error: NoRoom, resources: ResourceSettings) -> DoesNotFit:
         return DoesNotFit(f"{story}; raise SIZE in --disk {disk[0]}:SIZE, now --disk {resources.disk}")
     flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith("sim") else ("--ram", resources.ram)
     flag += f" (now {value or 'the default'})"
-    if "are taken by" in story:
+    if "are taken" in story:
         return DoesNotFit(f"{story}; raise {flag}, lower --minibatch, or use --recompute block")
     task = story.partition(" ")[0]
     if any(word in task for word in ("head", "embedding", "cross_entropy")):

@@ -1,7 +1,8 @@
 """What a run leaves behind about itself: step lines, metrics.jsonl and summary.json.
 
 One `StepRecord` per optimizer step, made when its replay is over. Counters of the runtime are cumulative; a `Meter` turns them into numbers of one
-step. With two steps in flight a few tasks of the next one fall into the window of this one; sums over a run are exact.
+step. With two steps in flight a few tasks of the next one fall into the window of this one; sums over a run are exact. What checkpoints and
+validation do between steps is in no record; `around` says how much it was.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class Meter:
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._last = stats
 
+    def skip(self, stats: Mapping[str, Any]) -> None:
+        """What happened since the last reading belongs to no step."""
+        self._last = stats
+
     def lap(self, stats: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """What happened since the last reading: the fields of `StepRecord` that come from the runtime."""
         last, self._last = self._last, stats
@@ -124,6 +129,21 @@ class Totals:
         self.evictions += line.get("evictions") or 0
         self.stall_seconds += line.get("stall_seconds") or 0.0
         self.hit_rates += line.get("hit_rate", 1.0)
+
+
+def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process did outside its steps: first weights, timing loops, validation, checkpoints.
+
+    Args:
+        own: sums over its steps.
+        stats: counters of its runtime.
+    """
+    moved = {link: nbytes - own.moved_bytes.get(link, 0) for link, nbytes in stats["moved_bytes"].items()}
+    return {
+        "moved_bytes": {link: nbytes for link, nbytes in moved.items() if nbytes},
+        "evictions": stats["evictions"] - own.evictions,
+        "stall_seconds": max(stats["stall_seconds"] - own.stall_seconds, 0.0),
+    }
 
 
 class Journal:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..checkpoints import write_atomically
 from ..errors import DataError, StorageError, UsageError
-from .metrics import Totals, to_json
+from .metrics import Totals, around, to_json
 
 RUNS: Final = Path("runs")
 CONFIG: Final = "config.toml"
@@ -118,15 +118,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def summary_of(whole: Totals, stats: Mapping[str, Any], overhead_us: float) -> dict[str, Any]:
+def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us: float) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
         whole: sums over metrics.jsonl, resumed steps included.
+        own: over the steps of this process.
         stats: counters of the runtime of this process; it counts no "fallbacks" while CPU and simulated workers, which run every kernel, are all
             that there is.
         overhead_us: microseconds per task that no kernel accounts for.
     """
+    outside = around(own, stats)
     return {
         "steps": whole.steps,
         "tokens": whole.tokens,
@@ -140,6 +142,7 @@ def summary_of(whole: Totals, stats: Mapping[str, Any], overhead_us: float) -> d
         "evictions": whole.evictions,
         "stall_seconds": whole.stall_seconds,
         "hit_rate": whole.hit_rate,
+        **{f"{name}_around_steps": value for name, value in outside.items()},
         "tasks": stats["tasks"],
         "task_overhead_us": overhead_us,
         "fallbacks": stats.get("fallbacks", {}),

@@ -29,16 +29,16 @@ from scheduler.drivers.disk import THREADS
 from scheduler.drivers.virtual import Duration
 from scheduler.engine import SIM_DEPTH
 from scheduler.runtime import usable_cores
-from scheduler.storage.limits import default_ram_budget
+from scheduler.storage.limits import memory_budgets
 from scheduler.storage.perfstore import PerfStore, machine_fingerprint
 
-from ..errors import UsageError
+from ..errors import DoesNotFit, UsageError
 from ..models.config import GPT2Config
 from ..sizes import parse_size
 from ..tiling import divisors, even
 from .flops import gemm_peak
 from .rules import disk_of
-from .settings import TrainSettings
+from .settings import ResourceSettings, TrainSettings
 
 RAM: Final = "ram"
 DISK: Final = "disk"
@@ -112,10 +112,9 @@ class Target:
         """Requests in flight of the disk tier."""
         return THREADS
 
-    def policy(self, sched: str, needed: int) -> str:
-        """The scheduling policy that `sched` stands for when a step works on so many bytes."""
-        num_devices = sum(node > 0 for node in self.places)
-        return sched if sched != "auto" else choose(num_devices, needed / self.memory if self.rates is not None else 0.0)
+    def policy(self, sched: str) -> str:
+        """The scheduling policy that `sched` stands for."""
+        return choose(sum(node > 0 for node in self.places)) if sched == "auto" else sched
 
     def with_budget(self, node: int, nbytes: int) -> Target:
         """The same machine with another budget on one node."""
@@ -128,11 +127,16 @@ def this_machine(settings: TrainSettings) -> Target:
 
     Raises:
         UsageError: a size is none.
+        DoesNotFit: the budgets are above what this process may use.
     """
     resources = settings.resources
     ncpu = usable_cores() if resources.ncpu is None else resources.ncpu
-    ram = parse_size(resources.ram, "--ram") if resources.ram else default_ram_budget()
-    device = parse_size(resources.gpu_memory, "--gpu-memory") if resources.gpu_memory else ram
+    asked = parse_size(resources.ram, "--ram") if resources.ram else None
+    asked_device = parse_size(resources.gpu_memory, "--gpu-memory") if resources.gpu_memory else None
+    try:
+        ram, device = memory_budgets(asked, asked_device, resources.sim_gpu)
+    except MemoryError as error:
+        raise cannot_reserve(resources, error) from error
     nodes = [(RAM, ram), *((f"sim:{at}", device) for at in range(resources.sim_gpu))]
     disk = disk_of(resources.disk)
     if disk is not None:
@@ -144,6 +148,13 @@ def this_machine(settings: TrainSettings) -> Target:
     bandwidth = float(parse_size(resources.sim_bandwidth, "--sim-bandwidth")) if resources.sim_bandwidth else None
     _declare_links(models, len(nodes), disk is not None, MEMORY_LINK if bandwidth is None else (0.0, bandwidth), force=bandwidth is not None)
     return Target(tuple(workers), tuple(nodes), disk is not None, models)
+
+
+def cannot_reserve(resources: ResourceSettings, error: Exception) -> DoesNotFit:
+    """The refusal of budgets that the system does not give, with their flags."""
+    given = (("--ram", resources.ram), ("--gpu-memory", resources.gpu_memory))
+    flags = " and ".join(f"{flag} {text}" for flag, text in given if text) or "the default --ram"
+    return DoesNotFit(f"{flags} cannot be reserved: {error}")
 
 
 def imaginary(devices: str, settings: TrainSettings, link: str = "") -> Target:

@@ -153,11 +153,7 @@ def _check_files(settings: TrainSettings) -> None:
             if settings.checkpoints.resume:
                 raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
             TensorFile(path).close()
-    disk = disk_of(settings.resources.disk)
-    if disk is not None:
-        if disk[0].exists() and not disk[0].is_dir():
-            raise DataError(f"--disk {disk[0]} is a file; give a directory")
-        check_writable(disk[0], "--disk")
+    check_disk(settings.resources.disk)
     for flag, path in (
         ("--save-checkpoint", files.save_checkpoint),
         ("--save-optimizer", files.save_optimizer),
@@ -169,6 +165,20 @@ def _check_files(settings: TrainSettings) -> None:
             check_writable(Path(path), flag)
             if flag != "--trace" and Path(path).exists():
                 _check_own(Path(path), flag)
+
+
+def check_disk(text: str) -> None:
+    """Check the value of --disk, creating nothing.
+
+    Raises:
+        UsageError: it names no directory, or a size that is none.
+        DataError: the directory cannot be made or written.
+    """
+    disk = disk_of(text)
+    if disk is not None:
+        if disk[0].exists() and not disk[0].is_dir():
+            raise DataError(f"--disk {disk[0]} is a file; give a directory")
+        check_writable(disk[0], "--disk")
 
 
 def _check_own(path: Path, flag: str) -> None:

@@ -24,14 +24,16 @@ from ..schedule import make_schedule
 from ..sizes import format_size
 from ..tensorfile import STORAGE, TensorFile, load_tensors, save_tensors
 from .evaluation import evaluate
-from .explain import Explainer
+from .explain import Explainer, matching
+from .fitting import check_fit
 from .flops import FlopCounts, flop_counts, gemm_peak
 from .gpt2 import Gpt2Engine
 from .loop import Loop, Plan
 from .machine import Tracer, as_divergence, does_not_fit, open_runtime
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
-from .planning import check_fit
+from .places import this_machine
+from .planning import expected_seconds
 from .prepare import Prepared, model_name, prepare, state_of
 from .rules import trace_range
 from .sampling import Sampling, sample
@@ -77,22 +79,26 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
     printer = StepPrinter()
     sketch = check_fit(settings, prepared.config, prepared.tiling)
     _check_weights(prepared, sketch.model, sketch.optimizer)
+    explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})
     if settings.run.dry_run:
         _stream(prepared, open_dataset(prepared.data, printer.say))
         printer.say(to_toml(settings))
         return 0
-    with Interrupts() as interrupts, open_runtime(settings) as runtime:
+    interrupts = Interrupts()
+    interrupts.what_there_is = partial(_left_behind, prepared.run)
+    with interrupts:
+        runtime = open_runtime(settings)
         try:
-            engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings)
-            dataset = open_dataset(prepared.data, printer.say)
-            stream = _stream(prepared, dataset)
-            counts = _counts(prepared)
-            running = _Running(prepared, dataset, stream, runtime, engine, counts, printer, interrupts)
-            _print_header(running)
-            explainer = Explainer(runtime, settings.observe.explain, engine.task_names, printer.say)
-            write_file(prepared.run / CONFIG, to_toml(settings))
-            _load_weights(prepared, engine)
-            return _go(running, explainer)
+            with runtime:  # in the try: it waits at its end for tasks that may have failed
+                engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings)
+                dataset = open_dataset(prepared.data, printer.say)
+                stream = _stream(prepared, dataset)
+                counts = _counts(prepared)
+                running = _Running(prepared, dataset, stream, runtime, engine, counts, printer, interrupts)
+                _print_header(running)
+                write_file(prepared.run / CONFIG, to_toml(settings))
+                _load_weights(prepared, engine)
+                return _go(running, Explainer(runtime, explained, printer.say))
         except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed) as error:
             if runtime.tier_failure is not None:  # a read that failed loses data, and its readers are cancelled one after another
                 raise StorageError(f"{runtime.tier_failure}; the last checkpoint is safe") from error
@@ -105,7 +111,6 @@ def _go(running: _Running, explainer: Explainer) -> int:
     """Timing loops, training, closing lines."""
     prepared, settings, printer = running.prepared, running.settings, running.printer
     interrupts = running.interrupts
-    interrupts.what_there_is = partial(_left_behind, prepared.run)
     if prepared.resumed is None:
         print_timing(running.engine, settings, running.counts, prepared.config.vocab_size, printer, interrupts.pending)
     steps, warmup = _steps(settings, running.stream)
@@ -298,8 +303,9 @@ def _print_header(running: _Running) -> None:
     say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
     order = running.engine.order
     if order.forecasts:
+        seconds = expected_seconds(order, this_machine(settings))
         say(
-            f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB a step "
+            f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB and to take {seconds:.1f} s a step "
             f"(submission: {order.forecasts[SUBMISSION].total / 1e9:.2f} GB)"
         )
     say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
@@ -387,4 +393,4 @@ def _summarise(running: _Running, loop: Loop, journal: Journal) -> None:
     """Write summary.json, whichever way the training ended."""
     tasks = running.engine.num_tasks * max(journal.own.steps, 1)
     overhead_us = journal.own.wait_seconds / tasks * 1e6
-    write_summary(running.prepared.run, summary_of(journal.whole, running.runtime.stats(), overhead_us))
+    write_summary(running.prepared.run, summary_of(journal.whole, journal.own, running.runtime.stats(), overhead_us))

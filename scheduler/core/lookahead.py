@@ -86,9 +86,9 @@ class Lookahead:
         """Planned places of the tasks that will run here; some of them may have ended."""
         if self.is_only:
             return range(replay.frontier, len(replay.tasks))
-        if self.node not in replay.homes:
+        if self.node not in replay.part_nodes:
             return ()
-        part = replay.homes.index(self.node)
+        part = replay.part_nodes.index(self.node)
         places, head, done = replay.parts[part], replay.heads[part], replay.done
         while head < len(places) and done[places[head]]:
             head += 1

@@ -67,7 +67,7 @@ class Machine:
         self.nodes = self.residency.nodes
         self.dispatch = Dispatch(self.residency, policy)
         self.lookaheads: dict[NodeId, Lookahead] = {}
-        self._homes: tuple[NodeId, ...] = ()
+        self._part_nodes: tuple[NodeId, ...] = ()
         self._prefetch = prefetch and len(nodes) > 1
         self.history: deque[Event] = deque(maxlen=HISTORY)
         self.num_unfinished = 0
@@ -143,9 +143,9 @@ class Machine:
         self.dispatch.join(worker)
         places = sorted({each.node for each in self.dispatch.crew})
         kinds = {each.kind for each in self.dispatch.crew}
-        self._homes = tuple(places) if len(places) > 1 and RAM not in places and len(kinds) == 1 else ()
+        self._part_nodes = tuple(places) if self.policy.keeps_parts and len(places) > 1 and RAM not in places and len(kinds) == 1 else ()
         if self._prefetch:
-            looking = places if self._homes or len(places) == 1 else []
+            looking = places if self._part_nodes or len(places) == 1 else []
             self.lookaheads = {node: Lookahead(self.residency, node, is_only=len(places) == 1) for node in looking if node != self.residency.last}
 
     def _on_task_submitted(self, event: TaskSubmitted) -> None:
@@ -169,8 +169,8 @@ class Machine:
         replay.num_unfinished = len(replay.tasks)
         replay.done = bytearray(len(replay.tasks))
         replay.frontier = 0
-        replay.homes = self._homes if len(self._homes) == len(replay.parts) else ()
-        replay.heads = [0] * len(replay.homes)
+        replay.part_nodes = self._part_nodes if len(self._part_nodes) == len(replay.parts) else ()
+        replay.heads = [0] * len(replay.part_nodes)
         if replay.tasks:
             self.horizon.replays.append(replay)
         self.num_unfinished += len(replay.tasks)
@@ -415,15 +415,15 @@ class Machine:
 
     def _does_not_fit(self, task: Task) -> DoesNotFit:
         node, last = self.nodes[task.node], self.nodes[self.residency.last]
-        homes = [handle.size for handle, mode in task.accesses if mode != SCRATCH and self.residency.last not in handle.replicas]
-        if last.is_storage and (sum(homes) > last.budget - last.used or max(homes, default=0) > last.extents.largest_hole()):
+        total = sum(handle.size for handle, _ in task.accesses)
+        new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self.residency.last not in handle.replicas)
+        if node is not last and total <= node.budget and new > last.budget - last.used:
             return DoesNotFit(
-                f"the {last.name} tier is full: {task.name} makes {sum(homes):,} B of new data that must have room there, but of its budget of "
-                f"{last.budget:,} B {last.used:,} B are taken; raise the budget of the tier",
+                f"node {last.name} is full: {task.name} makes {new:,} B of new data that must have room there, but of its budget of "
+                f"{last.budget:,} B {last.used:,} B are taken; raise the budget",
                 last.name,
             )
         sizes = ", ".join(f"{mode} {handle.name or handle.id} {handle.size:,} B" for handle, mode in task.accesses)
-        total = sum(handle.size for handle, _ in task.accesses)
         return DoesNotFit(
             f"{task.name} needs {total:,} B at once on node {node.name} ({sizes}), but of its budget of {node.budget:,} B "
             f"{node.used:,} B are taken by data that has nowhere else to go and the largest hole is {node.extents.largest_hole():,} B; "

@@ -162,10 +162,10 @@ class Task:
     model_key: tuple[str, int] | None = None
 
     @property
-    def home(self) -> NodeId | None:
+    def planned_node(self) -> NodeId | None:
         """The node where the plan wants the task, if it says so: policies that weigh data keep to it."""
         step = self.step
-        return step.homes[self.part] if step is not None and step.homes and self.part >= 0 else None
+        return step.part_nodes[self.part] if step is not None and step.part_nodes and self.part >= 0 else None
 
     def __repr__(self) -> str:
         data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in self.accesses)
@@ -182,8 +182,8 @@ class Replay:
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
         window: its tasks this far beyond the oldest unfinished one are held back from the policy.
-        parts: the planned places of each part of the step, see `Task.home`.
-        homes: the node where each part belongs; empty where the crew does not match the parts.
+        parts: the planned places of each part of the step, see `Task.planned_node`.
+        part_nodes: the node where each part belongs; empty where the crew does not match the parts.
         heads: of each part, an index into its places before which all tasks have ended.
         makes: for each planned place, the bytes of temporaries its task is the first to write.
         peaks: for each planned place and the end, the most bytes of temporaries and scratch that exist at once from there on, one task at a time.
@@ -200,7 +200,7 @@ class Replay:
     peaks: Sequence[int] = (0,)
     window: int = ANY
     parts: Sequence[Sequence[int]] = ()
-    homes: Sequence[NodeId] = ()
+    part_nodes: Sequence[NodeId] = ()
     heads: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)

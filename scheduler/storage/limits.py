@@ -7,6 +7,8 @@ from typing import Final
 
 import psutil
 
+from ..core.errors import DoesNotFit
+
 RESERVE: Final = 256 << 20
 """What the process may take besides its budget once it runs: modules, task records, pages of files being written, which a cgroup counts as well.
 
@@ -33,6 +35,33 @@ def default_ram_budget() -> int:
     """0.9 x (limit - resident memory now), bytes; where the limit is small, less by `RESERVE`, but at least half."""
     free: int = memory_limit() - psutil.Process().memory_info().rss
     return max(min(int(0.9 * free), max(free - RESERVE, free // 2)), 1 << 20)
+
+
+def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tuple[int, int]:
+    """Budgets of RAM and of each simulated device, whose memory is RAM as well; together within what this process may use.
+
+    Args:
+        ram, device: as asked for, in bytes; None for a share of what is free: the same for RAM and for each device if neither is given, else what
+            the other leaves, and for a device at most as much as RAM.
+
+    Raises:
+        DoesNotFit: what was asked for is above the limit.
+    """
+    limit = memory_limit()
+    asked = (ram or 0) + (device or 0) * num_devices
+    if asked > limit:
+        devices = f" and {num_devices} of {device:,} B for simulated devices" if device and num_devices else ""
+        raise DoesNotFit(
+            f"a budget of {ram or 0:,} B{devices} is above the {limit:,} B of memory that this process may use (limit of the machine or of its "
+            "cgroup); lower it, and name a disk for the rest",
+            "ram",
+        )
+    free = max(default_ram_budget() - asked, 1 << 20)
+    if ram is None:
+        ram = free // (num_devices + 1) if device is None else free
+    if device is None:
+        device = min(ram, max(default_ram_budget() - ram, 1 << 20) // max(num_devices, 1))
+    return ram, device
 
 
 def _own_cgroup_files() -> list[Path]:

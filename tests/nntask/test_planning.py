@@ -9,7 +9,7 @@ import pytest
 
 from nntask.errors import UsageError
 from nntask.models.config import GPT2Config
-from nntask.trainer import planning
+from nntask.trainer import fitting, planning
 from nntask.trainer.places import imaginary, open_store, parse_devices, parse_rate, this_machine
 from nntask.trainer.prepare import with_tiles
 from nntask.trainer.rules import resolve
@@ -122,7 +122,7 @@ def test_orders_where_activations_are_as_small_as_scalars(embd_tile: int) -> Non
     """A sum of tiles of a page creates nothing large, but is no update, for the backward pass follows it."""
     asked = settings()
     asked, tiling = with_tiles(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG), CONFIG)
-    plan = planning.capture(asked, CONFIG, tiling)
+    plan = fitting.capture(asked, CONFIG, tiling)
     found = repetition(plan)
     assert found.num_minibatches == 4
     assert all(found.updates[after] for at, is_update in enumerate(found.updates) if is_update for after in plan.successors[at])
@@ -179,7 +179,7 @@ def test_the_machine_is_the_one_that_a_run_would_use() -> None:
         crew = [(worker.kind, worker.node, worker.depth) for worker in runtime._engine.machine.dispatch.crew]
         assert list(target.workers) == crew
         assert dict(target.nodes) == runtime.stats()["budget_bytes"]
-        assert target.policy("auto", 1 << 30) == runtime.policy_name
+        assert target.policy("auto") == runtime.policy_name
         assert open_store(runtime.node_names).path == runtime._engine._store.path
     assert target.workers[-1][2] == SIM_DEPTH
 
@@ -187,8 +187,8 @@ def test_the_machine_is_the_one_that_a_run_would_use() -> None:
 def test_measured_durations_are_used() -> None:
     """What a run has measured replaces what operations and rates say."""
     before = plan_run(settings(ncpu=1), CONFIG)["seconds_per_step"]
+    from nntask.trainer.fitting import capture
     from nntask.trainer.places import durations
-    from nntask.trainer.planning import capture
     from nntask.trainer.prepare import with_tiles
     from nntask.trainer.rules import resolve
     from scheduler.core.perf import Series, footprint

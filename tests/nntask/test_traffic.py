@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from nntask.data import BatchStream, TokenFile
 from nntask.errors import UsageError
 from nntask.models.config import GPT2Config
 from nntask.tiling import ModelTiling
-from nntask.trainer.explain import PLACEMENTS, Explainer, matching
+from nntask.trainer.explain import PLACEMENTS, Explainer, matching, table
 from nntask.trainer.gpt2 import Gpt2Engine
 from nntask.trainer.loop import Loop, Plan
 from nntask.trainer.metrics import Journal, StepPrinter, Totals, read_metrics
@@ -23,13 +24,15 @@ from nntask.trainer.settings import TilingSettings, TrainSettings
 from nntask.trainer.signals import Interrupts
 from nntask.trainer.traffic import LINKS, is_worth_telling, traffic_report
 from scheduler import Runtime
+from scheduler.core.policies import Candidate, Placement
+from scheduler.core.records import NodeId, WorkerId
 
 STEPS = 3
 CONFIG = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)
 TILING = ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=50, head_tile=2, vocab_tile=25)
 
 
-def run(folder: Path, runtime: Runtime, explain: str = "") -> tuple[Journal, Counter[str], int, float, str]:
+def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> tuple[Journal, Counter[str], int, float, str]:
     """Train; the journal, and what the runtime counted meanwhile: bytes by link, evictions, stalled seconds. Last: what was printed."""
     settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1)), CONFIG)
     (folder / "train.bin").write_bytes((np.arange(500) % 61).astype("<u2").tobytes())
@@ -37,7 +40,7 @@ def run(folder: Path, runtime: Runtime, explain: str = "") -> tuple[Journal, Cou
     engine = Gpt2Engine(CONFIG, TILING, runtime, settings)
     out = io.StringIO()
     printer = StepPrinter(out)
-    explainer = Explainer(runtime, explain, engine.task_names, printer.say)
+    explainer = Explainer(runtime, explain, printer.say)
     runtime.wait()
     journal = Journal(folder / "metrics.jsonl", 0)
     plan = Plan(STEPS, 0, lambda step: 1e-3, 0, False, 0, 1, False, 1e6, 1e9)
@@ -81,8 +84,9 @@ def test_lines_add_up_to_what_the_runtime_counted(devices: int, tmp_path: Path) 
         assert 0 <= line["stall_seconds"] <= line["wait_seconds"] + 1e-3
         assert all(0 < nbytes <= stats["budget_bytes"][node] for node, nbytes in line["resident_peak_bytes"].items() if node != "disk")
         assert all(nbytes <= stats["peak_bytes"][node] for node, nbytes in line["resident_peak_bytes"].items())
-    summary = summary_of(journal.whole, stats, 0.0)
+    summary = summary_of(journal.whole, journal.own, stats, 0.0)
     assert (summary["moved_bytes"], summary["evictions"]) == (dict(moved), evictions)
+    assert Counter(summary["moved_bytes"]) + Counter(summary["moved_bytes_around_steps"]) == Counter(stats["moved_bytes"])
     assert summary["hit_rate"] == pytest.approx(np.mean([line["hit_rate"] for line in lines]))
     assert is_worth_telling(journal.own, stats)
     report = traffic_report(journal.own, stats)
@@ -113,7 +117,7 @@ def test_many_links_make_few_lines() -> None:
 def test_explained_placements(sched: str, tmp_path: Path) -> None:
     """Three tables with a row for each device, seconds that add up, one choice; policies without costs say so; losses are the same."""
     with Runtime(0, sim_gpus=2, ram=1 << 26, gpu_memory=1 << 19, sched=sched) as runtime:
-        *_, text = run(tmp_path, runtime, "matmul")
+        *_, text = run(tmp_path, runtime, ["matmul"])
     losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     with Runtime(2, ram=1 << 26) as runtime:
         run(tmp_path, runtime)
@@ -134,10 +138,21 @@ def test_explained_placements(sched: str, tmp_path: Path) -> None:
             assert parts[0] > 0
 
 
+def test_a_planned_placement_says_that_seconds_did_not_decide() -> None:
+    """The device of the task's part is named, and is chosen although another would have been sooner."""
+    candidates = [Candidate(WorkerId(at), "sim", NodeId(at + 1), 1.0 + at, 0.0, 0.0, 0.0, 0) for at in range(2)]
+    placement = Placement("matmul", 7, candidates, weighs_costs=True, home=NodeId(2), chosen=WorkerId(1))
+    lines = table(placement, 1, "reuse", {0: "sim:0", 1: "sim:1"}).splitlines()
+    assert lines[0].startswith("placement 1 of matmul (task 7); policy reuse keeps to the plan, and its part of the step belongs on sim:1;")
+    assert lines[3].split()[0] == "sim:1"
+    assert lines[3].endswith("<- chosen")
+
+
 def test_names_of_tasks() -> None:
     """The task of that name, else all that contain it; else a sentence with the names."""
     names = {"matmul", "layer_norm", "layer_norm_backward"}
     assert matching("layer_norm", names) == {"layer_norm"}
+    assert matching("", names) == set()
     assert matching("norm", names) == {"layer_norm", "layer_norm_backward"}
     with pytest.raises(UsageError, match=r"got 'matmull'; did you mean 'matmul'\?; the tasks are: layer_norm, layer_norm_backward, matmul"):
         matching("matmull", names)

@@ -19,7 +19,7 @@ from nntask.trainer.engine import Outcome
 from nntask.trainer.evaluation import evaluate
 from nntask.trainer.flops import FlopCounts
 from nntask.trainer.loop import Loop, Plan
-from nntask.trainer.metrics import Journal, StepPrinter, StepRecord, Totals, read_metrics, step_line
+from nntask.trainer.metrics import Journal, StepPrinter, StepRecord, Totals, around, read_metrics, step_line
 from nntask.trainer.outputs import summary_of, write_summary
 from nntask.trainer.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
 from nntask.trainer.signals import Interrupts
@@ -237,6 +237,67 @@ class NoCounters:
         return nothing
 
 
+class Traffic(Flights):
+    """An engine and its counters: a step moves a byte and evicts a replica, whoever looks at the weights moves a hundred and computes for an hour."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved, self.evictions, self.busy, self.peak = 0, 0, 0.0, 0
+
+    def start(self, step, lr, batch):
+        self.happen(1, 0.0)
+        return super().start(step, lr, batch)
+
+    def happen(self, nbytes, seconds):
+        self.moved, self.evictions, self.busy, self.peak = self.moved + nbytes, self.evictions + nbytes, self.busy + seconds, max(self.peak, nbytes)
+
+    def model_tensors(self):
+        self.happen(100, 3600.0)
+        return {}
+
+    def stats(self, *, forget_recent_peak=False):
+        found = {
+            "moved_bytes": {"ram->disk": self.moved},
+            "busy_seconds": {"cpu:0": self.busy},
+            "recent_peak_bytes": {"ram": self.peak},
+            "budget_bytes": {},
+            "evictions": self.evictions,
+            "hits": 10 * self.moved,
+            "misses": self.evictions,
+            "stall_seconds": float(self.moved),
+        }
+        self.peak = 0 if forget_recent_peak else self.peak
+        return found
+
+
+def test_what_happens_between_steps_is_in_no_line(tmp_path, file):
+    """Neither copies, evictions, peak and stalls of checkpoints and validation, nor their kernels; their sums are known all the same."""
+    engine = Traffic()
+    engine.happen(50, 0.0)  # the first weights
+    loop = Loop(
+        Plan(6, 0, lambda step: 0.1, 2, True, 3, 9, False, 1.0, 1.0),
+        engine,
+        BatchStream(file, LENGTH, BATCH, seed=1),
+        engine,
+        run=tmp_path,
+        state={"model": {}},
+        journal=Journal(tmp_path / "metrics.jsonl", 0),
+        printer=StepPrinter(io.StringIO()),
+        interrupts=Interrupts(),
+        validate=lambda step: engine.happen(100, 3600.0),
+        starts_alone=lambda step: True,
+    )
+    loop.train()
+    loop.journal.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(lines) == 6
+    for line in lines:
+        assert (line["moved_bytes"], line["evictions"], line["stall_seconds"], line["resident_peak_bytes"]) == ({"ram->disk": 1}, 1, 1.0, {"ram": 1})
+        assert line["wait_seconds"] == pytest.approx(line["seconds"])
+        assert line["hit_rate"] == pytest.approx(10 / 11)
+    assert around(loop.journal.own, engine.stats()) == {"moved_bytes": {"ram->disk": 550}, "evictions": 550, "stall_seconds": 550.0}
+
+
 def test_steps_that_start_alone_have_no_neighbour(tmp_path, file):
     """The step before lands first, and the hooks see steps and the pauses between them."""
     engine, seen = Flights(), []
@@ -321,8 +382,9 @@ def test_json_holds_no_number_that_json_does_not_know(tmp_path, value):
     journal.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert [line[key] for key in ("loss", "grad_norm", "tflops", "tokens")] == [None, None, None, 1024]
-    stats = {key: {"ram": value} for key in ("peak_bytes", "budget_bytes", "moved_bytes")} | {"tasks": 1, "busy_seconds": {}}
-    write_summary(tmp_path, summary_of(Totals(1, 1, 1.0, loss_last=value), stats, value))
+    stats = {key: {"ram": value} for key in ("peak_bytes", "budget_bytes", "moved_bytes")}
+    stats |= {"tasks": 1, "busy_seconds": {}, "evictions": 0, "stall_seconds": 0.0}
+    write_summary(tmp_path, summary_of(Totals(1, 1, 1.0, loss_last=value), Totals(), stats, value))
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
     assert (summary["loss_last"], summary["task_overhead_us"], summary["peak_bytes"]) == (None, None, {"ram": None})
 

@@ -94,7 +94,7 @@ def test_values_on_their_own(argv, words):
     [
         ("program needs 5 B, but 4 B are taken by data; raise the budget or x", "ram", "raise --ram (now the default), lower --minibatch"),
         ("adam needs 5 B; raise the budget or x", "sim:1", "adam needs 5 B; raise --gpu-memory (now 1MiB), or lower --inner-tile"),
-        ("the disk tier is full: x; raise the budget of the tier", "disk", "is full: x; raise SIZE in --disk tier:SIZE, now --disk tier:2MiB"),
+        ("node disk is full: x; raise the budget", "disk", "is full: x; raise SIZE in --disk tier:SIZE, now --disk tier:2MiB"),
         ("head needs 5 B; raise the budget or x", "", "head needs 5 B; raise --ram (now the default), or lower --vocab-tile"),
     ],
 )

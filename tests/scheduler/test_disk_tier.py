@@ -59,7 +59,7 @@ def test_a_tier_that_is_too_small(kit, tmp_path: Path) -> None:  # type: ignore[
     """Data beyond the last tier is refused, the tier is named, and what is there stays readable."""
     with Runtime(1, ram=4 * PAGE, disk=(tmp_path, 6 * PAGE)) as runtime:
         handles = fill(runtime, kit, 6)
-        full = r"the disk tier is full: program makes 4,096 B of new data that .* budget of 24,576 B 24,576 B are taken; raise the budget of the tier"
+        full = r"node disk is full: program makes 4,096 B of new data that .* budget of 24,576 B 24,576 B are taken; raise the budget"
         with pytest.raises(DoesNotFit, match=full) as refusal:
             kit.filled(runtime, 1, "too much", COUNT)
         assert refusal.value.node == "disk"

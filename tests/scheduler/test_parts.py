@@ -9,7 +9,9 @@ import pytest
 
 from scheduler.core.events import CopyTile, RunTask
 from scheduler.core.memory import PAGE
-from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId
+from scheduler.core.perf import NO_ESTIMATES
+from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
+from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Task, TaskId, Worker, WorkerId
 from scheduler.core.steps import RecordedTask, StepPlan
 from scheduler.drivers.virtual import VirtualDriver, simulate
 from scheduler.ordering import AUTO, plan_order
@@ -114,3 +116,17 @@ def test_side_by_side_both_devices_work_under_pressure() -> None:
         transfer=lambda source, target, nbytes: nbytes / PAGE / 100,
     )
     assert sum(found.busy_seconds) / (2 * found.seconds) > 0.9
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(DataAwareSorted, 2), (Reuse, 2), (Eager, None)])
+def test_explained_placements_know_the_plan(policy: type[DataAwareSorted | Eager], expected: int | None) -> None:
+    """Policies that keep to the plan say where it wants the task; the others do not go by it."""
+    crew = [Worker(WorkerId(at), "sim", NodeId(at + 1), depth=2) for at in range(2)]
+    watched = Explained(policy(), NO_ESTIMATES, crew, {"forward"}, 1)
+    for worker in crew:
+        watched.join(worker)
+    task = Task(TaskId(0), None, "forward", ("sim",), (), {}, part=1)
+    task.step = Replay([task], [], [], [], parts=[[], [0]], part_nodes=(NodeId(1), NodeId(2)))
+    watched.push(task, None)
+    assert watched.pop(crew[1]) is task
+    assert watched.placements[0].home == expected

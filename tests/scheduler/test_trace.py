@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from pathlib import Path
 
 from scheduler import Runtime, Trace
@@ -32,6 +34,30 @@ def test_arrows_of_fetches_and_write_backs(tmp_path: Path) -> None:
     trace.add_task(0, "use", 2, 9000, 9500, RAM, (7,))
     trace.add_copy(RAM, DISK, "of the program", 4096, 3000, 4000, 8)
     assert arrows(trace, tmp_path / "trace.json") == [("saved", (1, 2.0), (2, 3.0)), ("used", (2, 8.0), (1, 9.0))]
+
+
+def test_threads_that_report_at_once_mix_nothing_up(tmp_path: Path) -> None:
+    """Every copy leads to the one task that uses its data."""
+    trace, count = Trace(), 1000
+
+    def report(worker: int) -> None:
+        for number in range(worker * count, (worker + 1) * count):
+            trace.add_copy(DISK, RAM, f"{number}", 4096, 1000 * number, 1000 * number + 1, number)
+            trace.add_task(worker, "use", number, 1000 * number + 500, 1000 * number + 600, RAM, (number,))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=report, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    found = arrows(trace, tmp_path / "trace.json")
+    assert len(found) == 4 * count
+    assert all(end == (1, int(name) + 0.5) for name, _, end in found)
 
 
 def test_prefetches_and_early_write_backs_have_arrows(tmp_path: Path, kit) -> None:  # type: ignore[no-untyped-def]

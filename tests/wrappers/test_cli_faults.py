@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 from test_cli_train import numbers, start, wait_for_step
 
+from nntask.trainer import run
+from nntask.trainer.machine import FoundNaN
+from scheduler import Codelet, Runtime
+from scheduler.core.errors import DoesNotFit, TierFailed
 from scheduler.storage import DiskTier
 from wrappers.cli import main
 
@@ -101,6 +105,28 @@ def test_runs_share_a_directory_that_vanishes(here, truth):
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert numbers(here / name) == truth[:6]
+
+
+@pytest.mark.parametrize(("error", "code"), [(FoundNaN("planted"), 5), (DoesNotFit("planted"), 3), (TierFailed("planted"), 6)])
+def test_what_fails_when_the_run_is_over(here, capsys, monkeypatch, error, code):
+    """The runtime waits at its end; what it learns then has its exit code and one sentence, too."""
+
+    def fail(view: Any) -> None:
+        raise error
+
+    def wait(runtime: Runtime) -> None:
+        if code == 5:
+            runtime.submit(Codelet("last", cpu=fail), [(runtime.handle(8, lambda *place: None), "W")])
+            return honest(runtime)
+        runtime._engine.tier_failure = error if code == 6 else None
+        raise error
+
+    honest = Runtime.wait
+    monkeypatch.setattr(run, "_go", lambda running, explainer: monkeypatch.setattr(Runtime, "wait", wait))
+    assert main([*TRAIN, "--run-dir=a"]) == code
+    err = capsys.readouterr().err
+    assert "planted" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

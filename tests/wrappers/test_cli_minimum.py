@@ -15,9 +15,9 @@ import pytest
 from wrappers.cli import main
 
 MODEL = {"vocab_size": 257, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-STEPS = int(os.environ.get("NNTASK_MINIMUM_STEPS", "8"))
-FLAGS = ["--config-path=model.json", "--batch=2", "--minibatch=1", "--vocab-tile=64", "--inner-tile=64"]
-RUN = ["--dataset=text", "--dataset-path=text", "--tokenizer=bytes", f"--steps={STEPS}", "--eval-every=3", "--eval-batches=1", "--save-every=4"]
+STEPS = int(os.environ.get("NNTASK_MINIMUM_STEPS", "5"))
+FLAGS = ["--config-path=model.json", "--batch=4", "--minibatch=1", "--vocab-tile=64", "--inner-tile=64"]
+RUN = ["--dataset=text", "--dataset-path=text", "--tokenizer=bytes", f"--steps={STEPS}", "--eval-every=2", "--eval-batches=1", "--save-every=3"]
 PAGE = 4096
 MACHINES = {
     "RAM alone": ("--ncpu=2", "--ram={ram}"),

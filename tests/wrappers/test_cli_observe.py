@@ -57,6 +57,8 @@ def test_a_run_with_room_says_nothing_of_it(here: Path, capsys: pytest.CaptureFi
 
 def test_an_unknown_task_is_a_mistake(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 with the names there are, before anything is written."""
-    assert main([*TRAIN, "--explain=gemm"]) == 2
-    assert "--explain must name a task of the step, got 'gemm'; the tasks are: activation" in capsys.readouterr().err
+    for more in ([], ["--dry-run"]):
+        assert main([*TRAIN, "--explain=gemm", *more]) == 2
+        assert "--explain must name a task of the step, got 'gemm'; the tasks are: activation" in capsys.readouterr().err
+    assert main([*TRAIN, "--explain=adam", "--dry-run"]) == 0
     assert not (here / "run").exists()

@@ -57,6 +57,9 @@ def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[st
     assert main(["plan", config, "--link=1GB/s"]) == 2
     assert "--link 1GB/s is about imaginary devices" in capsys.readouterr().err
     assert main(["plan", config, "--devices=many"]) == 2
+    capsys.readouterr()
+    assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=2", "--gpu-memory=1MiB", "--sim-bandwidth=1GB"]) == 2
+    assert "--sim-gpu 2, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine" in capsys.readouterr().err
 
 
 def test_bench_evict() -> None:
@@ -116,6 +119,10 @@ def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tm
         (["bench", "evict", "--model=gpt5"], "--model must be one of"),
         (["bench", "sched", "--counts=0"], "--counts must be whole numbers"),
         (["bench", "sched", "--policies=best"], "--policies must be some of"),
+        (
+            ["bench", "sched", "--model=tiny", "--seq-len=16", "--batch=1", "--minibatch=1", "--counts=1", "--order=foo"],
+            "--order foo: this step has no order 'foo'; it has submission",
+        ),
         (["bench", "links", "--size=1MiB"], "--size must be at least 64MiB"),
         (["bench", "overhead", "--tasks=1"], "--tasks must be at least 100"),
     ],

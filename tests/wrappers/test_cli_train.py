@@ -93,7 +93,8 @@ def test_a_run_leaves_its_files(here, capsys):
     run = here / "run"
     assert {p.name for p in run.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
     wanted = "steps tokens seconds tokens_per_second loss_first loss_last peak_bytes budget_bytes moved_bytes "
-    wanted += "evictions stall_seconds hit_rate tasks task_overhead_us fallbacks workers versions"
+    wanted += "evictions stall_seconds hit_rate moved_bytes_around_steps evictions_around_steps stall_seconds_around_steps "
+    wanted += "tasks task_overhead_us fallbacks workers versions"
     summary = json.loads((run / "summary.json").read_text())
     assert " ".join(summary) == wanted
     assert (summary["steps"], summary["tokens"], summary["workers"]) == (4, 256, ["cpu:0", "cpu:1"])
@@ -106,6 +107,11 @@ def test_a_run_leaves_its_files(here, capsys):
     assert first.startswith("line")
     assert main(["generate", "run/latest", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ncpu=1"]) == 0
     assert capsys.readouterr().out == first
+    assert main(["generate", "run", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ram=64KiB"]) == 3
+    assert "raise --ram (now 64KiB), or add --disk DIR" in capsys.readouterr().err
+    assert main(["generate", "run", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ram=64KiB", "--disk=tier:1GiB"]) == 0
+    assert capsys.readouterr().out == first
+    assert not list((here / "tier").iterdir())
     assert main(["report", "run"]) == 0
     assert "<svg" in (run / "report.html").read_text()
 
@@ -310,6 +316,28 @@ def test_a_second_signal_stops_at_once(here, every, words, number, code):
     _, err = process.communicate(timeout=20)
     assert process.returncode == code
     assert f"nntask: stopped at once; {words}" in err
+
+
+EARLY = """
+import threading
+import nntask.trainer.run as run
+def load(prepared, engine):
+    print("loading", flush=True)
+    threading.Event().wait()
+run._load_weights = load
+"""
+
+
+def test_a_second_signal_before_a_continuation_has_begun(here):
+    """What was saved before is still there, and is named."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=a"]) == 0
+    process = start("train", "--resume=a", "--steps=4", script=EARLY)
+    wait_for_line(process, "loading")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode in (130, 143)
+    assert "nothing more was saved, the newest checkpoint is a/checkpoints/step-000002; continue with: nntask train --resume a" in err
 
 
 WHEN_IMPORTED = """

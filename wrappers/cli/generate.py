@@ -14,6 +14,7 @@ from .help import parse
 if TYPE_CHECKING:
     from nntask.checkpoints import Checkpoint
     from nntask.data import Tokenizer
+    from scheduler.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,9 @@ class GenerateSettings:
     ncpu: int | None = None
     """CPU workers (default: the cores this process may use)"""
     ram: str = ""
-    """byte budget of RAM, e.g. 2GiB"""
+    """byte budget of RAM, e.g. 2GiB; below what the model needs, --disk takes the rest"""
+    disk: str = ""
+    """DIR or DIR:SIZE, a disk tier below RAM: one file in DIR of at most SIZE bytes (default: what is free there), gone at the end"""
     tokenizer_path: str = ""
     """directory with tokenizer.json, for a run that was trained on token ids without one"""
 
@@ -58,9 +61,11 @@ def check(settings: GenerateSettings) -> None:
 
     Raises:
         UsageError: the first one that breaks its rule.
+        DataError: the directory of --disk cannot be made or written.
     """
     from nntask.errors import UsageError
     from nntask.sizes import LARGEST, parse_size
+    from nntask.trainer.prepare import check_disk
     from nntask.trainer.rules import check_most
 
     rules = (
@@ -77,6 +82,7 @@ def check(settings: GenerateSettings) -> None:
     check_most("ncpu", settings.ncpu)
     if settings.ram:
         parse_size(settings.ram, "--ram")
+    check_disk(settings.disk)
 
 
 def tokenizer_of(checkpoint: Checkpoint, path: str = "") -> Tokenizer:
@@ -107,24 +113,17 @@ def tokenizer_of(checkpoint: Checkpoint, path: str = "") -> Tokenizer:
 
 def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     from nntask.checkpoints import STATE
-    from nntask.errors import DoesNotFit
-    from nntask.sizes import parse_size
     from nntask.trainer.gpt2 import Inference
     from nntask.trainer.prepare import with_tiles
     from nntask.trainer.sampling import Sampling, sample
     from nntask.trainer.settings import from_dict
-    from scheduler.runtime import Runtime
 
     config = checkpoint.config
     trained, tiling = with_tiles(from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE)), config)
     end = tokenizer.end_of_text
     prompt = [int(i) for i in tokenizer.encode([settings.prompt])[0]] if settings.prompt else []
     how = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-    try:
-        made = Runtime(settings.ncpu, ram=parse_size(settings.ram, "--ram") if settings.ram else None)
-    except (MemoryError, OverflowError) as error:
-        raise DoesNotFit(f"--ram {settings.ram} cannot be reserved: {error}") from error
-    with _naming_ram(settings.ram), made as runtime:
+    with _runtime(settings) as runtime:
         inference = Inference(config, tiling, runtime, trained)
         checkpoint.load(inference.model_tensors())
         shown, ids = "", list(prompt)
@@ -147,12 +146,29 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
 
 
 @contextmanager
-def _naming_ram(ram: str) -> Iterator[None]:
-    """The scheduler's refusal with the flag that helps."""
-    from nntask.errors import DoesNotFit
+def _runtime(settings: GenerateSettings) -> Iterator[Runtime]:
+    """The runtime that the flags ask for; its refusals name the flag that helps.
+
+    Raises:
+        DoesNotFit: a budget is too small, or not to be had.
+        StorageError: the disk tier failed.
+    """
+    from nntask.errors import DoesNotFit, StorageError
+    from nntask.trainer.machine import open_runtime
+    from nntask.trainer.places import DISK
+    from nntask.trainer.settings import ResourceSettings, TrainSettings
     from scheduler.core import errors as scheduler_errors
 
+    runtime = open_runtime(TrainSettings(resources=ResourceSettings(ncpu=settings.ncpu, ram=settings.ram, disk=settings.disk)))
     try:
-        yield
-    except scheduler_errors.DoesNotFit as error:
-        raise DoesNotFit(f"{str(error).partition('; raise the budget')[0]}; raise --ram (now {ram or 'the default'})") from error
+        with runtime:
+            yield runtime
+    except scheduler_errors.SchedulerError as error:
+        if runtime.tier_failure is not None:
+            raise StorageError(f"{runtime.tier_failure}; name another directory with --disk") from error
+        if isinstance(error, scheduler_errors.DoesNotFit):
+            change = f"raise --ram (now {settings.ram or 'the default'})" + ("" if settings.disk else ", or add --disk DIR")
+            if error.node == DISK:
+                change = f"raise SIZE in --disk DIR:SIZE, now --disk {settings.disk}"
+            raise DoesNotFit(f"{str(error).partition('; raise the budget')[0]}; {change}") from error
+        raise

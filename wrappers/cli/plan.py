@@ -48,7 +48,13 @@ def run(argv: Sequence[str]) -> int:
     devices, link = asked.extra["devices"], asked.extra["link"]
     if link and not devices:
         raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
+    sim_gpu = asked.settings.resources.sim_gpu
     with naming(asked.sources):
+        if devices and sim_gpu and asked.resumed is None:
+            raise UsageError(
+                f"--sim-gpu {sim_gpu}, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine, and --devices {devices} "
+                "is another machine; give memory and rate with --devices and --link, or drop these"
+            )
         target = imaginary(devices, asked.settings, link) if devices else None
         figures = plan_run(asked.settings, asked.config, target)
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))

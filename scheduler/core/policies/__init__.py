@@ -63,13 +63,10 @@ __all__ = [
 ]
 
 
-def choose(num_devices: int, pressure: float = 0.0) -> str:
+def choose(num_devices: int) -> str:
     """The policy that "auto" stands for.
 
     Args:
         num_devices: workers with memory of their own.
-        pressure: bytes the devices' tasks work on, over the bytes of all device memory together; above 1 not everything can stay.
     """
-    if not num_devices:
-        return DEFAULT_POLICY
-    return "reuse" if pressure > 1.0 else "dmdas"
+    return "reuse" if num_devices else DEFAULT_POLICY

@@ -9,7 +9,13 @@ from ..records import Task, Worker
 
 
 class Policy(Protocol):
-    """Holds ready tasks and hands them out."""
+    """Holds ready tasks and hands them out.
+
+    Attributes:
+        keeps_parts: whether it queues a task nowhere but where the plan wants it (`Task.planned_node`).
+    """
+
+    keeps_parts: bool
 
     def join(self, worker: Worker) -> None:
         """A worker joins the crew; called once for each, before its first `pop`."""

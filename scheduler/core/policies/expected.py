@@ -3,7 +3,7 @@
 A task that becomes ready is queued where it is expected to end soonest (`costs`). Workers of one kind on one node are interchangeable, so they form
 a *place* and share its queue: what is estimated once per place costs as little with 64 workers as with one, and nothing has to be rebalanced inside.
 
-A task with a home (`Task.home`) is queued there, whatever it costs.
+dmda and dmdas queue a task whose node is planned (`Task.planned_node`) there, whatever it costs.
 
 Decisions stay late. A worker whose place has nothing for it takes the task from the far end of another place's queue, if it expects to end it no
 later than the place where it waits. So nobody idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
@@ -121,6 +121,7 @@ class ExpectedEnd:
     """
 
     weighs_data = False
+    keeps_parts = False
     is_sorted = False
     queues: type[Queues] = Queues
 
@@ -148,8 +149,8 @@ class ExpectedEnd:
         """Queue the task where it is expected to end soonest; ties go to the place that joined first."""
         self._num += 1
         self._num_pushed += 1
-        home = task.home
-        places = [place for place in self._places.values() if place.kind in task.kinds and (home is None or place.node == home)]
+        node = task.planned_node
+        places = [place for place in self._places.values() if place.kind in task.kinds and (node is None or place.node == node)]
         if not places:
             self._strays.append(task)
             return
@@ -211,7 +212,7 @@ class ExpectedEnd:
                 for at in range(min(STEAL, len(queue))):
                     entry = queue[at]
                     before -= entry.seconds
-                    if entry.task.home is not None:
+                    if entry.task.planned_node is not None:
                         continue
                     end = place.assigned_seconds(estimates) + before / len(place.workers) + entry.seconds + entry.transfer_seconds
                     if sum_up(self._weigh(entry.task, home)) <= end:
@@ -223,6 +224,7 @@ class DataAware(ExpectedEnd):
     """dmda: dm + transfers + evictions."""
 
     weighs_data = True
+    keeps_parts = True
 
 
 class DataAwareSorted(DataAware):

@@ -1,7 +1,8 @@
 """A policy that is watched: what chosen tasks would have cost on each worker when they became ready, and who took them.
 
 Wraps another policy and changes none of its decisions. Policies that weigh costs (dm, dmda, dmdas, reuse) are asked themselves, queues included;
-for those that do not (eager, prio, lws) the candidates are what `costs.explain` makes of the same estimates.
+for those that do not (eager, prio, lws) the candidates are what `costs.explain` makes of the same estimates. A task whose node is planned
+(`Task.planned_node`) goes there, whatever the candidates cost.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..perf import Estimates
-from ..records import Task, Worker, WorkerId
+from ..records import NodeId, Task, Worker, WorkerId
 from .base import Policy
 from .costs import Candidate, explain
 from .expected import ExpectedEnd
@@ -28,6 +29,7 @@ class Placement:
         order: the task's number, in planned order.
         candidates: estimates at the moment it became ready, cheapest first.
         weighs_costs: whether the policy goes by them.
+        home: the node where the plan wants the task, if the policy keeps to that: then the candidates did not decide.
         chosen: who took it; where costs are weighed an idle worker may, if it expects to end the task before the cheapest one would.
     """
 
@@ -35,6 +37,7 @@ class Placement:
     order: int
     candidates: list[Candidate]
     weighs_costs: bool
+    home: NodeId | None = None
     chosen: WorkerId = NOBODY
 
 
@@ -54,6 +57,7 @@ class Explained:
 
     def __init__(self, policy: Policy, estimates: Estimates, crew: Sequence[Worker], names: Collection[str], count: int) -> None:
         self.policy = policy
+        self.keeps_parts = policy.keeps_parts
         self.placements: list[Placement] = []
         self._estimates = estimates
         self._crew = crew
@@ -70,7 +74,7 @@ class Explained:
         if self._num_wanted and task.step is not None and task.name in self._names:
             self._num_wanted -= 1
             if isinstance(self.policy, ExpectedEnd):
-                placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True)
+                placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True, home=task.planned_node)
             else:
                 placement = Placement(task.name, task.order, explain(task, self._crew, self._estimates), weighs_costs=False)
             self._open[task] = placement

@@ -15,6 +15,8 @@ from ..records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
 class Eager:
     """First ready, first served."""
 
+    keeps_parts = False
+
     def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._queues: dict[tuple[WorkerKind, ...], deque[tuple[int, Task]]] = {}
         self._num = 0
@@ -50,6 +52,8 @@ class Eager:
 class Prio:
     """Highest priority first, then submission order: keeps close to the order in which the program was written, hence to its memory peak."""
 
+    keeps_parts = False
+
     def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._heaps: dict[tuple[WorkerKind, ...], list[tuple[int, int, int, Task]]] = {}
         self._num = 0
@@ -82,6 +86,8 @@ class Prio:
 
 class LocalityStealing:
     """A queue per worker; a task joins the worker that holds most of its bytes, an idle worker steals the oldest task of the longest queue."""
+
+    keeps_parts = False
 
     def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._queues: dict[WorkerId, deque[Task]] = {}

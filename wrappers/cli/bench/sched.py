@@ -85,8 +85,8 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
 
     from nntask.errors import UsageError
     from nntask.models.config import PRESETS, GPT2Config
+    from nntask.trainer.fitting import order_on
     from nntask.trainer.places import durations, imaginary, parse_rate
-    from nntask.trainer.planning import order_on
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
     from scheduler.core.errors import SchedulerError
     from scheduler.drivers.virtual import simulate
@@ -105,7 +105,10 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     gc.disable()  # plans are large and hold no garbage
     try:
         plan = captured(train, config, target)
-        order = order_on(plan, settings.order, target)
+        try:
+            order = order_on(plan, settings.order, target, target.policy("auto"))
+        except ValueError as error:
+            raise UsageError(f"--order {settings.order}: {error}") from error
         known = durations(order.plan, target)
         bounds = lower_bounds(order.plan, known.seconds["sim"], target, parse_rate(settings.link, "--link"))
         rows = []
@@ -133,7 +136,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         "tasks": len(plan.tasks),
         "needed_bytes": plan.needed_bytes(),
         "order": order.name,
-        "auto": target.policy("auto", order.plan.needed_bytes()),
+        "auto": target.policy("auto"),
         "bounds_seconds": bounds,
         "policies": rows,
     }

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from nntask.models.config import PRESETS, GPT2Config
+from nntask.trainer.fitting import capture
 from nntask.trainer.places import Target, with_coarse_tiles
-from nntask.trainer.planning import capture
 from nntask.trainer.prepare import with_tiles
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, TilingSettings, TrainSettings

@@ -1,0 +1,312 @@
+"""What a training step needs, from shapes alone, and whether a machine has it: ``nntask train`` refuses what cannot fit before memory is taken.
+
+The step is captured (`scheduler.capture`); what each memory must hold at least is `StepPlan.minimum_bytes`, in the order that a run would choose.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+from scheduler.capture import CapturingRuntime
+from scheduler.core.orders import arrange, repetition
+from scheduler.core.policies import POLICIES
+from scheduler.core.steps import RecordedTask, StepPlan
+from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
+from tiles import TileTensor
+
+from ..errors import DoesNotFit, UsageError
+from ..models.config import GPT2Config
+from ..tiling import ModelTiling
+from .gpt2 import build_model, build_optimizer, emit_training_step
+from .places import RAM, Target, this_machine
+from .prepare import TILE_FLAGS
+from .settings import TrainSettings
+
+MOST_TASKS: Final = 1_000_000
+"""Steps of more tasks are refused: recording one takes minutes and gigabytes."""
+TASKS_PER_WORK: Final = 6
+"""Tasks per product of a weight tile and a tile of activations (`work_of`), at least: forward, two backward, and what lies between them."""
+_TILES: Final = {
+    "head": ("vocab_tile", "embd_tile"),
+    "embedding": ("vocab_tile", "embd_tile"),
+    "cross_entropy": ("vocab_tile", "seq_tile"),
+    "attention": ("seq_tile", "head_tile"),
+    "adam": ("vocab_tile", "inner_tile", "embd_tile"),
+    "sgd": ("vocab_tile", "inner_tile", "embd_tile"),
+}
+"""Word in a task's name -> tile flags that make it smaller, the first one first."""
+_OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes without which a step cannot run.
+
+    Attributes:
+        task: that the hungriest task touches.
+        tile: of the largest piece of data.
+        total: of the last tier, if tasks run there.
+        passive: of the last tier, if none do.
+        persistent: of what outlives the step.
+        hungriest: that task.
+    """
+
+    task: int
+    tile: int
+    total: int
+    passive: int
+    persistent: int
+    hungriest: RecordedTask
+
+    def last(self, target: Target) -> int:
+        """Least budget of the last tier of a machine."""
+        return self.total if target.last in target.places else self.passive
+
+    def minimum(self, target: Target) -> dict[str, int]:
+        """Least budget of each node of a machine."""
+        found = {}
+        for at, (name, _) in enumerate(target.nodes):
+            passing = self.task if at in target.places else self.tile
+            found[name] = max(passing, self.last(target)) if at == target.last else passing
+        return found
+
+    def fit(self, target: Target) -> bool:
+        """Whether a machine has as much; a task runs where it fits, so the largest place counts."""
+        return self.task <= target.largest_place and all(
+            budget >= self.minimum(target)[name] for at, (name, budget) in enumerate(target.nodes) if at == target.last or at not in target.places
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A model without memory, and its training step.
+
+    Attributes:
+        plan: the step in submission order.
+        model, optimizer: tensors by name; they have shapes and types, and no data.
+    """
+
+    plan: StepPlan
+    model: Mapping[str, TileTensor]
+    optimizer: Mapping[str, TileTensor]
+
+
+def check_fit(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling) -> Sketch:
+    """Refuse resolved settings whose step cannot run on this machine within its budgets; takes no memory, and a second for 20,000 tasks.
+
+    Raises:
+        DoesNotFit: a budget is too small; says by how much, and what would fit.
+        UsageError: the step has too many tasks.
+    """
+    with no_collections():
+        found = sketch(settings, config, tiling)
+        target = this_machine(settings)
+        needs = least_needs(found.plan, settings, target)
+        if not needs.fit(target):
+            changes = advice(settings, config, target, needs)
+            raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
+    return found
+
+
+def capture(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, num_minibatches: int | None = None) -> StepPlan:
+    """The step that resolved settings train with; see `sketch`."""
+    return sketch(settings, config, tiling, num_minibatches).plan
+
+
+def sketch(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, num_minibatches: int | None = None) -> Sketch:
+    """Model and step that resolved settings train with, from shapes.
+
+    Args:
+        num_minibatches: per step; as many as the settings ask for unless given.
+
+    Raises:
+        UsageError: the step has more than `MOST_TASKS` tasks.
+    """
+    size = settings.tiling.minibatch
+    count = count_minibatches(settings) if num_minibatches is None else num_minibatches
+    num_tasks = TASKS_PER_WORK * count * work_of(settings, config)
+    if num_tasks > MOST_TASKS:
+        raise UsageError(
+            f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {settings.model.seq_len:,} "
+            "tokens in these tiles; lower --batch or enlarge the tiles"
+        )
+    runtime = CapturingRuntime(settings.tiling.lanes or 1)
+    model = build_model(config, tiling, runtime, settings)
+    optimizer = build_optimizer(model, settings)
+    inputs = [model.input_tensors(size, settings.model.seq_len) for _ in range(count)]
+    with runtime.record():
+        outputs = emit_training_step(model, optimizer, inputs)
+    del outputs
+    return Sketch(runtime.plan, model.tensors(), optimizer.tensors())
+
+
+def needs_of(plan: StepPlan, *, thrifty: bool = False) -> Needs:
+    """What a step needs in the order of the plan.
+
+    Args:
+        thrifty: with updates as early as they can instead, the candidate order that needs least.
+    """
+    hungriest = max(plan.tasks, key=_touched)
+    persistent = sum(handle.size for handle in plan.uses if handle.kind == "persistent")
+    if thrifty:
+        eager = arrange(plan, repetition(plan).updates, lambda position: (position,))
+        plan = StepPlan([plan.tasks[at] for at in eager], plan.owned)
+    total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
+    task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
+    return Needs(task, tile, total, passive, persistent, hungriest)
+
+
+def least_needs(plan: StepPlan, settings: TrainSettings, target: Target, order: PlannedOrder | None = None) -> Needs:
+    """What the step needs in the order that a run would choose; with less room, it may choose the submission order or early updates.
+
+    Args:
+        order: None to look no further once the submission order fits.
+    """
+    name = settings.resources.order
+    if name not in (AUTO, SUBMISSION):
+        return needs_of((order or choose_order(plan, settings, target)).plan)
+    found = [needs_of(plan)]
+    if name == AUTO and not (order is None and found[0].fit(target)):
+        found.append(needs_of(plan, thrifty=True))
+    return min(found, key=lambda needs: needs.last(target))
+
+
+def _touched(task: RecordedTask) -> int:
+    return sum(handle.size for handle, _ in task.accesses)
+
+
+def work_of(settings: TrainSettings, config: GPT2Config) -> int:
+    """Roughly proportional to the tasks of a minibatch: products of a weight tile and a tile of activations."""
+    cut = tiling_of(settings)
+    width, inner = -(-config.n_embd // cut.embd_tile), -(-config.inner_size // cut.inner_tile)
+    heads, vocab = -(-config.n_head // cut.head_tile), -(-config.vocab_size // cut.vocab_tile)
+    tokens = -(-settings.tiling.minibatch // cut.minibatch_tile) * -(-(settings.model.seq_len or 1) // cut.seq_tile)
+    return tokens * width * (config.n_layer * (2 * inner + 4 * heads) + 2 * vocab)
+
+
+def count_minibatches(settings: TrainSettings) -> int:
+    """Minibatches of a step."""
+    return max((settings.tiling.batch or 1) // settings.tiling.minibatch, 1)
+
+
+def choose_order(plan: StepPlan, settings: TrainSettings, target: Target) -> PlannedOrder:
+    """As `Runtime.plan_order`."""
+    try:
+        return order_on(plan, settings.resources.order, target, target.policy(settings.resources.sched))
+    except ValueError as error:
+        raise UsageError(f"--order {settings.resources.order}: {error}") from error
+
+
+def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> PlannedOrder:
+    """As `Runtime.plan_order`, on a machine that need not exist, under a scheduling policy.
+
+    Raises:
+        ValueError: the step has no order of that name.
+    """
+    last, places = target.last, target.places
+    return plan_order(
+        plan,
+        order,
+        memory=target.memory,
+        last=target.nodes[last][1],
+        computes_on_last=last in places,
+        num_devices=len(places) if POLICIES[policy]().keeps_parts and 0 not in places else 1,
+    )
+
+
+def shortage(target: Target, needs: Needs) -> str:
+    """Which budget is too small."""
+    if needs.task > target.largest_place:
+        data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)
+        return (
+            f"{needs.hungriest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_place:,} B of the largest memory "
+            "where it may run"
+        )
+    minimum = needs.minimum(target)
+    short = [(name, budget) for name, budget in target.nodes if budget < minimum[name]]
+    name, budget = next((each for each in short if each[0] == target.nodes[target.last][0]), short[0])
+    return f"the step needs {minimum[name]:,} B of {name} at least, more than its budget of {budget:,} B"
+
+
+def advice(settings: TrainSettings, config: GPT2Config, target: Target, needs: Needs) -> list[str]:
+    """Changes of which each would make the step fit, checked where that is quick."""
+    minimum = needs.minimum(target)
+    place = max(target.places, key=lambda at: target.nodes[at][1])
+    is_last_short = needs.last(target) > target.nodes[target.last][1]
+    more, alone = "", list[str]()  # what every change must bring besides, and those that are enough with it
+    if needs.task > target.largest_place:
+        flag = "--ram" if target.nodes[place][0] == RAM else "--gpu-memory" if target.rates is None else "a device memory of"
+        alone.append(f"{flag} {shown_size(minimum[target.nodes[place][0]])}")
+        alone += filter(None, [_smaller_tile(settings, config, target, needs)])
+        if is_last_short and place != target.last:
+            more = f" and {_larger_last(target, needs)[0]}"
+    elif is_last_short:
+        alone += _larger_last(target, needs)
+    else:
+        alone.append(f"--ram {shown_size(max(minimum[RAM], int(1.1 * target.nodes[0][1])))}")
+    found = [change + more for change in alone]
+    if is_last_short and settings.model.recompute == "none":
+        resources = replace(settings.resources, order=AUTO if settings.resources.order != SUBMISSION else SUBMISSION)
+        changed = replace(settings, model=replace(settings.model, recompute="block"), resources=resources)
+        if least_needs(capture(changed, config, tiling_of(changed), min(2, count_minibatches(changed))), changed, target).fit(target):
+            found.append("--recompute block")
+    return found
+
+
+def _larger_last(target: Target, needs: Needs) -> list[str]:
+    """Flags that make the last tier large enough."""
+    size = shown_size(needs.last(target))
+    if target.storage:
+        return [f"--disk DIR:{size} in a directory with as much room"]
+    return [f"--ram {size}", f"--disk DIR with {size} free there"]
+
+
+def _smaller_tile(settings: TrainSettings, config: GPT2Config, target: Target, needs: Needs) -> str:
+    """Tile flags halved, one after another, until the hungriest task fits; "" if that does not help."""
+    name = needs.hungriest.name
+    changed, flags = settings, dict[str, int]()
+    for _ in range(8):
+        tiles = next((tiles for word, tiles in _TILES.items() if word in name), _OTHER_TILES)
+        best = None
+        for flag in tiles:
+            size = getattr(changed.tiling, flag) // 2
+            if size < 1:
+                continue
+            trial = replace(changed, tiling=replace(changed.tiling, **{flag: size}))
+            after = needs_of(capture(trial, config, tiling_of(trial), 1))
+            if best is None or after.task < best[0].task:
+                best = after, trial, flag, size
+        if best is None:
+            return ""
+        after, changed, flag, size = best
+        flags[flag], name = size, after.hungriest.name
+        if after.task <= target.largest_place:
+            return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items())
+    return ""
+
+
+def tiling_of(settings: TrainSettings) -> ModelTiling:
+    """The tile sizes of resolved settings."""
+    return ModelTiling(**{name: getattr(settings.tiling, name) for name in TILE_FLAGS})
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Captured steps are large and have no garbage cycles worth a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def shown_size(nbytes: int) -> str:
+    """A size that the flags accept and that is no smaller, in whole MiB or GiB."""
+    unit, shift = ("GiB", 30) if nbytes >= 100 << 30 else ("MiB", 20)
+    return f"{-(-nbytes // (1 << shift))}{unit}"
