@@ -161,7 +161,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = standard(args, disk) if args.suite == "standard" else reach(args, disk)
     name = {"standard": "memory", "reach": "memory_reach"}[args.suite] if args.output is None else args.output
-    common.finish(name, {**header, "rounds_per_variant": args.rounds, **found})
+    common.finish(name, {**header, "settings": {"rounds": args.rounds, "steps": args.steps}, **found})
 
 
 if __name__ == "__main__":

@@ -168,7 +168,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = suite(args, disk)
     name = f"foresight_{args.suite}" if args.output is None else args.output
-    common.finish(name, {**header, **found})
+    rounds = args.rounds if args.suite == "overlap" else 1
+    common.finish(name, {**header, "settings": {"rounds": rounds, "steps": args.steps}, **found})
 
 
 if __name__ == "__main__":
