@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from .core.forecast import Forecast, forecast
-from .core.orders import candidates, repetition
+from .core.orders import Repetition, candidates, repetition
 from .core.steps import StepPlan
 
 AUTO: Final = "auto"
@@ -65,27 +65,28 @@ def plan_order(plan: StepPlan, order: str, *, memory: int, last: int, computes_o
     Raises:
         ValueError: the step has no order of that name.
     """
-    parts = parts_of(plan, num_devices) if num_devices > 1 else []
-    fits = _needed(plan, parts, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
+    repeated = repetition(plan) if num_devices > 1 else None
+    if repeated is not None:
+        plan = StepPlan(plan.tasks, plan.owned, parts=parts_of(repeated, num_devices))
+    fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
-        return PlannedOrder(SUBMISSION, StepPlan(plan.tasks, plan.owned, parts=parts) if parts else plan, {})
-    found = {name: _permuted(plan, positions, parts, num_devices) for name, positions in candidates(plan).items()}
+        return PlannedOrder(SUBMISSION, plan, {})
+    found = {name: _permuted(plan, positions, num_devices) for name, positions in candidates(plan, repeated).items()}
     if order != AUTO and order not in found:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
     considered = [order]
     if order == AUTO:
         least = {name: last_tier_bytes(each, computes=computes_on_last) for name, each in found.items()}
         considered = [name for name in found if least[name] <= last] or [min(least, key=least.__getitem__)]
-        if parts:
+        if plan.parts:
             considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
     forecasts = {name: _forecast(found[name], memory, num_devices) for name in dict.fromkeys([SUBMISSION, *considered])}
     order = min(considered, key=lambda name: forecasts[name].total)
     return PlannedOrder(order, found[order], forecasts)
 
 
-def parts_of(plan: StepPlan, num_devices: int) -> list[int]:
+def parts_of(found: Repetition, num_devices: int) -> list[int]:
     """For each task the device, from 0, that its minibatch belongs on, or -1; empty if the minibatches are not a multiple of the devices."""
-    found = repetition(plan)
     if not found.num_minibatches or found.num_minibatches % num_devices:
         return []
     return [minibatch % num_devices if minibatch >= 0 else -1 for minibatch in found.minibatch]
@@ -100,11 +101,9 @@ def _share(plan: StepPlan, num_devices: int) -> StepPlan:
     )
 
 
-def _needed(plan: StepPlan, parts: Sequence[int], num_devices: int) -> int:
+def _needed(plan: StepPlan, num_devices: int) -> int:
     """Bytes in all device memory together with which nothing moves but between devices."""
-    if not parts:
-        return plan.needed_bytes()
-    return num_devices * _share(StepPlan(plan.tasks, plan.owned, parts=parts), num_devices).needed_bytes()
+    return num_devices * _share(plan, num_devices).needed_bytes() if plan.parts else plan.needed_bytes()
 
 
 def _forecast(plan: StepPlan, memory: int, num_devices: int) -> Forecast:
@@ -120,7 +119,7 @@ def _is_side_by_side(name: str, num_devices: int) -> bool:
     return name == "layers" or (name.startswith("layers:") and int(name.partition(":")[2]) % num_devices == 0)
 
 
-def _permuted(plan: StepPlan, positions: list[int], parts: Sequence[int], num_devices: int) -> StepPlan:
+def _permuted(plan: StepPlan, positions: list[int], num_devices: int) -> StepPlan:
     """The same tasks in another order; every order that keeps conflicting accesses in theirs has the same dependencies."""
     tasks = [plan.tasks[position] for position in positions]
-    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=[parts[position] for position in positions] if parts else ())
+    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=[plan.parts[position] for position in positions] if plan.parts else ())

@@ -187,7 +187,7 @@ class ResourceSettings:
     sim_gpu: int = 0
     """simulated devices: more workers, each with a memory of its own"""
     gpu_memory: str = ""
-    """byte budget of each simulated device, e.g. 1GiB (default: that of RAM)"""
+    """byte budget of each simulated device, e.g. 1GiB (default: as much as RAM, or what RAM leaves)"""
     sim_bandwidth: str = ""
     """bytes per second of each link of a simulated device, e.g. 8GB (default: as fast as memory copies)"""
     ram: str = ""

@@ -325,7 +325,6 @@ class Machine:
                 self._make_ready(after, worker)
         if replay is not None:
             replay.num_unfinished -= 1
-            replay.done[task.position] = 1
             if task.position == replay.frontier:
                 self._advance(replay)
             if not replay.num_unfinished:
@@ -343,6 +342,8 @@ class Machine:
     def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
         """Mark what the task should have written as lost, and report."""
         task.state = state
+        if task.step is not None:
+            task.step.done[task.position] = 1
         root = next((handle.root for handle, mode in task.accesses if handle.lost is not None and mode != W), None)
         reason = f"{task!r} {state}: {error}"
         if root is not None:  # else a long chain of tasks makes a long chain of texts

@@ -69,14 +69,17 @@ class Repetition:
     num_minibatches: int = 0
 
 
-def candidates(plan: StepPlan) -> dict[str, list[int]]:
+def candidates(plan: StepPlan, found: Repetition | None = None) -> dict[str, list[int]]:
     """Execution orders of a recorded step, by name.
+
+    Args:
+        found: `repetition` of the plan, if it is known already.
 
     Returns:
         name -> positions of the plan's tasks in order of execution, each position once and after all its predecessors. "submission",
         "eager-update" and "layers" are always there, the others where they differ from those before them.
     """
-    found = repetition(plan)
+    found = repetition(plan) if found is None else found
     orders = {
         "submission": list(range(len(plan.tasks))),
         "eager-update": arrange(plan, found.updates, lambda position: (position,)),

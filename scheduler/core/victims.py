@@ -133,28 +133,25 @@ class Shelf:
         return None if heaps is None else next(self._clean(heaps[0], drawn, later_than), None)
 
     def _first(self, heaps: Heaps) -> tuple[float, int]:
-        """Price of the first candidate, infinite if there is none, and which heap it is in."""
+        """Price of the first candidate, infinite if there is none, and which heap it is in.
+
+        Asked anew for every draw: looking at a heap may correct entries, which then come up in the other one, so the dirty heap is looked at twice.
+        """
+        for which in (0,) if self.keep_dirty else (1, 0, 1):
+            self._top(heaps[which], which)
         prices = [
-            self.policy.price(-heap[0][0], dirty=bool(which)) if not (which and self.keep_dirty) and self._top(heap, which) is not None else inf
-            for which, heap in enumerate(heaps)
+            self.policy.price(-heap[0][0], dirty=bool(which)) if heap and not (which and self.keep_dirty) else inf for which, heap in enumerate(heaps)
         ]
         return (prices[0], 0) if prices[0] <= prices[1] else (prices[1], 1)
 
     def _all(self, heaps: Heaps, drawn: Drawn) -> Iterator[Replica]:
         """Candidates in the order in which they should go; their entries are taken out of the heaps and noted in `drawn`."""
-        price = self.policy.price
-        tops = [self._top(heaps[0], 0), None if self.keep_dirty else self._top(heaps[1], 1)]
-        prices = [price(-heap[0][0], dirty=bool(which)) if tops[which] is not None else inf for which, heap in enumerate(heaps)]
         while True:
-            which = 0 if prices[0] <= prices[1] else 1
-            replica = tops[which]
-            if replica is None:
+            price, which = self._first(heaps)
+            if price == inf:
                 return
-            heap = heaps[which]
-            drawn.append((heap, heapq.heappop(heap)))
-            yield replica
-            tops[which] = self._top(heap, which)
-            prices[which] = price(-heap[0][0], dirty=bool(which)) if tops[which] is not None else inf
+            drawn.append((heaps[which], heapq.heappop(heaps[which])))
+            yield drawn[-1][1][2]
 
     def _clean(self, heap: list[Entry], drawn: Drawn, later_than: float) -> Iterator[Replica]:
         for _ in range(TRIED):

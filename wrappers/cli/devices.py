@@ -27,9 +27,9 @@ class DevicesSettings:
     sim_gpu: int = 0
     """simulated devices"""
     gpu_memory: str = ""
-    """byte budget of each simulated device, e.g. 1GiB (default: that of RAM)"""
+    """byte budget of each simulated device, e.g. 1GiB (default: as much as RAM, or what RAM leaves)"""
     ram: str = ""
-    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free)"""
+    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free, shared with simulated devices)"""
     disk: str = ""
     """DIR or DIR:SIZE of a disk tier"""
 
