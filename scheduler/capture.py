@@ -12,20 +12,15 @@ replay, except that nobody knows the workers: every task with a CPU kernel may r
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 from .codelet import Codelet
-from .core.memory import rounded
-from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, WorkerKind
+from .core.records import Mode, WorkerKind
 from .core.steps import StepPlan
-from .frontend import Access, Handle, TaskRuntime, View, lent
-from .recording import Recorder, RecordingError
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
+from .frontend import Access, Handle, lent
+from .recording import Recorder, RecordingError, RecordingRuntime
 
 KINDS: Final[tuple[WorkerKind, ...]] = ("cpu", "sim")
 """Workers that run CPU kernels."""
@@ -38,7 +33,7 @@ class _Nowhere:
         """Nothing holds memory."""
 
 
-class CapturingRuntime(TaskRuntime):
+class CapturingRuntime(RecordingRuntime):
     """Captures the tasks of one block; what is submitted outside it is dropped.
 
     Args:
@@ -47,9 +42,7 @@ class CapturingRuntime(TaskRuntime):
 
     def __init__(self, lanes: int = 1) -> None:
         super().__init__(lanes)
-        self._ids = itertools.count()
-        self._inbox = _Nowhere()
-        self._recorder: Recorder | None = None
+        self.inbox = _Nowhere()
         self._plan: StepPlan | None = None
 
     @property
@@ -63,38 +56,12 @@ class CapturingRuntime(TaskRuntime):
             raise RecordingError("nothing has been captured yet; emit tasks inside `with runtime.record()` and leave the block first")
         return self._plan
 
-    def handle(
-        self,
-        nbytes: int,
-        view: View,
-        *,
-        name: str = "",
-        kind: Kind = "temporary",
-        data_class: DataClass = "activations",
-        combine: Codelet | None = None,
-    ) -> Handle:
-        """Register data of `nbytes` bytes; no memory is ever taken."""
-        record = HandleRecord(HandleId(next(self._ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
-        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self._inbox)
-        if self._recorder is not None:
-            self._recorder.enter_handle(handle)
-        return handle
-
-    def clone_record(self, record: HandleRecord) -> HandleRecord:
-        """A new record like `record`."""
-        return HandleRecord(HandleId(next(self._ids)), record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
-
     def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
         """Lend memory that nobody reads again."""
         return lent(handle.view(bytearray(max(handle.nbytes, 1)), 0))
 
     def wait(self) -> None:
         """Nothing is ever pending."""
-
-    @property
-    def recording(self) -> bool:
-        """Whether tasks are kept."""
-        return self._recorder is not None
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -104,7 +71,7 @@ class CapturingRuntime(TaskRuntime):
             RecordingError: the captured tasks read data nobody writes.
         """
         self._combine_all()
-        recorder = self._recorder = Recorder(cast("Runtime", self))  # of a runtime it needs clone_record only
+        recorder = self._recorder = Recorder(self)
         try:
             yield
             self._combine_all()

@@ -7,15 +7,17 @@ output: each replay has its own, readable through its ticket until the replay af
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from .codelet import Codelet
 from .core.errors import HandleLost, SchedulerError
-from .core.records import HandleRecord, Mode, R, W, WorkerKind
+from .core.memory import rounded
+from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerKind
 from .core.steps import RecordedTask, StepPlan
-from .frontend import Handle
+from .frontend import Handle, ReleaseInbox, TaskRuntime, View
 from .waiting import Waiter
 
 if TYPE_CHECKING:
@@ -40,10 +42,52 @@ def _copy_bytes(source: Any, target: Any) -> None:
 COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes)
 
 
+class RecordingRuntime(TaskRuntime):
+    """What runtimes that can record share: handles with records of their own, which a step that is being recorded takes note of.
+
+    Attributes:
+        inbox: takes the records of handles that are gone.
+    """
+
+    inbox: ReleaseInbox
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        self._handle_ids = itertools.count()
+        self._recorder: Recorder | None = None
+
+    def handle(
+        self,
+        nbytes: int,
+        view: View,
+        *,
+        name: str = "",
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        combine: Codelet | None = None,
+    ) -> Handle:
+        """Register data of `nbytes` bytes; no memory is taken before the first task writes it."""
+        record = HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
+        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        if self._recorder is not None:
+            self._recorder.enter_handle(handle)
+        return handle
+
+    def clone_record(self, record: HandleRecord) -> HandleRecord:
+        """A new record like `record`, without replicas."""
+        number = HandleId(next(self._handle_ids))
+        return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
+
+    @property
+    def recording(self) -> bool:
+        """Whether tasks are being captured instead of run."""
+        return self._recorder is not None
+
+
 class Recorder:
     """Collects the tasks submitted while recording."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: RecordingRuntime) -> None:
         self.runtime = runtime
         self.tasks: list[RecordedTask] = []
         self.created: dict[HandleRecord, weakref.ref[Handle]] = {}

@@ -6,7 +6,6 @@ are unfinished, so a loop that submits forever uses bounded memory.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,15 +16,14 @@ from .codelet import Codelet
 from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
-from .core.memory import rounded
 from .core.policies import POLICIES, Placement, choose
-from .core.records import RAM, DataClass, HandleId, HandleRecord, Kind, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
+from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
 from .core.steps import StepPlan
 from .drivers.cpu import Inspect
 from .engine import WINDOW, Engine, worker_name
-from .frontend import Access, Handle, TaskRuntime, View
+from .frontend import Access, Handle
 from .ordering import PlannedOrder, plan_order
-from .recording import Recorder, RecordingError, Step, Ticket
+from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
 from .storage.limits import memory_budgets
 from .trace import Trace
@@ -35,7 +33,7 @@ NEW: Final = TaskId(-1)
 """Id of a task that has not been submitted yet."""
 
 
-class Runtime(TaskRuntime):
+class Runtime(RecordingRuntime):
     """Workers, memory nodes and a scheduler.
 
     Args:
@@ -94,8 +92,6 @@ class Runtime(TaskRuntime):
             inspect=inspect,
         )
         self.inbox = self._engine.inbox
-        self._handle_ids = itertools.count()
-        self._recorder: Recorder | None = None
         self._abilities: dict[tuple[bool, bool], tuple[tuple[WorkerKind, ...], int]] = {}
         self._engine.hire(cpu_workers, sim_gpus, sim_bandwidth)
 
@@ -122,28 +118,6 @@ class Runtime(TaskRuntime):
     def node_names(self) -> list[str]:
         """Name of each memory node."""
         return [node.name for node in self._engine.machine.nodes]
-
-    def handle(
-        self,
-        nbytes: int,
-        view: View,
-        *,
-        name: str = "",
-        kind: Kind = "temporary",
-        data_class: DataClass = "activations",
-        combine: Codelet | None = None,
-    ) -> Handle:
-        """Register data of `nbytes` bytes; no memory is taken before the first task writes it."""
-        record = HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
-        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
-        if self._recorder is not None:
-            self._recorder.enter_handle(handle)
-        return handle
-
-    def clone_record(self, record: HandleRecord) -> HandleRecord:
-        """A new record like `record`, without replicas."""
-        number = HandleId(next(self._handle_ids))
-        return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
 
     def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
         """Wait for the handle's data in host memory and lend it: ``with runtime.acquire(h, "R") as view``.
@@ -251,11 +225,6 @@ class Runtime(TaskRuntime):
         failure = self._engine.wait()
         if failure is not None:
             raise failure
-
-    @property
-    def recording(self) -> bool:
-        """Whether tasks are being captured instead of run."""
-        return self._recorder is not None
 
     @contextmanager
     def record(self) -> Iterator[Step]:
