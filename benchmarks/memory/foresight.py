@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,9 +46,9 @@ def plan(args: argparse.Namespace, disk: str) -> dict[str, Any]:
             "two devices at 1/3": (["--ncpu=0", "--sim-gpu=2", f"--gpu-memory={third}B"], False),
         }
         for machine, (more, below) in machines.items():
-            result = job([*flags, *more, f"--steps={args.steps + 1}", "--predict"], disk if below else None)
+            result = job([*flags, *more, f"--steps={args.steps + 2}", "--predict"], disk if below else None)
             foreseen, name = result["plan"], f"{model}, {machine}"
-            seconds = statistics.median(lap["seconds"] for lap in result["laps"][1:])
+            seconds = statistics.median(lap["seconds"] for lap in result["steady"])
             nbytes, foreseen_bytes = moved(result), sum(foreseen["moved_bytes_per_step"].values())
             for node, peak in result["peak_bytes"].items():
                 if node != "disk":
@@ -64,36 +65,42 @@ def _ratio(what: str, unit: str, foreseen: float, measured: float, bar: str) -> 
 
 
 def overlap(args: argparse.Namespace, disk: str) -> dict[str, Any]:
-    """A device with a quarter of what the step needs, on a link that transfers alone keep busy for a part of the computation."""
-    alone_flags = ["--batch=4", "--ncpu=0", "--sim-gpu=1", f"--steps={args.steps + 1}"]
-    first = job([*alone_flags, "--steps=2"], None)
-    tight = [*alone_flags, f"--gpu-memory={first['needed_bytes'] // 4}B"]
-    busier = max(job([*tight, "--steps=2"], None)["laps"][-1]["moved_bytes"].values())
-    rounds: dict[str, list[Result]] = {"alone": [], "overlapped": []}
-    bandwidth = 0
+    """A device with a quarter of what the step needs, on a link that transfers alone keep busy for a part of the computation.
+
+    The link carries both directions at once. Two readings of "transfers alone": the busier direction, and the sum of both.
+    """
+    flags = ["--batch=4", "--ncpu=0", "--sim-gpu=1", f"--steps={args.steps + 2}"]
+    needed = job([*flags, "--steps=1"], None)["needed_bytes"]
+    tight = [*flags, f"--gpu-memory={needed // 4}B"]
+    loads: dict[str, Callable[[Iterable[int]], int]] = {"the busier direction": max, "both directions one after the other": sum}
+    free = job([*tight, "--steps=3"], None)
+    rounds: dict[str, list[Result]] = {"alone": [], **{name: [] for name in loads}}
+    bandwidths: dict[str, int] = {}
     for _ in range(args.rounds):
-        rounds["alone"].append(job(alone_flags, None))
+        rounds["alone"].append(job(flags, None))
         compute = statistics.median(_seconds(one) for one in rounds["alone"])
-        bandwidth = bandwidth or round(busier / (SHARE * compute))
-        rounds["overlapped"].append(job([*tight, f"--sim-bandwidth={bandwidth}B"], None))
+        for name, load in loads.items():
+            bandwidth = bandwidths.setdefault(name, round(_bytes(free, load) / (SHARE * compute)))
+            rounds[name].append(job([*tight, f"--sim-bandwidth={bandwidth}B"], None))
         print({name: [round(_seconds(one), 2) for one in found] for name, found in rounds.items()}, file=sys.stderr, flush=True)
     seconds = {name: statistics.median(_seconds(one) for one in found) for name, found in rounds.items()}
-    transfers = statistics.median(max(one["laps"][-1]["moved_bytes"].values()) for one in rounds["overlapped"]) / bandwidth
-    row = common.compare(
-        f"simulated device at 1/4 of needed, transfers alone {transfers / seconds['alone']:.0%} of the computation",
-        "s a step",
-        seconds["overlapped"],
-        "everything fits",
-        seconds["alone"],
-        better="less",
-        bar="ratio <= 1.15",
-    )
+    rows = []
+    for name, load in loads.items():
+        transfers = statistics.median(_bytes(one, load) for one in rounds[name]) / bandwidths[name]
+        share = f"{transfers / seconds['alone']:.0%} of the computation"
+        what = f"simulated device at 1/4 of needed, transfers alone, {name}: {share}"
+        rows.append(common.compare(what, "s a step", seconds[name], "everything fits", seconds["alone"], better="less", bar="ratio <= 1.15"))
     equal = len({tuple(one["losses"]) for found in rounds.values() for one in found}) == 1
-    return {"bandwidth": bandwidth, "transfer_seconds": transfers, "losses_equal": equal, "comparisons": [row], "rounds": rounds}
+    return {"bandwidths": bandwidths, "losses_equal": equal, "comparisons": rows, "rounds": rounds}
+
+
+def _bytes(result: Result, load: Callable[[Iterable[int]], int]) -> float:
+    """Bytes a step over the busier direction of the link, or over both."""
+    return float(statistics.median(load(lap["moved_bytes"].values()) for lap in result["steady"]))
 
 
 def _seconds(result: Result) -> float:
-    return min(lap["seconds"] for lap in result["laps"][1:])
+    return min(lap["seconds"] for lap in result["steady"])
 
 
 def policies(args: argparse.Namespace, disk: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     python benchmarks/memory/job.py --model gpt2-medium --sim-gpu 2 --gpu-memory 1GB --ncpu 0
 
 Flags are those of ``nntask train`` as far as they say where and how it runs; the data is random tokens from a fixed seed, so that losses can be
-compared. Prints one JSON object: losses (exact, as hexadecimal), seconds and bytes per step, peaks of the ledger, and resident memory above what
+compared. Prints one JSON object: losses (exact, as hexadecimal), seconds and bytes of each step, peaks of the ledger, and resident memory above what
 the process had before the model was built (RssAnon + RssShmem, sampled).
 """
 
@@ -14,23 +14,29 @@ import argparse
 import json
 import sys
 import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nntask.data import Batch
 from nntask.models.config import PRESETS
+from nntask.trainer.engine import Pending
 from nntask.trainer.gpt2 import Gpt2Engine
 from nntask.trainer.machine import open_runtime
+from nntask.trainer.metrics import Meter
 from nntask.trainer.planning import plan_run
 from nntask.trainer.prepare import with_tiles
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
+from scheduler import Runtime
 
 SAMPLED_SECONDS: Final = 0.02
 
@@ -82,6 +88,29 @@ def settings_of(args: argparse.Namespace) -> TrainSettings:
     )
 
 
+def train(runtime: Runtime, engine: Gpt2Engine, batches: Sequence[npt.NDArray[np.int32]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Losses, and what happened between the end of each step and the end of the one before; two steps are in flight, as in training."""
+    losses: list[str] = []
+    laps: list[dict[str, Any]] = []
+    meter, last = Meter(runtime.stats(forget_recent_peak=True)), perf_counter()
+    under_way: deque[Pending] = deque()
+    for step in range(1, len(batches) + 2):
+        if step <= len(batches):
+            ids = batches[step - 1]
+            under_way.append(engine.start(step, 1e-4, Batch(ids[:, :-1], ids[:, 1:])))
+        if step > 1:
+            losses.append(float(under_way.popleft().result().loss).hex())
+            now = perf_counter()
+            laps.append({"seconds": now - last, **meter.lap(runtime.stats(forget_recent_peak=True), now - last)})
+            last = now
+    return losses, laps
+
+
+def steady(laps: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Laps that began and ended with a step in flight: without the first, which fills the memory, and the last, beside which no step begins."""
+    return laps[1:-1] or laps[-1:]
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train and measure."""
     config = PRESETS[args.model]
@@ -91,20 +120,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     watch = Watch()
     watch.start()
     rng = np.random.default_rng(0)
-    losses, laps = [], []
     with open_runtime(settings) as runtime:
         engine = Gpt2Engine(config, tiling, runtime, settings)
         order = engine.order
         runtime.wait()
-        for step in range(1, args.steps + 1):
-            ids = rng.integers(0, config.vocab_size, (args.batch, config.n_positions + 1)).astype(np.int32)
-            before, begin = runtime.stats(forget_recent_peak=True), perf_counter()
-            outcome = engine.start(step, 1e-4, Batch(ids[:, :-1], ids[:, 1:])).result()
-            seconds, after = perf_counter() - begin, runtime.stats()
-            losses.append(float(outcome.loss).hex())
-            moved = {link: n - before["moved_bytes"].get(link, 0) for link, n in after["moved_bytes"].items()}
-            busy = {name: after["busy_seconds"][name] - n for name, n in before["busy_seconds"].items()}
-            laps.append({"seconds": seconds, "moved_bytes": moved, "busy_seconds": busy, "evictions": after["evictions"] - before["evictions"]})
+        batches = [rng.integers(0, config.vocab_size, (args.batch, config.n_positions + 1)).astype(np.int32) for _ in range(args.steps)]
+        losses, laps = train(runtime, engine, batches)
         stats = runtime.stats()
     resident = watch.stop()
     predicted = {"plan": plan_run(settings, config, reach=False)} if args.predict else {}
@@ -113,8 +134,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "losses": losses,
         "order": order.name,
         "needed_bytes": order.plan.needed_bytes(),
-        "tokens_per_second": args.batch * config.n_positions / min(lap["seconds"] for lap in laps[1:] or laps),
+        "tokens_per_second": args.batch * config.n_positions / min(lap["seconds"] for lap in steady(laps)),
         "laps": laps,
+        "steady": steady(laps),
         "peak_bytes": stats["peak_bytes"],
         "budget_bytes": stats["budget_bytes"],
         "resident_above_start": resident,
