@@ -47,7 +47,7 @@ suite: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/gpt2_step.py
+	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/trace_cost.py
 	$(BIN)/python benchmarks/table.py
 

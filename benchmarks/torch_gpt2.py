@@ -1,4 +1,4 @@
-"""The peer of `gpt2_step`: GPT-2 in plain PyTorch, written to be as quick as eager mode allows.
+"""The peer of `training`: GPT-2 in plain PyTorch, written to be as quick as eager mode allows.
 
 Fused q, k, v projection, scaled_dot_product_attention, GELU as one call, tied head, no dropout. It is a stronger peer than the transformers model,
 whose gelu_new is six separate passes.
