@@ -1,21 +1,32 @@
-"""Which order a recorded step is planned in: candidates, a forecast of what each moves within the budgets, and the choice."""
+"""Which order a recorded step is planned in: candidates, a forecast of what each costs within the budgets, and the choice."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Final, cast
 
-from .core.forecast import Forecast, forecast
+from .core.forecast import Forecast, Pace, forecast
 from .core.orders import Repetition, candidates, repetition
-from .core.steps import StepPlan
+from .core.perf import Models
+from .core.records import NodeId, Task, WorkerKind
+from .core.steps import RecordedTask, StepPlan
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission"
 
+TaskSeconds = Callable[[RecordedTask, WorkerKind], float]
+
 WINDOW: Final = 256
 """Tasks ahead of the oldest unfinished one that may run where memory is short, per device."""
+
+EQUAL: Final = 1.02
+"""Orders whose seconds differ by less than this factor count as equally fast; of these the one that moves least is taken."""
+
+TILE: Final = 1 << 20
+"""Bytes of a copy by which the rate of a link is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +36,7 @@ class PlannedOrder:
     Attributes:
         name: of the order.
         plan: the step's tasks in that order.
-        forecasts: what each order that was considered would move; empty when everything fits.
+        forecasts: what each order that was considered would cost; empty when everything fits.
     """
 
     name: str
@@ -38,6 +49,12 @@ class PlannedOrder:
         found = self.forecasts.get(self.name)
         return 0 if found is None else found.total
 
+    @property
+    def seconds(self) -> float:
+        """Seconds a step is expected to take; 0 where nothing was forecast, or without a pace."""
+        found = self.forecasts.get(self.name)
+        return 0.0 if found is None else found.seconds
+
 
 def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
     """What the last tier must hold for a program around a recorded step: its minimum, and inputs of the same size for other steps (validation).
@@ -48,7 +65,45 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
     return plan.minimum_bytes(is_last=True, computes=computes) + sum(handle.size for handle in plan.uses if handle.kind == "input")
 
 
-def plan_order(plan: StepPlan, order: str, *, memory: int, last: int, computes_on_last: bool, num_devices: int = 1) -> PlannedOrder:
+def pace_of(
+    plan: StepPlan,
+    workers: Sequence[tuple[WorkerKind, NodeId]],
+    below: NodeId,
+    models: Models,
+    *,
+    channels: int,
+    task_seconds: TaskSeconds | None = None,
+) -> Pace:
+    """How fast a machine goes through a step, as its models have it.
+
+    Args:
+        workers: kind and node of each.
+        below: the node that data comes from and leaves to.
+        channels: copies to and from it under way at once, if they share a link; 0 for links of their own, to and from each node where tasks run.
+        task_seconds: instead of what the models say.
+    """
+    seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
+    kinds = [kind for kind, _ in workers]
+    seconds = {task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) for task in plan.tasks}
+    places = sorted({node for _, node in workers} - {below})
+    lanes = channels or len(places)
+    read, write = inf, inf
+    if places:
+        read = lanes * TILE / models.transfer_seconds(below, places[0], TILE)
+        write = lanes * TILE / models.transfer_seconds(places[0], below, TILE)
+    return Pace(seconds, read, write, duplex=not channels)
+
+
+def plan_order(
+    plan: StepPlan,
+    order: str,
+    *,
+    memory: int,
+    last: int,
+    computes_on_last: bool,
+    num_devices: int = 1,
+    pace: Callable[[StepPlan], Pace] | None = None,
+) -> PlannedOrder:
     """Choose the order of a step, and where its parts belong.
 
     On several devices every D-th minibatch goes to the same one, if that leaves as many for each: weights travel, activations stay. Where memory is
@@ -61,6 +116,7 @@ def plan_order(plan: StepPlan, order: str, *, memory: int, last: int, computes_o
         last: bytes of the last tier, which must hold all that lives.
         computes_on_last: whether tasks run there.
         num_devices: D, memories of equal devices, if tasks run nowhere else; or 1.
+        pace: how fast a plan goes, asked only where memory is short; orders are compared in seconds then, without it in bytes.
 
     Raises:
         ValueError: the step has no order of that name.
@@ -76,12 +132,14 @@ def plan_order(plan: StepPlan, order: str, *, memory: int, last: int, computes_o
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
     considered = [order]
     if order == AUTO:
-        least = {name: last_tier_bytes(each, computes=computes_on_last) for name, each in found.items()}
-        considered = [name for name in found if least[name] <= last] or [min(least, key=least.__getitem__)]
+        smallest = {name: last_tier_bytes(each, computes=computes_on_last) for name, each in found.items()}
+        considered = [name for name in found if smallest[name] <= last] or [min(smallest, key=smallest.__getitem__)]
         if plan.parts:
             considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
-    forecasts = {name: _forecast(found[name], memory, num_devices) for name in dict.fromkeys([SUBMISSION, *considered])}
-    order = min(considered, key=lambda name: forecasts[name].total)
+    speed = None if pace is None else pace(plan)
+    forecasts = {name: _forecast(found[name], memory, num_devices, speed) for name in dict.fromkeys([SUBMISSION, *considered])}
+    least = min(forecasts[name].seconds for name in considered)
+    order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
     return PlannedOrder(order, found[order], forecasts)
 
 
@@ -106,12 +164,12 @@ def _needed(plan: StepPlan, num_devices: int) -> int:
     return num_devices * _share(plan, num_devices).needed_bytes() if plan.parts else plan.needed_bytes()
 
 
-def _forecast(plan: StepPlan, memory: int, num_devices: int) -> Forecast:
-    """Bytes moved within so much memory: one pool; with parts, the devices alike, with copies between them that come from memory as well."""
+def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None) -> Forecast:
+    """What a step costs within so much memory: one pool; with parts, the devices alike, with copies between them that come from memory as well."""
     if not plan.parts:
-        return forecast(plan, memory)
-    one = forecast(_share(plan, num_devices), memory // num_devices)
-    return Forecast(one.read * num_devices, one.written * num_devices)
+        return forecast(plan, memory, pace)
+    one = forecast(_share(plan, num_devices), memory // num_devices, None if pace is None else replace(pace, parts=num_devices))
+    return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
 
 
 def _is_side_by_side(name: str, num_devices: int) -> bool:

@@ -20,9 +20,10 @@ from .core.policies import POLICIES, Placement, choose
 from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
 from .core.steps import StepPlan
 from .drivers.cpu import Inspect
+from .drivers.disk import THREADS
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle
-from .ordering import PlannedOrder, plan_order
+from .ordering import PlannedOrder, pace_of, plan_order
 from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
 from .storage.limits import memory_budgets
@@ -252,7 +253,10 @@ class Runtime(RecordingRuntime):
             RecordingError: the step has no order of the name that was asked for.
         """
         nodes, last = self._engine.machine.nodes, self._engine.machine.residency.last
-        places = {worker.node for worker in self._engine.machine.dispatch.crew}
+        workers = [(worker.kind, worker.node) for worker in self._engine.machine.dispatch.crew]
+        places = {node for _, node in workers}
+        below = last if RAM in places else RAM
+        channels = THREADS if nodes[below].is_storage else 0
         memory = sum(nodes[place].budget for place in places)
         try:
             return plan_order(
@@ -262,6 +266,7 @@ class Runtime(RecordingRuntime):
                 last=nodes[last].budget,
                 computes_on_last=last in places,
                 num_devices=len(places) if self._engine.machine.policy.keeps_parts and RAM not in places else 1,
+                pace=lambda parted: pace_of(parted, workers, below, self._engine.models, channels=channels),
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error

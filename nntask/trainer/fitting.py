@@ -22,7 +22,7 @@ from ..errors import DoesNotFit, UsageError
 from ..models.config import GPT2Config
 from ..tiling import ModelTiling
 from .gpt2 import build_model, build_optimizer, emit_training_step
-from .places import RAM, Target, this_machine
+from .places import RAM, Target, pace_on, this_machine
 from .prepare import TILE_FLAGS
 from .settings import TrainSettings
 
@@ -215,6 +215,7 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
         last=target.nodes[last][1],
         computes_on_last=last in places,
         num_devices=len(places) if POLICIES[policy]().keeps_parts and 0 not in places else 1,
+        pace=lambda parted: pace_on(parted, target),
     )
 
 

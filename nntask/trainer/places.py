@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from scheduler.core.forecast import Pace
 from scheduler.core.perf import LinkModel, Models, Rate, footprint
 from scheduler.core.policies import choose
 from scheduler.core.records import NodeId, Task, WorkerKind
@@ -28,6 +29,7 @@ from scheduler.core.steps import RecordedTask, StepPlan
 from scheduler.drivers.disk import THREADS
 from scheduler.drivers.virtual import Duration
 from scheduler.engine import SIM_DEPTH
+from scheduler.ordering import pace_of
 from scheduler.runtime import usable_cores
 from scheduler.storage.limits import memory_budgets
 from scheduler.storage.perfstore import PerfStore, machine_fingerprint
@@ -295,6 +297,21 @@ def durations(plan: StepPlan, target: Target) -> Durations:
             known[key] = found
         seconds[kind] = [known[key] for key in keys]
     return Durations(seconds, num_measured, num_kinds)
+
+
+def pace_on(plan: StepPlan, target: Target) -> Pace:
+    """How fast a machine goes through a plan."""
+    tables = durations(plan, target).seconds
+    position = {task: at for at, task in enumerate(plan.tasks)}
+    below = target.last if 0 in target.places else 0
+    return pace_of(
+        plan,
+        [(kind, NodeId(node)) for kind, node, _ in target.workers],
+        NodeId(below),
+        target.models,
+        channels=target.channels if target.storage and below else 0,
+        task_seconds=lambda task, kind: tables[kind][position[task]],
+    )
 
 
 def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from scheduler.core import errors as scheduler_errors
-from scheduler.core.records import SCRATCH, NodeId
+from scheduler.core.records import SCRATCH
 from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
@@ -88,15 +88,6 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
     return found, ""
 
 
-def expected_seconds(order: PlannedOrder, target: Target) -> float:
-    """Seconds of a step if computation and transfers overlap wholly: the longer of the two. Virtual time would know better, and take seconds."""
-    totals = {kind: sum(seconds) for kind, seconds in durations(order.plan, target).seconds.items()}
-    compute = 1 / sum(1 / totals[kind] for kind, _, _ in target.workers)
-    place, below = NodeId(target.places[-1]), NodeId(target.last)
-    lanes = target.channels if target.storage else len(target.places)
-    return max(compute, target.models.transfer_seconds(place, below, order.moved_bytes) / lanes)
-
-
 def _figures(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, target: Target, order: PlannedOrder, needs: Needs) -> dict[str, Any]:
     """Everything that is known before virtual time."""
     last = target.nodes[target.last][0]
@@ -115,6 +106,7 @@ def _figures(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, t
         "bytes_by_class": _by_class(order.plan),
         "order": order.name,
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
+        "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
         "policy": target.policy(settings.resources.sched),
         "evict": settings.resources.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),

@@ -32,8 +32,6 @@ from .loop import Loop, Plan
 from .machine import Tracer, as_divergence, does_not_fit, open_runtime
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
-from .places import this_machine
-from .planning import expected_seconds
 from .prepare import Prepared, model_name, prepare, state_of
 from .rules import trace_range
 from .sampling import Sampling, sample
@@ -303,10 +301,10 @@ def _print_header(running: _Running) -> None:
     say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
     order = running.engine.order
     if order.forecasts:
-        seconds = expected_seconds(order, this_machine(settings))
+        plain = order.forecasts[SUBMISSION]
         say(
-            f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB and to take {seconds:.1f} s a step "
-            f"(submission: {order.forecasts[SUBMISSION].total / 1e9:.2f} GB)"
+            f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB and to take {order.seconds:.1f} s a step "
+            f"(submission: {plain.total / 1e9:.2f} GB, {plain.seconds:.1f} s)"
         )
     say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
 

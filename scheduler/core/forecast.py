@@ -1,18 +1,23 @@
-"""What an order of a step moves within a memory budget: one worker, whole tiles, next-use eviction, bytes instead of extents.
+"""What an order of a step moves within a memory budget, and how long it takes: one queue of tasks, whole tiles, next-use eviction.
 
-A quick stand-in for virtual time, by which a planner sorts its candidates: no fragmentation, no prefetching, no time. The memory holds what the
-running task touches and whatever of the rest fits; what costs least per task until its next use goes first (`eviction.NextUse`). Data that
-outlives the step is in the memory at the start as far as the step before left it there, so the step is run twice and the second run counts.
+The virtual time in which a planner compares its candidates, 0.1 s for each: bytes instead of extents, all workers as one, all links as two. The
+memory holds what the running task touches and whatever of the rest fits; what costs least per task until its next use goes first
+(`eviction.NextUse`). What a task misses is fetched ahead of it as far as the lookahead goes, and what leaves is written behind it as far as there
+is clean memory. Data that outlives the step is in the memory at the start as far as the step before left it there, so the step is run twice and
+the second run counts.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from .lookahead import AHEAD, CLEAN
 from .records import SCRATCH, HandleRecord, W
-from .steps import StepPlan
+from .steps import RecordedTask, StepPlan
 
 SHARE: Final = 0.92
 """The part of a budget that holds tiles between their uses; the rest goes to copies under way and to fragmentation."""
@@ -20,19 +25,77 @@ SHARE: Final = 0.92
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Bytes that one step moves.
+    """What one step costs.
 
     Attributes:
-        read, written: from and to the tier below.
+        read, written: bytes from and to the tier below.
+        seconds: from the end of the step before to its own end; 0 without a pace.
     """
 
     read: int
     written: int
+    seconds: float = 0.0
 
     @property
     def total(self) -> int:
         """Both directions."""
         return self.read + self.written
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a machine computes and moves.
+
+    Attributes:
+        seconds: of each task, if all workers shared it.
+        read, write: bytes per second from and to the tier below, over all links together.
+        duplex: whether both directions go at once.
+        parts: of how many equal parts of the machine only one is looked at.
+    """
+
+    seconds: Mapping[RecordedTask, float]
+    read: float
+    write: float
+    duplex: bool
+    parts: int = 1
+
+
+class _Clock:
+    """When things end: tasks one after the other, copies one after the other in each direction, both as early as the rules allow.
+
+    Args:
+        ahead: bytes that are fetched, at most, before the task that is running has ended.
+        backlog: bytes that wait to be written, at most, when others are fetched into their room.
+    """
+
+    def __init__(self, pace: Pace, ahead: int, backlog: int) -> None:
+        self.pace, self.ahead, self.backlog = pace, ahead, backlog
+        self.now = self.reads = self.writes = 0.0
+        self._ahead: deque[tuple[float, int]] = deque()  # of the latest tasks, the start and the bytes each fetched
+        self._fetched = 0
+        self._horizon = 0.0
+
+    def run(self, task: RecordedTask, read: int, written: int) -> None:
+        """A task runs, after `read` bytes were fetched and `written` have left their room."""
+        pace = self.pace
+        reading, writing = read * pace.parts / pace.read, written * pace.parts / pace.write
+        spare = self.backlog * pace.parts / pace.write
+        if pace.duplex:
+            if written:
+                self.writes = max(self.writes, self._horizon) + writing
+            if read:
+                self.reads = max(self.reads, self._horizon, self.writes - spare) + reading
+        elif read or written:  # reads go first
+            self.reads = max(self.reads, self.writes, self._horizon) + reading
+            self.writes = self.reads + writing
+        ready = self.reads if read else self.writes - spare if written else 0.0
+        start = max(self.now, ready)
+        self.now = start + pace.seconds[task] * pace.parts
+        self._ahead.append((start, read))
+        self._fetched += read
+        while self._fetched > self.ahead and len(self._ahead) > 1:
+            self._horizon, nbytes = self._ahead.popleft()
+            self._fetched -= nbytes
 
 
 class _Memory:
@@ -96,20 +159,21 @@ class _Memory:
         return None
 
 
-def forecast(plan: StepPlan, budget: int) -> Forecast:
-    """Bytes that a step moves in the order of `plan` within a budget in bytes.
+def forecast(plan: StepPlan, budget: int, pace: Pace | None = None) -> Forecast:
+    """What a step costs in the order of `plan` within a budget in bytes.
 
     What does not fit at all is not noticed here: it costs nothing extra.
     """
     memory = _Memory(int(budget * SHARE))
+    clock = None if pace is None else _Clock(pace, budget // AHEAD, budget // CLEAN)
     period = len(plan.tasks)
-    before = (0, 0)
+    before = (0, 0, 0.0)
     for start in (0, period):
-        before = memory.read, memory.written
+        before = memory.read, memory.written, clock.now if clock else 0.0
         places = dict.fromkeys(plan.uses, 0)
         for position, task in enumerate(plan.tasks):
             now = start + position
-            scratch = 0
+            read, written, scratch = memory.read, memory.written, 0
             for handle, mode in task.accesses:
                 if mode == SCRATCH:
                     scratch += handle.size
@@ -118,6 +182,8 @@ def forecast(plan: StepPlan, budget: int) -> Forecast:
             memory.used += scratch
             memory.make_room(now)
             memory.used -= scratch
+            if clock is not None:
+                clock.run(task, memory.read - read, memory.written - written)
             for handle, mode in task.accesses:
                 if mode == SCRATCH:
                     continue
@@ -129,4 +195,4 @@ def forecast(plan: StepPlan, budget: int) -> Forecast:
                     memory.kill(handle)
                 else:
                     memory.leave(handle, start + period + use.positions[0], written=mode != "R")
-    return Forecast(memory.read - before[0], memory.written - before[1])
+    return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0)

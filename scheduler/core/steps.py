@@ -25,6 +25,7 @@ class RecordedTask:
     accesses: tuple[tuple[HandleRecord, Mode], ...]
     constants: Mapping[str, object]
     priority: int
+    model_key: tuple[str, int] | None = None
 
 
 @dataclass(slots=True)

@@ -81,7 +81,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
             + (f", peak {format_size(peak)}" if peak is not None else "")
         )
     for name, nbytes in figures["forecast_bytes"].items():
-        yield f"{'order ' + name:19} moves about {nbytes / 1e9:.2f} GB" + (" (chosen)" if name == figures["order"] else "")
+        about = f"about {nbytes / 1e9:.2f} GB and {figures['forecast_seconds'][name]:.3g} s"
+        yield f"{'order ' + name:19} {about}" + (" (chosen)" if name == figures["order"] else "")
     if not figures["forecast_bytes"]:
         yield f"order               {figures['order']}: everything fits"
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():

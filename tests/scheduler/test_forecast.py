@@ -1,0 +1,96 @@
+"""The planner's virtual time: bounds that hold for any order, the machine's own virtual time beside it, and the choice by seconds."""
+
+from __future__ import annotations
+
+import pytest
+from test_orders import PAGE, toy_step
+
+from scheduler.core.forecast import Pace, forecast
+from scheduler.core.orders import candidates
+from scheduler.core.steps import StepPlan
+from scheduler.drivers.virtual import simulate
+from scheduler.ordering import AUTO, EQUAL, SUBMISSION, plan_order
+
+STEP = toy_step(layers=12, minibatches=6)
+SECONDS = 0.01
+
+
+def pace(rate: float, duplex: bool = True) -> Pace:
+    """Equal tasks, links of `rate` pages per task."""
+    nbytes = rate * PAGE / SECONDS
+    return Pace(dict.fromkeys(STEP.tasks, SECONDS), nbytes, nbytes, duplex)
+
+
+def ordered(name: str) -> StepPlan:
+    """The step in one of its orders."""
+    return StepPlan([STEP.tasks[at] for at in candidates(STEP)[name]], STEP.owned)
+
+
+def test_what_fits_takes_as_long_as_its_tasks() -> None:
+    """Nothing moves, and the seconds of all tasks pass."""
+    found = forecast(STEP, 1 << 40, pace(1.0))
+    assert found.total == 0
+    assert found.seconds == pytest.approx(len(STEP.tasks) * SECONDS)
+
+
+def test_without_a_pace_there_are_no_seconds() -> None:
+    """Bytes alone are forecast then."""
+    assert forecast(STEP, STEP.needed_bytes() // 3).seconds == 0
+
+
+@pytest.mark.parametrize("duplex", [True, False])
+@pytest.mark.parametrize("rate", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("name", ["submission", "layers"])
+def test_bounds(name: str, rate: float, duplex: bool) -> None:
+    """At least the longer of computing and moving, at most one after the other."""
+    speed = pace(rate, duplex)
+    found = forecast(ordered(name), STEP.needed_bytes() // 3, speed)
+    compute = len(STEP.tasks) * SECONDS
+    reading, writing = found.read / speed.read, found.written / speed.write
+    assert found.read > 0
+    assert max(compute, max(reading, writing) if duplex else reading + writing) <= found.seconds * 1.05  # the step before may have fetched ahead
+    assert found.seconds <= compute + reading + writing
+
+
+@pytest.mark.parametrize("rate", [1.0, 2.0, 4.0, 16.0])
+@pytest.mark.parametrize("name", ["submission", "layers"])
+def test_close_to_the_machine_in_virtual_time(name: str, rate: float) -> None:
+    """The forecast is within 30 % of what the whole machine takes, from links that bind to links that do not."""
+    plan, budget, speed = ordered(name), STEP.needed_bytes() // 3, pace(rate)
+    found = simulate(
+        plan,
+        workers=[("cpu", 1, 3)],
+        nodes=[("ram", 1 << 40), ("sim:0", budget)],
+        policy="reuse",
+        duration=lambda task, kind: SECONDS,
+        transfer=lambda source, target, nbytes: nbytes / speed.read,
+        replays=3,
+    )
+    foreseen = forecast(plan, budget, speed)
+    assert foreseen.seconds == pytest.approx(found.seconds, rel=0.3)
+
+
+def test_orders_are_compared_in_seconds() -> None:
+    """Of those that are about as fast, the one that moves least."""
+    asked = []
+
+    def speed(plan: StepPlan) -> Pace:
+        asked.append(plan)
+        return pace(1.0)
+
+    roomy = plan_order(STEP, AUTO, memory=1 << 40, last=1 << 40, computes_on_last=False, pace=speed)
+    assert (roomy.name, roomy.seconds, asked) == (SUBMISSION, 0.0, [])
+    chosen = plan_order(STEP, AUTO, memory=STEP.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=speed)
+    fastest = min(found.seconds for found in chosen.forecasts.values())
+    near = [found for found in chosen.forecasts.values() if found.seconds <= EQUAL * fastest]
+    assert len(asked) == 1
+    assert chosen.seconds > 0
+    assert chosen.forecasts[chosen.name] == min(near, key=lambda found: found.total)
+
+
+def test_parts_take_as_long_as_one_of_them() -> None:
+    """Two devices share the tasks alike: together they take half as long."""
+    speed = Pace(dict.fromkeys(STEP.tasks, SECONDS / 2), 1e12, 1e12, True)
+    found = plan_order(STEP, "layers", memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=2, pace=lambda plan: speed)
+    assert set(found.plan.parts) == {-1, 0, 1}
+    assert found.seconds == pytest.approx(len(STEP.tasks) * SECONDS / 2, rel=0.05)
