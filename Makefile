@@ -46,6 +46,7 @@ suite: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(MARK) $(ARGS)
 
 bench: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/trace_cost.py

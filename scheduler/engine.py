@@ -39,7 +39,7 @@ from .core.perf import Models
 from .core.policies import POLICIES, Explained, Placement
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .core.stalls import Stalls
-from .drivers.cpu import Inspect, WorkerThread
+from .drivers.cpu import Inspect, WorkerThread, cores_for
 from .drivers.disk import DiskEngine
 from .drivers.sim import CopyEngine
 from .storage import DiskTier, HostArena
@@ -132,8 +132,8 @@ class Engine:
         for source, target in itertools.permutations(nodes, 2):
             copier = self._copiers[source, target] = CopyEngine(self.arenas, self.copied, self.fail, bandwidth, f"copy {source}->{target}")
             copier.start()
-        for worker in workers:
-            thread = self._threads[worker.id] = WorkerThread(self, worker, self.arenas[worker.node].memory, worker_name(worker))
+        for worker, core in zip(workers, cores_for(len(workers)), strict=True):
+            thread = self._threads[worker.id] = WorkerThread(self, worker, self.arenas[worker.node].memory, worker_name(worker), core)
             thread.start()
             self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
@@ -141,8 +141,9 @@ class Engine:
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
         """Advance the machine by a worker's event after so many seconds in a kernel; return the worker's next task, if it has one now."""
         with self._lock:
-            if event.task.model_key is not None or event.task.step is not None:  # else no policy has asked about it
-                self.models.record(event.task, worker.kind, seconds)
+            task = event.task
+            if task.step is not None or task.model_key is not None:  # else no policy has asked about it
+                self.models.record(task, worker.kind, seconds)
             if self.inbox:
                 self._drain_inbox()
             return self._carry_out(self.machine.handle(event), worker.id)
@@ -189,11 +190,12 @@ class Engine:
             self.bring(CopyFailed(action.source, action.target, error))
 
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Record a task in the trace."""
+        """Record a task in the trace, if there is one."""
         trace = self.trace
         if trace is not None and trace.active:
-            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, tuple([handle.id for handle, _ in task.accesses]))
-            trace.add_counters(end_ns, [node.used for node in self.machine.nodes], self.machine.dispatch.num_ready)
+            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, task.accesses)
+            if end_ns >= trace.counters_due:
+                trace.add_counters(end_ns, [node.used for node in self.machine.nodes], self._dispatch.num_ready)
 
     def fail(self, error: BaseException) -> None:
         """The engine itself is broken: wake everybody with the reason."""

@@ -1,8 +1,9 @@
 """A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
 
 One track per worker, one per link, arrows from copies to the tasks they serve and from tasks to the write-backs of what they made, counters for the
-bytes of each node and for ready tasks. Threads append events while the program runs, each as one tuple, since nothing guards more than one append;
-they are turned into JSON when the file is written. A name that ends in ``.gz`` is compressed.
+bytes of each node and for ready tasks. Threads append events while the program runs, each with one call, since nothing guards more than one; they are
+turned into JSON when the file is written. What there are most of, tasks, stand in one flat list: it costs less than a tuple each, which the garbage
+collector would visit again and again. A name that ends in ``.gz`` is compressed.
 """
 
 from __future__ import annotations
@@ -14,22 +15,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from .core.records import HandleRecord, Mode
+
+COUNTER_NS: Final = 50_000
+"""Counters are taken at most once in so many nanoseconds."""
+
 _LAST: Final = 1 << 60
 """Above the number of any worker."""
 
+Accesses = Sequence[tuple[HandleRecord, Mode]]
+Ran = tuple[int, str, int, int, int, int, Accesses]
+"""Arguments of `Trace.add_task`."""
+
+_WIDTH: Final = 7
+"""Entries of the flat list per task."""
+
 
 class Trace:
-    """Collects events while `active`."""
+    """Collects events while `active`.
+
+    Attributes:
+        counters_due: when counters should be taken again, nanoseconds.
+    """
 
     def __init__(self, *, active: bool = True) -> None:
         self.active = active
-        self._tasks: list[tuple[int, str, int, int, int, int, tuple[int, ...]]] = []
+        self.counters_due = 0
+        self._tasks: list[Any] = []  # the fields of one `Ran` after those of the other
         self._copies: list[tuple[int, int, str, int, int, int, int]] = []
         self._counters: list[tuple[int, list[int], int]] = []
 
-    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, handles: tuple[int, ...]) -> None:
+    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, accesses: Accesses) -> None:
         """A kernel ran on a worker, over data on the worker's node."""
-        self._tasks.append((worker, name, task, start_ns, end_ns, node, handles))
+        self._tasks.extend((worker, name, task, start_ns, end_ns, node, accesses))
+
+    def tasks(self) -> Iterator[Ran]:
+        """Every kernel that ran, as `add_task` was told."""
+        fields = iter(self._tasks)
+        return zip(*[fields] * _WIDTH, strict=True)
 
     def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int, handle: int) -> None:
         """Bytes of a handle moved between nodes."""
@@ -37,6 +60,7 @@ class Trace:
 
     def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
         """Bytes in use per node and tasks ready."""
+        self.counters_due = at_ns + COUNTER_NS
         self._counters.append((at_ns, used, num_ready))
 
     def write(self, path: str | Path, workers: Mapping[int, str], nodes: Sequence[str]) -> None:
@@ -59,7 +83,7 @@ class Trace:
         links = sorted({(source, target) for source, target, *_ in self._copies})
         for number, (source, target) in enumerate(links):
             yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": f"{nodes[source]}->{nodes[target]}"}}
-        for worker, name, task, start, end, *_ in self._tasks:
+        for worker, name, task, start, end, *_ in self.tasks():
             yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": {"task": task}}
         for source, target, name, nbytes, start, end, _ in self._copies:
             track = links.index((source, target))
@@ -82,10 +106,10 @@ class Trace:
         """An arrow for each copy: to the first task that uses what it brought, or, where none does (a write-back), from the last that made it."""
         starts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (node, handle) -> (start, worker) of tasks
         ends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the same of their ends
-        for worker, _, _, start, end, node, handles in self._tasks:
-            for handle in handles:
-                starts.setdefault((node, handle), []).append((start, worker))
-                ends.setdefault((node, handle), []).append((end, worker))
+        for worker, _, _, start, end, node, accesses in self.tasks():
+            for record, _ in accesses:
+                starts.setdefault((node, record.id), []).append((start, worker))
+                ends.setdefault((node, record.id), []).append((end, worker))
         arrivals: dict[tuple[int, int], list[int]] = {}
         for _, target, _, _, _, end, handle in self._copies:
             arrivals.setdefault((target, handle), []).append(end)

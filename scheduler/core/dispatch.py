@@ -15,7 +15,7 @@ from typing import Final, Literal
 from .errors import InvalidEvent, TaskError
 from .events import Action, RunTask
 from .policies import Policy
-from .records import HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
+from .records import ANY, HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
 from .residency import NothingToRead, Residency
 
 TaskEvent = Literal[
@@ -49,6 +49,7 @@ class Dispatch:
     Attributes:
         doomed: tasks found to have nothing to read, and why; whoever owns the dispatch cancels them.
         blocked: per node, tasks waiting for memory, oldest first.
+        held: recorded tasks too far ahead of the planned order, a heap.
         num_active: tasks running, the program's included.
         num_ready: tasks the policy holds.
     """
@@ -65,7 +66,7 @@ class Dispatch:
         self.num_active = 0
         self.num_blocked = 0
         self.num_ready = 0
-        self._held: list[tuple[int, TaskId, Task, Worker | None]] = []
+        self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
         self._room: list[int] = [0 for _ in residency.nodes]  # tasks the workers of each node can hold together
         self._invalidates = len(residency.nodes) > 1
 
@@ -81,17 +82,21 @@ class Dispatch:
     def push(self, task: Task, worker: Worker | None) -> None:
         """Take a task that waits for nobody; `worker` ran the last one it waited for."""
         task.state = "ready"
-        if task.kinds[0] == "host":
+        step = task.step
+        if step is not None:
+            order = task.order = step.first_order + task.position
+            if step.window != ANY and order > self.residency.horizon.order + step.window:
+                heapq.heappush(self.held, (order, task.id, task, worker))
+                return
+        elif task.kinds[0] == "host":
             self._assign(task, self.host)
-        elif task.step is not None and task.order > self.residency.horizon.order + task.step.window:
-            heapq.heappush(self._held, (task.order, task.id, task, worker))
-        else:
-            self.num_ready += 1
-            self.policy.push(task, worker)
+            return
+        self.num_ready += 1
+        self.policy.push(task, worker)
 
     def let_in(self) -> None:
         """The planned order has advanced: let its next tasks into the policy."""
-        held, order = self._held, self.residency.horizon.order
+        held, order = self.held, self.residency.horizon.order
         while held:
             task, worker = held[0][2:]
             if task.step is not None and task.order > order + task.step.window:
@@ -117,22 +122,27 @@ class Dispatch:
             if task is None:
                 return
             self.num_ready -= 1
-            self._assign(task, worker)
+            if line:
+                self._assign(task, worker)
+            elif not self._admit(task, worker):
+                self._block(task, worker)
 
     def _assign(self, task: Task, worker: Worker) -> None:
         """Admit the task for the worker, or let it wait for memory."""
         line = self.blocked[worker.node]
-        if line and line[0].order < task.order and not self.residency.is_at_home(task, worker.node):
-            admitted = False
-        else:
-            admitted = self._admit(task, worker)
-        if not admitted:
-            task.state = "blocked"
-            task.worker = worker.id
-            task.node = worker.node
-            line.append(task)
-            line.sort(key=_order)
-            self.num_blocked += 1
+        is_behind = line and line[0].order < task.order and not self.residency.is_at_home(task, worker.node)
+        if is_behind or not self._admit(task, worker):
+            self._block(task, worker)
+
+    def _block(self, task: Task, worker: Worker) -> None:
+        """Let the task wait for memory of the worker's node."""
+        task.state = "blocked"
+        task.worker = worker.id
+        task.node = worker.node
+        line = self.blocked[worker.node]
+        line.append(task)
+        line.sort(key=_order)
+        self.num_blocked += 1
 
     def _admit(self, task: Task, worker: Worker) -> bool:
         """Admit the task to the worker's node if it fits; a task found to have nothing to read counts as dealt with."""
@@ -148,8 +158,10 @@ class Dispatch:
         worker.assigned.append(task)
         if task.num_arriving:
             task.state = "fetching"
+        elif worker.running is None:
+            self._run(task, worker)
         else:
-            self.stage(task, worker)
+            task.state = "staged"
         return True
 
     def stage(self, task: Task, worker: Worker) -> None:

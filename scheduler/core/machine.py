@@ -156,8 +156,8 @@ class Machine:
         for handle, _ in task.accesses:
             handle.num_uses += 1
         graph.link(task)
-        if not task.num_waiting:
-            self._make_ready(task, None)
+        if not task.num_waiting and not (self.num_lost and self._reads_lost_data(task)):
+            self.dispatch.push(task, None)
             if self.dispatch.num_ready:
                 self.dispatch.feed()
 
@@ -188,8 +188,8 @@ class Machine:
             self.residency.claims.promise(replay)
         graph.link_step(replay.shared)
         for task in replay.roots:
-            if not task.num_waiting:
-                self._make_ready(task, None)
+            if not task.num_waiting and not (self.num_lost and self._reads_lost_data(task)):
+                self.dispatch.push(task, None)
         if not replay.tasks:
             self._actions.append(ReportStepDone(replay, replay.number))
         self.dispatch.feed()
@@ -199,6 +199,7 @@ class Machine:
         if task.state != "running":
             raise InvalidEvent(f"{task!r} finished while {task.state}\n{tell(self.history, task)}")
         residency = self.residency
+        has_several = residency.has_several
         if task.step is not None:
             task.step.done[task.position] = 1
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
@@ -211,7 +212,10 @@ class Machine:
                 replica.state = "modified"
                 if handle.lost is not None:
                     self._revive(handle)
-            residency.unpin(replica)
+            if has_several:
+                residency.unpin(replica)
+            else:  # nothing is ever evicted
+                replica.pins -= 1
             if not uses and handle.released:
                 self._free(handle)
         residency.freed = True
@@ -278,16 +282,8 @@ class Machine:
         if not handle.num_uses:
             self._free(handle)
 
-    def _make_ready(self, task: Task, worker: Worker | None) -> None:
-        """The task waits for nobody; `worker` ran the last one it waited for."""
-        replay = task.step
-        if replay is not None:
-            task.order = replay.first_order + task.position
-        if self.num_lost and self._reads_lost_data(task):
-            return
-        self.dispatch.push(task, worker)
-
     def _reads_lost_data(self, task: Task) -> bool:
+        """Whether the task, which waits for nobody, has nothing to read; it is doomed then."""
         for handle, mode in task.accesses:
             if handle.lost is not None and (mode == R or mode == RW):
                 reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {handle.lost}"
@@ -306,7 +302,7 @@ class Machine:
     def _release_successors(self, task: Task, worker: Worker | None) -> None:
         if task.is_exit:
             graph.unlink(task)
-        task.replicas = []
+        task.replicas = ()
         self.num_unfinished -= 1
         self.num_finished += 1
         replay = task.step
@@ -321,8 +317,8 @@ class Machine:
                 task.late_successors = []
         for after in successors:
             after.num_waiting -= 1
-            if not after.num_waiting:
-                self._make_ready(after, worker)
+            if not after.num_waiting and not (self.num_lost and self._reads_lost_data(after)):
+                self.dispatch.push(after, worker)
         if replay is not None:
             replay.num_unfinished -= 1
             if task.position == replay.frontier:
@@ -332,12 +328,13 @@ class Machine:
 
     def _advance(self, replay: Replay) -> None:
         """The planned task at the frontier of a replay has ended."""
-        frontier = replay.done.find(0, replay.frontier)
-        replay.frontier = len(replay.tasks) if frontier < 0 else frontier
-        if replay.frontier == len(replay.tasks):
+        replay.frontier = replay.done.find(0, replay.frontier)
+        if replay.frontier < 0:
+            replay.frontier = len(replay.tasks)
             self.horizon.replays.remove(replay)
             self.residency.claims.forget(replay)
-        self.dispatch.let_in()
+        if self.dispatch.held:
+            self.dispatch.let_in()
 
     def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
         """Mark what the task should have written as lost, and report."""

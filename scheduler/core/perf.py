@@ -14,9 +14,8 @@ is locked: whoever records from several threads does so under the machine's lock
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Final, NamedTuple, Protocol, cast
 
@@ -190,28 +189,27 @@ class Series:
         is_warm: whether this process has dropped its first one.
     """
 
-    __slots__ = ("_ordered", "is_warm", "samples")
+    __slots__ = ("_median", "is_warm", "samples")
 
     def __init__(self, samples: Sequence[float] = ()) -> None:
         self.samples = deque(samples, KEPT)
-        self._ordered = sorted(self.samples)
+        self._median: float | None = None  # of the samples as they are, once somebody has asked
         self.is_warm = False
 
     def add(self, seconds: float) -> None:
         """Record a duration; the first is dropped."""
-        if not self.is_warm:
+        if self.is_warm:
+            self.samples.append(seconds)
+            self._median = None
+        else:
             self.is_warm = True
-            return
-        samples, ordered = self.samples, self._ordered
-        if len(samples) == KEPT:
-            del ordered[bisect_left(ordered, samples.popleft())]
-        samples.append(seconds)
-        insort(ordered, seconds)
 
     @property
     def median(self) -> float | None:
         """Seconds; None without samples."""
-        return _middle(self._ordered) if self._ordered else None
+        if self._median is None and self.samples:
+            self._median = median(self.samples)
+        return self._median
 
 
 class History:
@@ -278,12 +276,9 @@ class LinkModel:
         return self.latency + nbytes / self.bandwidth
 
 
-def median(values: Sequence[float]) -> float:
+def median(values: Iterable[float]) -> float:
     """The middle value, or the mean of the two in the middle; there must be one."""
-    return _middle(sorted(values))
-
-
-def _middle(ordered: Sequence[float]) -> float:
+    ordered = sorted(values)
     middle = len(ordered) >> 1
     return ordered[middle] if len(ordered) & 1 else (ordered[middle - 1] + ordered[middle]) / 2
 
@@ -311,7 +306,11 @@ class Models:
         key = task.model_key
         if key is None:
             key = task.model_key = (task.name, footprint(task))
-        self.history.add((key[0], key[1], kind), seconds)
+        series = self.history.series.get((key[0], key[1], kind))
+        if series is None:
+            self.history.add((key[0], key[1], kind), seconds)
+        else:
+            series.add(seconds)
 
     def record_copy(self, source: NodeId, target: NodeId, nbytes: int, seconds: float) -> None:
         """Take note of how long a copy took once it had the link to itself."""

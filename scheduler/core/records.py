@@ -149,7 +149,7 @@ class Task:
     num_waiting: int = 0
     successors: list[Task] = field(default_factory=list)
     late_successors: list[Task] = field(default_factory=list)
-    replicas: list[Replica] = field(default_factory=list)
+    replicas: Sequence[Replica] = ()
     num_arriving: int = 0
     worker: WorkerId = HOST
     node: NodeId = RAM

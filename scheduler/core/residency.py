@@ -59,6 +59,7 @@ class Residency:
 
     Attributes:
         last: the last tier.
+        has_several: whether there is more than one node, so that data may move.
         shelves: every replica of each node, scratch included, and which of them may go.
         copies: copies under way by target; `queued` their bytes by link.
         actions: where copies are asked for; the machine sets it for every event.
@@ -71,7 +72,6 @@ class Residency:
     """
 
     __slots__ = (
-        "_has_several",
         "_waiting",
         "actions",
         "broken",
@@ -80,6 +80,7 @@ class Residency:
         "copies",
         "eviction",
         "freed",
+        "has_several",
         "horizon",
         "last",
         "moved_bytes",
@@ -94,7 +95,7 @@ class Residency:
 
     def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
         self.nodes = list(nodes)
-        self._has_several = len(self.nodes) > 1
+        self.has_several = len(self.nodes) > 1
         self.horizon = horizon
         self.eviction = eviction
         self.last = NodeId(len(self.nodes) - 1) if self.nodes[-1].is_storage else RAM
@@ -141,14 +142,17 @@ class Residency:
         Raises:
             NothingToRead: the task reads data that does not exist; nothing was reserved.
         """
-        if not self.claims.allow(task):
-            return False
-        node_id, last, clock = task.node, self.last, self.clock
+        node_id, last, clock, several = task.node, self.last, self.clock, self.has_several
         replicas: list[Replica] = []
-        fetch = False
+        grows = fetch = False
         for handle, mode in task.accesses:
             replica = handle.replicas.get(node_id)
             if replica is None or mode == SCRATCH:
+                if not grows:
+                    if not self.claims.allow(task):
+                        self._take_back(replicas)
+                        return False
+                    grows = True
                 if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
                     self._take_back(replicas)
                     raise NothingToRead(handle)
@@ -167,7 +171,7 @@ class Residency:
                         return False
                     if mode != W or len(handle.replicas) > 1:
                         fetch = True
-            elif replica.arriving or (mode != R and len(handle.replicas) > 1):
+            elif several and (replica.arriving or (mode != R and len(handle.replicas) > 1)):
                 fetch = True
             elif replica.state == "reserved" and mode != W:  # an empty home
                 if coherence.best_source(handle, None) is None:
@@ -178,13 +182,13 @@ class Residency:
             replica.last_use = clock
             replicas.append(replica)
         task.replicas = replicas
-        self.nodes[node_id].mark()
-        if self._has_several:
+        if grows:
+            self.nodes[node_id].mark()
             self.nodes[last].mark()
-            if not fetch:
-                self.num_hits += num_inputs(task)
         if fetch:
             self._fetch(task)
+        elif several:
+            self.num_hits += num_inputs(task)
         return True
 
     def is_at_home(self, task: Task, node_id: NodeId) -> bool:

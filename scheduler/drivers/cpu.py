@@ -2,12 +2,17 @@
 
 A worker sleeps in its mailbox (a C queue, no polling) only when it has nothing to run; a task that its own finished task led to never passes
 through a queue or another thread. Simulated devices use the same threads over their own memory.
+
+Where there is a worker for every core that the process may use, each keeps to one (`cores_for`), so that its tiles stay in that core's caches.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -25,6 +30,10 @@ class Engine(Protocol):
     closing: bool
     inspect: Inspect | None
 
+    @property
+    def trace(self) -> object | None:
+        """Whoever wants to know of tasks."""
+
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
         """Advance the machine after so many seconds in a kernel; return the worker's next task, if it has one now."""
 
@@ -32,19 +41,33 @@ class Engine(Protocol):
         """The runtime is broken: wake everybody with the reason."""
 
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Take note of a task's duration, if anybody wants to know."""
+        """Take note of a task's duration; called only where `trace` is something."""
+
+
+def cores_for(num_workers: int) -> Sequence[int | None]:
+    """The core each worker keeps to; None for any.
+
+    Workers keep to cores only where they are as many as the cores this process may use. Fewer are left to the system: two programs that chose the
+    same core would share it while another is idle. More would have to share. Only Linux says and sets which cores a thread may use.
+    """
+    usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    return usable if len(usable) == num_workers else [None] * num_workers
 
 
 class WorkerThread(threading.Thread):
     """One worker.
+
+    Args:
+        core: where it keeps to, if anywhere.
 
     Attributes:
         mailbox: tasks to run; None ends the thread.
         busy_ns: nanoseconds spent in kernels so far.
     """
 
-    def __init__(self, engine: Engine, worker: Worker, memory: object, name: str) -> None:
+    def __init__(self, engine: Engine, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
         super().__init__(name=f"nntask {name}", daemon=True)
+        self.core = core
         self.engine = engine
         self.worker = worker
         self.memory = memory
@@ -55,6 +78,9 @@ class WorkerThread(threading.Thread):
 
     def run(self) -> None:
         """Run tasks until told to stop."""
+        if self.core is not None and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # the process was moved off this core since: then anywhere
+                os.sched_setaffinity(0, {self.core})
         engine, worker = self.engine, self.worker
         while (task := self.mailbox.get()) is not None:
             try:
@@ -91,5 +117,6 @@ class WorkerThread(threading.Thread):
             self._last_ns = end - start
             self.busy_ns += end - start
             self.num_tasks += 1
-            engine.observe(self.worker, task, start, end)
+            if engine.trace is not None:
+                engine.observe(self.worker, task, start, end)
         return TaskFinished(task)

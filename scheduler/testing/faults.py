@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..trace import Trace
+from ..trace import Accesses, Trace
 
 
 class FatalTrace(Trace):
@@ -22,7 +22,7 @@ class FatalTrace(Trace):
         self.copies = copies
         self.armed = False
 
-    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, handles: tuple[int, ...]) -> None:
+    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, accesses: Accesses) -> None:
         """Raise, if it is the turn of tasks."""
         if self.armed and not self.copies:
             raise self.error

@@ -391,10 +391,10 @@ def test_an_inactive_trace_stays_empty(kit, tmp_path) -> None:  # type: ignore[n
     trace = Trace(active=False)
     with Runtime(1, ram=MIB, trace=trace) as runtime:
         scramble(runtime, kit)
-        assert not trace._tasks
+        assert not list(trace.tasks())
         trace.active = True
         kit.value(runtime, kit.filled(runtime, 1))
         data = kit.filled(runtime, 1)
         runtime.submit(kit.double, [(data, "RW")])
         runtime.wait()
-    assert [name for _, name, *_ in trace._tasks] == ["double"]
+    assert [name for _, name, *_ in trace.tasks()] == ["double"]

@@ -8,9 +8,15 @@ import threading
 from pathlib import Path
 
 from scheduler import Runtime, Trace
+from scheduler.core.records import HandleId, HandleRecord, Mode
 
 KIB = 1 << 10
 RAM, DISK = 0, 1
+
+
+def access(number: int) -> list[tuple[HandleRecord, Mode]]:
+    """The accesses of a task that reads one handle."""
+    return [(HandleRecord(HandleId(number), 4096, 4096, None, f"h{number}", "temporary", "activations"), "R")]
 
 
 def arrows(trace: Trace, path: Path) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
@@ -27,11 +33,11 @@ def arrows(trace: Trace, path: Path) -> list[tuple[str, tuple[int, int], tuple[i
 def test_arrows_of_fetches_and_write_backs(tmp_path: Path) -> None:
     """A copy in leads to the next task on its node, a copy out comes from the last; one that was dropped unused leads nowhere."""
     trace = Trace()
-    trace.add_task(0, "make", 1, 1000, 2000, RAM, (7,))
+    trace.add_task(0, "make", 1, 1000, 2000, RAM, access(7))
     trace.add_copy(RAM, DISK, "saved", 4096, 3000, 4000, 7)
     trace.add_copy(DISK, RAM, "dropped", 4096, 5000, 6000, 7)
     trace.add_copy(DISK, RAM, "used", 4096, 7000, 8000, 7)
-    trace.add_task(0, "use", 2, 9000, 9500, RAM, (7,))
+    trace.add_task(0, "use", 2, 9000, 9500, RAM, access(7))
     trace.add_copy(RAM, DISK, "of the program", 4096, 3000, 4000, 8)
     assert arrows(trace, tmp_path / "trace.json") == [("saved", (1, 2.0), (2, 3.0)), ("used", (2, 8.0), (1, 9.0))]
 
@@ -43,7 +49,7 @@ def test_threads_that_report_at_once_mix_nothing_up(tmp_path: Path) -> None:
     def report(worker: int) -> None:
         for number in range(worker * count, (worker + 1) * count):
             trace.add_copy(DISK, RAM, f"{number}", 4096, 1000 * number, 1000 * number + 1, number)
-            trace.add_task(worker, "use", number, 1000 * number + 500, 1000 * number + 600, RAM, (number,))
+            trace.add_task(worker, "use", number, 1000 * number + 500, 1000 * number + 600, RAM, access(number))
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

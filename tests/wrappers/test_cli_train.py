@@ -470,5 +470,6 @@ def test_devices_and_bench_print_json(capsys):
     assert main(["devices", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cores"] >= 1
     assert main(["bench", "overhead", "--json", "--tasks=400"]) == 0
-    fields = {"submitted_us_per_task", "replayed_us_per_task", "submitted_us_two_workers", "replayed_us_two_workers"}
+    fields = {"submitted_us_per_task", "replayed_us_per_task", "traced_replayed_us_per_task"}
+    fields |= {"submitted_us_two_workers", "replayed_us_two_workers", "mixed_us_two_workers", "waited_us_two_workers"}
     assert fields <= set(json.loads(capsys.readouterr().out))

@@ -1,21 +1,25 @@
 """``nntask bench overhead``: what the runtime costs per task.
 
-Overhead is (wall seconds x workers - seconds inside kernels) / tasks. Every task has three handles (two read, one read and written) of 4 KiB and
-budgets are on. Two workers run kernels of about 200 microseconds, so that both are busy; Dask's threaded scheduler runs the same empty tasks.
+Every task has three handles (two read, one read and written) of 4 KiB, and budgets are on. Empty tasks on one worker cost wall seconds / tasks,
+the call of the kernel included. With kernels, overhead is (wall seconds x 2 - processor seconds inside kernels) / tasks on two workers: what a
+kernel waits for the interpreter when it returns counts as overhead, and so does whatever else takes the two cores. A kernel is a matrix product
+that takes about 200 microseconds of one core without the interpreter. "waited" is the part of that which kernels waited. "mixed" are as many
+replayed tasks as the program submits meanwhile. Dask's threaded scheduler runs the same empty tasks.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time_ns
 from typing import Any, Final
 
 _CHAINS: Final = 64
 _NBYTES: Final = 4096
 _KERNEL_SECONDS: Final = 200e-6
-_ROUNDS: Final = 3
+_ROUNDS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +47,24 @@ def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def overhead(num_tasks: int) -> dict[str, float]:
-    """Microseconds per task; medians of three rounds."""
-    from scheduler import Codelet
+    """Microseconds per task; medians of five rounds."""
+    from scheduler import Codelet, Trace
 
     empty = Codelet("empty", cpu=_nothing)
-    product = Codelet("gemm", cpu=_kernel_of(_KERNEL_SECONDS))
-    submitted, replayed = _measure(empty, num_tasks, 1)
-    submitted_two, replayed_two = _measure(product, num_tasks // 10, 2)
-    figures = {
-        "submitted_us_per_task": submitted,
-        "replayed_us_per_task": replayed,
-        "submitted_us_two_workers": submitted_two,
-        "replayed_us_two_workers": replayed_two,
-        "dask_threaded_us_per_task": _measure_dask(num_tasks // 4),
-    }
+    figures = {}
+    with _Load(empty, num_tasks, 1) as load:
+        figures["submitted_us_per_task"] = load.submitted()
+        figures["replayed_us_per_task"] = load.replayed()
+    with _Load(empty, num_tasks, 1, Trace()) as load:
+        figures["traced_submitted_us_per_task"] = load.submitted()
+        figures["traced_replayed_us_per_task"] = load.replayed()
+    product = _Product(_KERNEL_SECONDS)
+    with _Load(Codelet("gemm", cpu=product), num_tasks // 10, 2, inside=product.seconds) as load:
+        figures["submitted_us_two_workers"] = load.submitted()
+        figures["replayed_us_two_workers"] = load.replayed()
+        figures["waited_us_two_workers"] = load.waited
+        figures["mixed_us_two_workers"] = load.mixed()
+    figures["dask_threaded_us_per_task"] = _measure_dask(num_tasks // 4)
     return {name: round(value * 1e6, 3) for name, value in figures.items()}
 
 
@@ -64,60 +72,123 @@ def _nothing(*views: Any) -> None:
     return None
 
 
-def _kernel_of(seconds: float) -> Callable[..., None]:
-    """A matrix product that takes about `seconds` on one core."""
-    import numpy as np
+class _Product:
+    """A kernel that takes about so many seconds of one core and adds up the processor time it took."""
 
-    from tiles.kernels.cpu.blas import gemm
+    def __init__(self, seconds: float) -> None:
+        import numpy as np
 
-    weights = np.ones((256, 256), np.float32)
-    rows = 256
+        import tiles.kernels.cpu  # noqa: F401 - one BLAS thread per worker
 
-    def product(*views: Any) -> None:
-        gemm(ones[:rows], weights, out[:rows])
+        self._product: Callable[..., Any] = np.matmul
+        self._ones: Callable[[int], Any] = lambda rows: np.ones((rows, 256), np.float32)
+        self._weights = self._ones(256)
+        self._spent: list[list[int]] = []
+        self._mine = threading.local()
+        self.rows = 256
+        for _ in range(5):
+            self._mine = threading.local()
+            took = []
+            for _ in range(5):
+                before = self.seconds()
+                self()
+                took.append(self.seconds() - before)
+            self.rows = int(min(max(self.rows * seconds / min(took), 8), 4096))
+        self._mine = threading.local()
 
-    ones, out = np.ones((4096, 256), np.float32), np.empty((4096, 256), np.float32)
-    for _ in range(3):
-        product()
-        begin = perf_counter()
-        product()
-        rows = int(min(max(rows * seconds / (perf_counter() - begin), 8), len(ones)))
-    return lambda *views: gemm(ones[:rows], weights, np.empty((rows, 256), np.float32))
+    def __call__(self, *views: Any) -> None:
+        """Multiply, in buffers of the calling thread."""
+        mine = self._mine
+        if not hasattr(mine, "spent"):
+            mine.left, mine.out, mine.spent = self._ones(self.rows), self._ones(self.rows), [0]
+            self._spent.append(mine.spent)
+        begin = thread_time_ns()
+        self._product(mine.left, self._weights, mine.out)
+        mine.spent[0] += thread_time_ns() - begin
+
+    def seconds(self) -> float:
+        """Processor seconds spent so far."""
+        return sum(spent[0] for spent in self._spent) * 1e-9
 
 
-def _measure(codelet: Any, num_tasks: int, workers: int) -> tuple[float, float]:
-    """Overhead in seconds per submitted and per replayed task."""
-    from scheduler.runtime import Runtime
+class _Load:
+    """A runtime, and chains of tasks over its handles.
 
-    with Runtime(cpu_workers=workers) as runtime:
-        handles = [runtime.handle(_NBYTES, _view, name=f"h{i}", kind="persistent") for i in range(_CHAINS + 2)]
-        for handle in handles:
-            with runtime.acquire(handle, "W"):
+    Args:
+        inside: processor seconds spent in kernels so far.
+
+    Attributes:
+        waited: seconds per task that kernels took beyond their processor time, in the last measurement: for the interpreter, or for a core.
+    """
+
+    waited = 0.0
+
+    def __init__(self, codelet: Any, num_tasks: int, workers: int, trace: Any = None, inside: Callable[[], float] = lambda: 0.0) -> None:
+        from scheduler.runtime import Runtime
+
+        self.codelet, self.num_tasks, self.workers, self.inside = codelet, num_tasks, workers, inside
+        self.runtime = Runtime(cpu_workers=workers, trace=trace)
+        self.handles = [self.runtime.handle(_NBYTES, _view, name=f"h{i}", kind="persistent") for i in range(2 * _CHAINS + 4)]
+        for handle in self.handles:
+            with self.runtime.acquire(handle, "W"):
                 pass
+        with self.runtime.record() as self.step:
+            self.emit(0)
 
-        def emit() -> None:
-            for i in range(num_tasks):
-                chain = i % _CHAINS
-                shared = [(handles[-1], "R"), (handles[-2], "R"), (handles[chain], "RW")]
-                runtime.submit(codelet, shared, None)  # type: ignore[arg-type]
+    def __enter__(self) -> _Load:
+        return self
 
-        def timed(action: Callable[[], object]) -> float:
-            busy = sum(runtime.stats()["busy_seconds"].values())
+    def __exit__(self, *error: object) -> None:
+        self.runtime.close()
+
+    def emit(self, first: int) -> None:
+        """Submit the tasks over the handles from `first` on."""
+        runtime, handles, codelet = self.runtime, self.handles[first:], self.codelet
+        for i in range(self.num_tasks):
+            runtime.submit(codelet, [(handles[0], "R"), (handles[1], "R"), (handles[2 + i % _CHAINS], "RW")], None)
+
+    def submitted(self) -> float:
+        """Overhead in seconds per submitted task."""
+
+        def action() -> None:
+            self.emit(0)
+            self.runtime.wait()
+
+        return self._measure(action, 1)
+
+    def replayed(self) -> float:
+        """Overhead in seconds per replayed task."""
+        return self._measure(lambda: self.step.replay().wait(), 1)
+
+    def mixed(self) -> float:
+        """Overhead in seconds per task when as many are submitted while others are replayed."""
+
+        def action() -> None:
+            ticket = self.step.replay()
+            self.emit(_CHAINS + 2)
+            ticket.wait()
+            self.runtime.wait()
+
+        return self._measure(action, 2)
+
+    def _measure(self, action: Callable[[], None], times: int) -> float:
+        """Median over the rounds; the first two warm up, as a step has two instances."""
+        found, waited = [], []
+        for _ in range(2 + _ROUNDS):
+            spent, busy = self.inside(), self._busy()
             begin = perf_counter()
             action()
             wall = perf_counter() - begin
-            kernels: float = sum(runtime.stats()["busy_seconds"].values()) - busy
-            return (wall * workers - kernels) / num_tasks
+            spent, busy = self.inside() - spent, self._busy() - busy
+            found.append((wall * self.workers - spent) / (times * self.num_tasks))
+            waited.append((busy - spent) / (times * self.num_tasks))
+        self.waited = statistics.median(waited[2:])
+        return statistics.median(found[2:])
 
-        def submit_all() -> None:
-            emit()
-            runtime.wait()
-
-        submitted = [timed(submit_all) for _ in range(_ROUNDS + 1)][1:]
-        with runtime.record() as step:
-            emit()
-        replayed = [timed(lambda: step.replay().wait()) for _ in range(_ROUNDS + 2)][2:]
-    return statistics.median(submitted), statistics.median(replayed)
+    def _busy(self) -> float:
+        """Seconds inside kernels so far."""
+        seconds: dict[str, float] = self.runtime.stats()["busy_seconds"]
+        return sum(seconds.values())
 
 
 def _view(memory: Any, offset: int) -> memoryview:
