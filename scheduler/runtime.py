@@ -264,7 +264,7 @@ class Runtime(RecordingRuntime):
                 self.order,
                 memory=memory,
                 last=nodes[last].budget,
-                computes_on_last=last in places,
+                computes_on_last=self._engine.machine.computes_on_last,
                 num_devices=len(places) if self._engine.machine.policy.keeps_parts and RAM not in places else 1,
                 pace=lambda parted: pace_of(parted, workers, below, self._engine.models, channels=channels),
             )
@@ -273,7 +273,8 @@ class Runtime(RecordingRuntime):
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Make one instance of a recorded step."""
-        return plan.instantiate(self.clone_record, self._engine.take_numbers(len(plan.tasks)))
+        first_id = self._engine.take_numbers(len(plan.tasks))
+        return plan.instantiate(self.clone_record, first_id, computes_on_last=self._engine.machine.computes_on_last)
 
     def waiter(self) -> Waiter:
         """A waiter that is woken if the runtime breaks."""

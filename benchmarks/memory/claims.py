@@ -67,6 +67,28 @@ def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """The standard job within a half, a quarter and an eighth of what it needs."""
     steps = f"--steps={args.steps + 2}"
     first = job([steps], None)
+    rounds = _rounds(args, disk, steps, first)
+    gigabytes = {name: statistics.median(moved(one) for one in found) / 1e9 for name, found in rounds.items()}
+    resident = {name: _resident(found) for name, found in rounds.items()}
+    is_equal = len({tuple(one["losses"]) for found in rounds.values() for one in found}) == 1
+    print(f"losses of all runs equal, bit for bit: {is_equal}")
+    for name, found in resident.items():
+        is_within = found["resident_above_start"] <= found["allowed"] and found["ledger_peak"] <= found["budget"]
+        megabytes = f"{found['resident_above_start'] / 1e6:,.0f} MB above start, allowed {found['allowed'] / 1e6:,.0f} MB"
+        print(f"{name}: resident {megabytes}: {'within' if is_within else 'NOT WITHIN'}")
+    return {
+        "needed_bytes": first["needed_bytes"],
+        "orders": {name: found[0]["order"] for name, found in rounds.items()},
+        "losses_equal": is_equal,
+        "gigabytes_per_step": gigabytes,
+        "resident": resident,
+        "comparisons": [*_speeds(rounds), *_traffic(gigabytes)],
+        "rounds": rounds,
+    }
+
+
+def _rounds(args: argparse.Namespace, disk: str, steps: str, first: Result) -> dict[str, list[Result]]:
+    """Every chosen variant once per round; `first` counts as the first unlimited run."""
     chosen = {name: what for name, what in variants(first["needed_bytes"]).items() if name in ("unlimited", *args.only) or not args.only}
     rounds: dict[str, list[Result]] = {name: [] for name in chosen}
     rounds["unlimited"].append(first)
@@ -76,58 +98,45 @@ def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
                 continue
             result = job([steps, *flags], disk if below else None)
             rounds[name].append(result)
-            print(
-                f"round {number + 1}  {name}: {result['tokens_per_second']:.1f} tokens/s, {moved(result) / 1e9:.2f} GB", file=sys.stderr, flush=True
-            )
+            speed = f"{result['tokens_per_second']:.1f} tokens/s, {moved(result) / 1e9:.2f} GB"
+            print(f"round {number + 1}  {name}: {speed}", file=sys.stderr, flush=True)
+    return rounds
+
+
+def _speeds(rounds: dict[str, list[Result]]) -> list[dict[str, Any]]:
+    """Tokens per second of the variants beside those they must not fall behind."""
     speed = {name: statistics.median(one["tokens_per_second"] for one in found) for name, found in rounds.items()}
-    gigabytes = {name: statistics.median(moved(one) for one in found) / 1e9 for name, found in rounds.items()}
     rows = []
-    for part, bar in (("half", ""), ("quarter", "ratio >= 0.9"), ("eighth", "ratio >= 0.85")):
-        if part in speed:
-            rows.append(
-                common.compare(f"RAM at a {part} of needed + disk", "tokens/s", speed[part], "unlimited", speed["unlimited"], better="more", bar=bar)
-            )
-    if "eighth, blocking" in speed:
-        rows.append(
-            common.compare(
-                "RAM at an eighth + disk",
-                "tokens/s",
-                speed["eighth"],
-                "blocking copies, no prefetch",
-                speed["eighth, blocking"],
-                better="more",
-                bar="ratio >= 1.15",
-            )
-        )
+    for name, what, peer, bar in (
+        ("half", "RAM at a half of needed + disk", "unlimited", ""),
+        ("quarter", "RAM at a quarter of needed + disk", "unlimited", "ratio >= 0.9"),
+        ("eighth", "RAM at an eighth of needed + disk", "unlimited", "ratio >= 0.85"),
+        ("eighth", "RAM at an eighth + disk", "eighth, blocking", "ratio >= 1.15"),
+    ):
+        if name in speed and peer in speed:
+            label = "blocking copies, no prefetch" if peer == "eighth, blocking" else peer
+            rows.append(common.compare(what, "tokens/s", speed[name], label, speed[peer], better="more", bar=bar))
+    return rows
+
+
+def _traffic(gigabytes: dict[str, float]) -> list[dict[str, Any]]:
+    """Gigabytes a step of the planned order with next-use eviction, beside eager and LRU."""
+    rows = []
     for name, bar in (("quarter, eager + lru", ""), ("quarter, eager + lru, submission order", "ratio <= 0.6")):
         if name in gigabytes and "quarter" in gigabytes:
-            rows.append(
-                common.compare(
-                    "bytes a step, RAM at a quarter", "GB", gigabytes["quarter"], name.partition(", ")[2], gigabytes[name], better="less", bar=bar
-                )
-            )
-    equal = {tuple(one["losses"]) for found in rounds.values() for one in found}
-    budget = {
-        name: {
-            "resident_above_start": max(one["resident_above_start"] for one in found),
-            "allowed": round(1.05 * found[0]["budget_bytes"]["ram"]) + SLACK,
-            "ledger_peak": max(one["peak_bytes"]["ram"] for one in found),
-            "budget": found[0]["budget_bytes"]["ram"],
-        }
-        for name, found in rounds.items()
-    }
-    print(f"losses of all runs equal, bit for bit: {len(equal) == 1}")
-    for name, found in budget.items():
-        verdict = "within" if found["resident_above_start"] <= found["allowed"] and found["ledger_peak"] <= found["budget"] else "NOT WITHIN"
-        print(f"{name}: resident {found['resident_above_start'] / 1e6:,.0f} MB above start, allowed {found['allowed'] / 1e6:,.0f} MB: {verdict}")
+            peer = name.partition(", ")[2]
+            rows.append(common.compare("bytes a step, RAM at a quarter", "GB", gigabytes["quarter"], peer, gigabytes[name], better="less", bar=bar))
+    return rows
+
+
+def _resident(found: list[Result]) -> dict[str, int]:
+    """Resident memory and ledger of a variant beside its budget, bytes; the worst of its runs."""
+    budget = found[0]["budget_bytes"]["ram"]
     return {
-        "needed_bytes": first["needed_bytes"],
-        "orders": {name: found[0]["order"] for name, found in rounds.items()},
-        "losses_equal": len(equal) == 1,
-        "gigabytes_per_step": gigabytes,
-        "resident": budget,
-        "comparisons": rows,
-        "rounds": rounds,
+        "resident_above_start": max(one["resident_above_start"] for one in found),
+        "allowed": round(1.05 * budget) + SLACK,
+        "ledger_peak": max(one["peak_bytes"]["ram"] for one in found),
+        "budget": budget,
     }
 
 

@@ -62,9 +62,9 @@ def matching(word: str, names: Collection[str]) -> frozenset[str]:
 def table(placement: Placement, number: int, policy: str, workers: dict[int, str]) -> str:
     """A placement as lines: seconds of each candidate, cheapest first, who took the task, and whether that was planned."""
     how = "goes by these seconds" if placement.weighs_costs else "weighs no costs; these are for comparison"
-    if placement.home is not None:
-        home = ", ".join(workers[each.worker] for each in placement.candidates if each.node == placement.home)
-        how = f"keeps to the plan, and its part of the step belongs on {home}; these seconds are for comparison"
+    if placement.planned_node is not None:
+        planned = ", ".join(workers[each.worker] for each in placement.candidates if each.node == placement.planned_node)
+        how = f"keeps to the plan, and its part of the step belongs on {planned}; these seconds are for comparison"
     rows = [_HEAD, *(_row(each, workers, placement.chosen) for each in placement.candidates)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = [f"placement {number} of {placement.name} (task {placement.order}); policy {policy} {how}"]

@@ -116,14 +116,20 @@ def as_divergence(error: Exception) -> Exception:
     return error
 
 
-def does_not_fit(error: NoRoom, resources: ResourceSettings) -> DoesNotFit:
-    """The scheduler's refusal with the flags that help and their values; which tile to lower follows from the kind of task."""
+def does_not_fit(error: NoRoom, resources: ResourceSettings, *, trains: bool = True) -> DoesNotFit:
+    """The scheduler's refusal with the flags that help and their values; which tile to lower follows from the kind of task.
+
+    Args:
+        trains: whether the command has flags of tiles and minibatches; one that has none is told of the disk tier instead.
+    """
     story = str(error).partition("; raise the budget")[0]
     disk = disk_of(resources.disk)
     if disk is not None and error.node == DISK:
         return DoesNotFit(f"{story}; raise SIZE in --disk {disk[0]}:SIZE, now --disk {resources.disk}")
     flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith("sim") else ("--ram", resources.ram)
     flag += f" (now {value or 'the default'})"
+    if not trains:
+        return DoesNotFit(f"{story}; raise {flag}" + ("" if disk else ", or add --disk DIR"))
     if "are taken" in story:
         return DoesNotFit(f"{story}; raise {flag}, lower --minibatch, or use --recompute block")
     task = story.partition(" ")[0]

@@ -95,12 +95,17 @@ class Claims:
             self.enter(home, replay.first_order + handle.agenda.positions[0])
 
     def leave(self, home: Replica) -> None:
-        """A home was dropped."""
+        """A home was dropped. Data that was lost but outlives replays is a promise again of those in flight that may make it anew."""
+        handle = home.handle
         if home.is_ahead:
             home.is_ahead = False
-            self.ahead -= home.handle.size
-        elif not _is_temporary(home.handle):
-            self.kept -= home.handle.size
+            self.ahead -= handle.size
+        elif not _is_temporary(handle):
+            number = sum(any(use.handle is handle for use in replay.shared) for replay in self.horizon.replays) if handle.num_uses else 0
+            if number:
+                self._promised[handle] = number
+            else:
+                self.kept -= handle.size
 
     def _drop_due(self, order: int) -> None:
         """What was made ahead of its time and is due by now counts as in time."""

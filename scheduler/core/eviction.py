@@ -62,10 +62,13 @@ class EvictionPolicy(Protocol):
     """The interface of an eviction policy.
 
     Attributes:
-        tolerance: a replica of the size that is needed may cost so many times more than the best one.
+        tolerance: a replica of the size that is needed may cost so many times more than the best one, and a hole so many times more than as many
+            bytes of the best ones that do not lie side by side.
+        adds_up: whether prices are bytes to move, so that those of neighbours add up to that of the hole they leave.
     """
 
     tolerance: float
+    adds_up: bool
 
     def key(self, replica: Replica) -> float:
         """The larger, the sooner it goes, among clean and among dirty replicas; stays the same until the replica is used again."""
@@ -81,6 +84,7 @@ class NextUse:
     """
 
     tolerance = 2.0
+    adds_up = True
 
     def __init__(self, horizon: Horizon) -> None:
         self.horizon = horizon
@@ -103,6 +107,7 @@ class LeastRecentlyUsed:
     """What was used longest ago."""
 
     tolerance = 1.0
+    adds_up = False
 
     def __init__(self, horizon: Horizon) -> None:
         pass
@@ -120,6 +125,7 @@ class FirstInFirstOut:
     """What has been there longest."""
 
     tolerance = 1.0
+    adds_up = False
 
     def __init__(self, horizon: Horizon) -> None:
         pass

@@ -66,7 +66,7 @@ class Lookahead:
         num_seen = distance = 0
         for replay in replays:
             done, tasks = replay.done, replay.tasks
-            for position in self._places_ahead(replay):
+            for position in self._positions_ahead(replay):
                 if reading >= READS or num_seen >= TASKS or budget <= 0:
                     return
                 if done[position]:
@@ -82,18 +82,18 @@ class Lookahead:
                     budget -= nbytes
             distance += len(tasks) - replay.frontier
 
-    def _places_ahead(self, replay: Replay) -> Iterable[int]:
-        """Planned places of the tasks that will run here; some of them may have ended."""
+    def _positions_ahead(self, replay: Replay) -> Iterable[int]:
+        """Positions of the tasks that will run here; some of them may have ended."""
         if self.is_only:
             return range(replay.frontier, len(replay.tasks))
         if self.node not in replay.part_nodes:
             return ()
         part = replay.part_nodes.index(self.node)
-        places, head, done = replay.parts[part], replay.heads[part], replay.done
-        while head < len(places) and done[places[head]]:
+        positions, head, done = replay.parts[part], replay.heads[part], replay.done
+        while head < len(positions) and done[positions[head]]:
             head += 1
         replay.heads[part] = head
-        return islice(places, head, None)
+        return islice(positions, head, None)
 
     def _prefetch_for(self, task: Task, distance: int, limit: int) -> tuple[int, int] | None:
         """Fetch what one task misses.

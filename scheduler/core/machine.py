@@ -92,6 +92,11 @@ class Machine:
         return self.dispatch.policy
 
     @property
+    def computes_on_last(self) -> bool:
+        """Whether tasks run on data in the last tier."""
+        return any(worker.node == self.residency.last for worker in self.dispatch.crew)
+
+    @property
     def num_evictions(self) -> int:
         """Replicas dropped so far to make room for others."""
         return self.residency.num_evictions

@@ -358,19 +358,19 @@ def _bands(
     limit = max((handle.size for tiles in shared for handle in tiles), default=0)
     bands: list[int] = []
     tiles_of: list[set[HandleRecord]] = [set()]
-    home: dict[HandleRecord, int] = {}
+    band_of: dict[HandleRecord, int] = {}
     for stage, tiles in enumerate(shared):
         before = (found.stage[p] for at in first[stage] for p in plan.predecessors[at] if found.minibatch[p] == found.minibatch[at])
         earliest = max((bands[each] for each in before if 0 <= each < stage), default=0)
-        homes = {home.get(handle, -1) for handle in tiles}
-        band = homes.pop() if len(homes) == 1 and not again[stage] else -1
+        known = {band_of.get(handle, -1) for handle in tiles}
+        band = known.pop() if len(known) == 1 and not again[stage] else -1
         if band < earliest:
             band = len(tiles_of) - 1
             if tiles and tiles_of[band] and sum(handle.size for handle in tiles_of[band].union(tiles)) > limit:
                 tiles_of.append(set())
                 band += 1
         tiles_of[band].update(tiles)
-        home.update(dict.fromkeys(tiles, band))
+        band_of.update(dict.fromkeys(tiles, band))
         bands.append(band)
     return bands
 

@@ -30,7 +30,7 @@ ReplicaState = Literal["reserved", "shared", "modified", "scratch"]
 TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "running", "done", "failed", "cancelled"]
 
 RAM: Final = NodeId(0)
-"""The node of host memory: the home of every CPU worker and of data lent to the program."""
+"""The node of host memory, where CPU workers compute and the program borrows data."""
 
 ANY: Final = 1 << 60
 """A window that holds nothing back."""
@@ -72,7 +72,7 @@ class Agenda:
     """When a recorded step uses a handle: what eviction and prefetching go by.
 
     Attributes:
-        positions: planned places of the tasks that use it, rising.
+        positions: of the tasks that use it, rising.
         overwrites: for each, whether it overwrites the handle without reading it.
         replay: the replay that owns the handle; None for a handle that outlives replays, whose uses come again in the next one.
     """
@@ -129,7 +129,7 @@ class Task:
         replicas: one per access while admitted.
         num_arriving: inputs still on their way to `node`.
         step: the replay it belongs to.
-        position: of a recorded task, its place in the step.
+        position: of a recorded task, its place in the step's planned order.
         part: of a recorded task, the part of the step that belongs on one device; -1 for none.
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
@@ -182,14 +182,15 @@ class Replay:
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
         window: its tasks this far beyond the oldest unfinished one are held back from the policy.
-        parts: the planned places of each part of the step, see `Task.planned_node`.
+        parts: the positions of each part of the step, see `Task.planned_node`.
         part_nodes: the node where each part belongs; empty where the crew does not match the parts.
-        heads: of each part, an index into its places before which all tasks have ended.
-        makes: for each planned place, the bytes of temporaries its task is the first to write.
-        peaks: for each planned place and the end, the most bytes of temporaries and scratch that exist at once from there on, one task at a time.
+        heads: of each part, an index into its positions before which all tasks have ended.
+        makes: for each position, the bytes of temporaries its task is the first to write.
+        peaks: for each position and the end, the most bytes that exist at once from there on, one task at a time, of temporaries and, where
+            tasks run on the last tier, scratch.
         first_order: `order` of the first task of this replay.
-        done: per planned place, whether its task has ended in this replay.
-        frontier: the first place whose task has not.
+        done: per position, whether its task has ended in this replay.
+        frontier: the first position whose task has not.
     """
 
     tasks: list[Task]

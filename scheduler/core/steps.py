@@ -168,21 +168,24 @@ class StepPlan:
         """Bytes that the hungriest task touches: no memory where tasks run may be smaller."""
         return max((sum(handle.size for handle, _ in task.accesses) for task in self.tasks), default=0)
 
-    def _claims(self) -> tuple[list[int], list[int]]:
+    def _claims(self, computes_on_last: bool) -> tuple[list[int], list[int]]:
         """`makes` and `peaks` of the step's replays."""
         makes = [0] * len(self.tasks)
         for handle, use in self.uses.items():
             if self.owned.get(handle) is False and not self._is_scratch(handle):
                 makes[use.positions[0]] += handle.size
-        peaks = [*accumulate(reversed(self.temporary_bytes(scratch=True)), max, initial=0)]
+        peaks = [*accumulate(reversed(self.temporary_bytes(scratch=computes_on_last)), max, initial=0)]
         return makes, peaks[::-1]
 
-    def instantiate(self, clone: Callable[[HandleRecord], HandleRecord], first_id: int) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
+    def instantiate(
+        self, clone: Callable[[HandleRecord], HandleRecord], first_id: int, *, computes_on_last: bool = True
+    ) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Tasks and own handles of one instance.
 
         Args:
             clone: makes a new record like the one given.
             first_id: id of the first task.
+            computes_on_last: whether tasks run on data in the last tier, whose room then goes to their scratch as well.
 
         Returns:
             The replay, and the instance's record of each owned one.
@@ -193,7 +196,7 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        makes, peaks = self._claims()
+        makes, peaks = self._claims(computes_on_last)
         replay = Replay(tasks=[], roots=[], owned=dying, shared=[], makes=makes, peaks=peaks, window=self.window, parts=places_of_parts(self.parts))
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]

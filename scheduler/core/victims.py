@@ -8,12 +8,16 @@ replica is used, moved or dropped; a stale entry is thrown away, or entered anew
 A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
 in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
 between two that go, it goes with them.
+
+In that order a large tile that is needed soon can be the first hole, because no neighbours among the cheap small ones make one. So where prices add
+up and the hole costs more than as many bytes of the cheapest candidates would, a window is slid over the node to find the neighbours that cost
+least together.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Final
 
@@ -97,7 +101,29 @@ class Shelf:
         drawn: Drawn = []
         found = _Paper(self).place(sizes, self._all(self._heaps, drawn), lambda size: self._twin(size, drawn))
         self._put_back(drawn)
-        return found
+        if found is None or not self.policy.adds_up or self._cost(found[1]) <= self.policy.tolerance * self._least_cost(found[1], drawn):
+            return found
+        other = _Paper(self).place_cheaply(sizes, self._cost_of)
+        return found if other is None or self._cost(found[1]) <= self._cost(other[1]) else other
+
+    def _least_cost(self, victims: Sequence[Replica], drawn: Drawn) -> float:
+        """What as many bytes as the victims have would cost if they need not lie side by side: of those drawn, the first ones."""
+        cost, missing = 0.0, sum(replica.handle.size for replica in victims)
+        for _, (_, _, replica) in drawn:
+            if missing <= 0:
+                break
+            cost += self._cost_of(replica)
+            missing -= replica.handle.size
+        return cost
+
+    def _cost(self, victims: Sequence[Replica]) -> float:
+        return sum(map(self._cost_of, victims))
+
+    def _cost_of(self, replica: Replica) -> float:
+        """Bytes of a replica times its price; infinite if it may not go."""
+        if not is_unused(replica) or (self.keep_dirty and coherence.is_needed(replica)):
+            return inf
+        return replica.handle.size * self.policy.price(self.policy.key(replica), dirty=is_dirty(replica))
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
@@ -205,8 +231,7 @@ class _Paper:
         offsets: list[int] = []
         victims: dict[Replica, None] = {}
         for size in sizes:
-            run = min(((end - start, start) for start, end in self.runs.items() if end - start >= size), default=None)
-            start = None if run is None else run[1]
+            start = self._smallest_run(size)
             like = twin(size) if start is None else None
             while start is None:
                 replica, like = (next(candidates, None) if like is None else like), None
@@ -217,6 +242,52 @@ class _Paper:
                 start = self._let_go(replica, size)
             offsets.append(self._carve(start, size, victims))
         return offsets, list(victims)
+
+    def place_cheaply(self, sizes: Sequence[int], cost_of: Callable[[Replica], float]) -> tuple[list[int], list[Replica]] | None:
+        """For every size in turn, let those neighbours go that cost least together.
+
+        Args:
+            cost_of: a replica; infinite if it may not go.
+        """
+        costs = {replica.offset: cost_of(replica) for replica in self.shelf.starts.values()}
+        offsets: list[int] = []
+        victims: dict[Replica, None] = {}
+        for size in sizes:
+            start = self._smallest_run(size)
+            if start is None:
+                for replica in self._cheapest(size, costs):
+                    self.gone[replica.offset] = replica
+                    start, _ = self._add(replica.offset, replica.offset + replica.handle.size)
+            if start is None:
+                return None
+            offsets.append(self._carve(start, size, victims))
+        return offsets, list(victims)
+
+    def _smallest_run(self, size: int) -> int | None:
+        """Where the smallest run of at least `size` bytes begins."""
+        run = min(((end - start, start) for start, end in self.runs.items() if end - start >= size), default=None)
+        return None if run is None else run[1]
+
+    def _cheapest(self, size: int, costs: Mapping[int, float]) -> list[Replica]:
+        """The neighbours that leave a hole of `size` bytes and cost least, by a window that slides over the node; empty if there are none."""
+        spans: list[tuple[int, int, float, Replica | None]] = [(start, end, 0.0, None) for start, end in self.runs.items()]
+        spans += [
+            (offset, offset + replica.handle.size, costs[offset], replica)
+            for offset, replica in self.shelf.starts.items()
+            if offset not in self.gone and costs[offset] < inf
+        ]
+        spans.sort(key=lambda span: span[0])
+        best, found, low, cost = inf, (0, 0), 0, 0.0
+        for high, (start, end, more, _) in enumerate(spans):
+            if high and spans[high - 1][1] != start:  # what lies between stays
+                low, cost = high, 0.0
+            cost += more
+            while end - spans[low][1] >= size:
+                cost -= spans[low][2]
+                low += 1
+            if end - spans[low][0] >= size and cost < best:
+                best, found = cost, (low, high + 1)
+        return [replica for _, _, _, replica in spans[slice(*found)] if replica is not None]
 
     def _let_go(self, replica: Replica, size: int) -> int | None:
         """Add a candidate; the start of the run around it, if that is large enough now."""

@@ -162,7 +162,8 @@ def simulate(
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
 
-    What the step reads without writing it first lies in host memory, or below it, at the start.
+    What the step reads without writing it first lies in host memory, or below it, at the start, and so do the outputs of two earlier replays. What is
+    used first is loaded last.
 
     Args:
         workers: (kind, node, depth) of each worker.
@@ -188,12 +189,14 @@ def simulate(
     estimates.memory = machine.residency
     driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels)
     twin = _detached(plan)
-    _load(driver, twin)
     num_tasks = len(twin.tasks)
-    instances = [twin.instantiate(_clone, num_tasks * (1 + which))[0] for which in range(min(replays, 2))]
+    instances = [twin.instantiate(_clone, num_tasks * (1 + which), computes_on_last=machine.computes_on_last) for which in range(2)]
+    outputs = [record for _, twins in instances for record in twins.values() if not record.released]
+    found = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned]
+    _load(driver, [*outputs, *found])
     for number in range(replays):
         before = _measure(driver, num_tasks)
-        replay = instances[number % 2]
+        replay = instances[number % 2][0]
         replay.number, replay.first_order = number, num_tasks * (3 + number)
         driver.bring(StepStarted(replay))
         driver.run()
@@ -226,15 +229,14 @@ def _difference(before: Simulation, after: Simulation) -> Simulation:
     return after
 
 
-def _load(driver: VirtualDriver, plan: StepPlan) -> None:
-    """The program writes what the step expects to find, what is used first at last: so memory holds about what an earlier replay would leave."""
-    for number, (handle, use) in enumerate(reversed(plan.uses.items())):
-        if use.needs_data and handle not in plan.owned:
-            task = Task(TaskId(-1 - number), None, "load", ("host",), ((handle, W),), {}, order=number - len(plan.uses))
-            driver.bring(TaskSubmitted(task))
-            driver.run()
-            if task.state != "done":
-                raise DoesNotFit(f"{handle!r} does not fit host memory at the start of the step")
+def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
+    """The program writes data, so that memory holds about what an earlier replay would leave."""
+    for number, handle in enumerate(handles):
+        task = Task(TaskId(-1 - number), None, "load", ("host",), ((handle, W),), {}, order=number - len(handles))
+        driver.bring(TaskSubmitted(task))
+        driver.run()
+        if task.state != "done":
+            raise DoesNotFit(f"{handle!r} does not fit host memory at the start of the step")
 
 
 def _detached(plan: StepPlan) -> StepPlan:

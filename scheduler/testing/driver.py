@@ -353,7 +353,7 @@ class FakeStep:
         """Begin the next replay; returns the instance's own records."""
         if len(self.instances) <= self.number % 2:
             first = self.driver._take_numbers(len(self.plan.tasks))
-            self.instances.append(self.plan.instantiate(self._clone, first))
+            self.instances.append(self.plan.instantiate(self._clone, first, computes_on_last=self.driver.machine.computes_on_last))
         replay, twins = self.instances[self.number % 2]
         self.driver.start(replay, self.number)
         self.number += 1

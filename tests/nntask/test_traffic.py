@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -28,15 +29,33 @@ from scheduler.core.policies import Candidate, Placement
 from scheduler.core.records import NodeId, WorkerId
 
 STEPS = 3
-CONFIG = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)
-TILING = ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=50, head_tile=2, vocab_tile=25)
+CONFIG = GPT2Config(vocab_size=61, n_positions=32, n_embd=64, n_layer=2, n_head=4)
+TILING = ModelTiling(minibatch_tile=1, seq_tile=17, embd_tile=64, inner_tile=64, head_tile=2, vocab_tile=25)
+"""Activations of more than a page, so that minibatches are recognised and each has a device of its own."""
 
 
-def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> tuple[Journal, Counter[str], int, float, str]:
-    """Train; the journal, and what the runtime counted meanwhile: bytes by link, evictions, stalled seconds. Last: what was printed."""
+class Trained(NamedTuple):
+    """A journal, and what the runtime counted meanwhile.
+
+    Attributes:
+        moved: bytes by link.
+        text: what was printed.
+        parts: of each task, the device it belongs on, or -1; empty where the step has no parts.
+    """
+
+    journal: Journal
+    moved: Counter[str]
+    evictions: int
+    stalled: float
+    text: str
+    parts: list[int]
+
+
+def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> Trained:
+    """Train."""
     settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1)), CONFIG)
     (folder / "train.bin").write_bytes((np.arange(500) % 61).astype("<u2").tobytes())
-    stream = BatchStream(TokenFile(folder / "train.bin", vocab_size=61), 16, 2, seed=1)
+    stream = BatchStream(TokenFile(folder / "train.bin", vocab_size=61), CONFIG.n_positions, 2, seed=1)
     engine = Gpt2Engine(CONFIG, TILING, runtime, settings)
     out = io.StringIO()
     printer = StepPrinter(out)
@@ -62,16 +81,18 @@ def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> tuple[
     journal.close()
     moved = Counter(after["moved_bytes"])
     moved.subtract(before["moved_bytes"])
-    return journal, +moved, after["evictions"] - before["evictions"], after["stall_seconds"] - before["stall_seconds"], out.getvalue()
+    evictions, stalled = (after[name] - before[name] for name in ("evictions", "stall_seconds"))
+    return Trained(journal, +moved, evictions, stalled, out.getvalue(), engine.order.plan.parts)
 
 
 @pytest.mark.parametrize("devices", [0, 2])
 def test_lines_add_up_to_what_the_runtime_counted(devices: int, tmp_path: Path) -> None:
     """A disk below a small memory, and two devices that are too small: bytes, evictions and stalls of the steps are those of the runtime."""
-    small = 256 << 10
+    small = 512 << 10
     with Runtime(0 if devices else 2, sim_gpus=devices, ram=1 << 26 if devices else small, gpu_memory=small, disk=tmp_path / "tier") as runtime:
-        journal, moved, evictions, stalled, _ = run(tmp_path, runtime)
+        journal, moved, evictions, stalled, _, parts = run(tmp_path, runtime)
         stats = runtime.stats()
+    assert set(parts) == ({-1, 0, 1} if devices else set())
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert len(lines) == STEPS
     assert sum((Counter(line["moved_bytes"]) for line in lines), Counter()) == moved == journal.whole.moved_bytes
@@ -99,7 +120,7 @@ def test_lines_add_up_to_what_the_runtime_counted(devices: int, tmp_path: Path) 
 def test_a_run_with_room_moves_nothing_and_says_nothing(tmp_path: Path) -> None:
     """One memory that holds everything: all inputs are in place, nobody stalls, no closing report."""
     with Runtime(2, ram=1 << 26) as runtime:
-        journal, moved, evictions, stalled, _ = run(tmp_path, runtime)
+        journal, moved, evictions, stalled, *_ = run(tmp_path, runtime)
         assert not is_worth_telling(journal.own, runtime.stats())
     assert (moved, evictions, stalled, journal.own.hit_rate) == (Counter(), 0, 0.0, 1.0)
 
@@ -117,7 +138,8 @@ def test_many_links_make_few_lines() -> None:
 def test_explained_placements(sched: str, tmp_path: Path) -> None:
     """Three tables with a row for each device, seconds that add up, one choice; policies without costs say so; losses are the same."""
     with Runtime(0, sim_gpus=2, ram=1 << 26, gpu_memory=1 << 19, sched=sched) as runtime:
-        *_, text = run(tmp_path, runtime, ["matmul"])
+        *_, text, parts = run(tmp_path, runtime, ["matmul"])
+    assert set(parts) == (set() if sched == "eager" else {-1, 0, 1})
     losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     with Runtime(2, ram=1 << 26) as runtime:
         run(tmp_path, runtime)
@@ -127,21 +149,22 @@ def test_explained_placements(sched: str, tmp_path: Path) -> None:
     assert len(heads) == PLACEMENTS
     for number, at in enumerate(heads, 1):
         assert lines[at].startswith(f"placement {number} of matmul (task ")
-        assert ("weighs no costs" in lines[at]) == (sched in ("eager", "lws"))
+        assert ("weighs no costs" in lines[at]) == (sched == "eager")
+        assert ("its part of the step belongs on" in lines[at]) == bool(parts)
         assert lines[at + 1].split() == ["worker", "execution", "transfer", "queueing", "eviction", "total", "missing", "bytes"]
         rows = [line.split(maxsplit=7) for line in lines[at + 2 : at + 4]]
         assert {row[0] for row in rows} == {"sim:0", "sim:1"}
         assert sum(row[7:] == ["<- chosen"] for row in rows) == 1
         for row in rows:
-            *parts, total = map(float, row[1:6])
-            assert sum(parts) == pytest.approx(total, abs=5e-6)
-            assert parts[0] > 0
+            *seconds, total = map(float, row[1:6])
+            assert sum(seconds) == pytest.approx(total, abs=5e-6)
+            assert seconds[0] > 0
 
 
 def test_a_planned_placement_says_that_seconds_did_not_decide() -> None:
     """The device of the task's part is named, and is chosen although another would have been sooner."""
     candidates = [Candidate(WorkerId(at), "sim", NodeId(at + 1), 1.0 + at, 0.0, 0.0, 0.0, 0) for at in range(2)]
-    placement = Placement("matmul", 7, candidates, weighs_costs=True, home=NodeId(2), chosen=WorkerId(1))
+    placement = Placement("matmul", 7, candidates, weighs_costs=True, planned_node=NodeId(2), chosen=WorkerId(1))
     lines = table(placement, 1, "reuse", {0: "sim:0", 1: "sim:1"}).splitlines()
     assert lines[0].startswith("placement 1 of matmul (task 7); policy reuse keeps to the plan, and its part of the step belongs on sim:1;")
     assert lines[3].split()[0] == "sim:1"

@@ -259,3 +259,36 @@ def test_what_the_program_writes_is_not_fetched_ahead() -> None:
     assert driver.routes == [("batch", RAM, SIM)]
     driver.drain()
     driver.check()
+
+
+def test_data_lost_by_one_replay_is_made_again_by_the_next_at_the_minimum() -> None:
+    """Both replays in flight have promised it, and the first fails while it makes it: the room stays with the promise of the second."""
+    driver = FakeDriver((8,), [("cpu", RAM, 1), ("cpu", RAM, 1)])
+    x, kept, y = driver.handle(1, "x"), driver.handle(4, "kept"), driver.handle(4, "y")
+    step = driver.record([[(x, W)], [(x, R), (kept, W)], [(y, W)], [(y, R), (kept, R)]], {x: False, y: False})
+    assert step.plan.minimum_bytes(is_last=True, computes=True) == 8 * PAGE
+    step.replay()
+    step.replay()
+    first, second = driver.runs[:4], driver.runs[4:]
+    driver.finish(first[0])
+    driver.finish(first[1], RuntimeError("planted"))
+    assert kept.lost is not None
+    driver.finish(first[2])
+    assert states(*second) == ["running", "waiting", "blocked", "waiting"]  # what is made ahead leaves the room of `kept`
+    driver.drain()
+    assert [run.error for run in second] == [None] * 4
+    driver.check()
+
+
+@pytest.mark.parametrize(("pages", "expected"), [((12, 8), "running"), ((12,), "blocked")])
+def test_scratch_takes_no_room_where_nothing_computes(pages: tuple[int, ...], expected: str) -> None:
+    """A disk need not keep room for the working memory of a task to come; memory that holds everything must."""
+    driver = FakeDriver(pages, [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=len(pages) > 1)
+    x, y, z, scratch = driver.handle(1, "x"), driver.handle(2, "y"), driver.handle(2, "z"), driver.handle(8, "scratch")
+    owned = dict.fromkeys((x, y, z, scratch), False)
+    step = driver.record([[(x, W)], [(y, W)], [(z, W), (x, R)], [(z, R), (scratch, SCRATCH)], [(y, R)]], owned)
+    assert step.plan.minimum_bytes(is_last=True, computes=len(pages) == 1) <= pages[-1] * PAGE
+    step.replay()
+    assert states(*driver.runs[:2]) == ["running", expected]
+    driver.drain()
+    driver.check()

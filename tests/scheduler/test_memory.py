@@ -106,6 +106,69 @@ def test_a_plan_lets_the_oldest_neighbours_go(sizes: list, need: int) -> None:
         assert youngest <= min(max((span[3] for span in run if span[2] == "kept"), default=-1) for run in runs)
 
 
+class ByAge:
+    """The older, the cheaper; prices add up."""
+
+    tolerance = 1.0
+    adds_up = True
+
+    def key(self, replica: Replica) -> float:
+        """Its age."""
+        return -replica.since
+
+    def price(self, key: float, *, dirty: bool) -> float:
+        """How young it is."""
+        return 1.0 - key
+
+
+def filled_shelf(sizes: list[tuple[int, str, int]]) -> Shelf:
+    """A node full of extents of (pages, "free" or "used" or "kept", since), with the replicas that are not free."""
+    node = MemoryNode("ram", sum(size for size, _, _ in sizes) * PAGE)
+    shelf = Shelf(node, ByAge())
+    offset = 0
+    for number, (size, kind, since) in enumerate(sizes):
+        if kind != "free":
+            node.claim(offset, size * PAGE, "activations")
+            handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
+            replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
+            shelf.enter(replica)
+            shelf.offer(replica)
+        offset += size * PAGE
+    return shelf
+
+
+def test_one_large_tile_does_not_go_where_small_ones_side_by_side_cost_less() -> None:
+    """In the order of prices alone the first hole is the large tile: no two of the cheapest ones are neighbours."""
+    shelf = filled_shelf([(1, "kept", 0), (1, "kept", 60)] * 4 + [(4, "kept", 50), (1, "kept", 99)])
+    plan = shelf.plan([4 * PAGE])
+    assert plan is not None
+    assert [replica.since for replica in plan[1]] == [0, 60, 0, 60]
+
+
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from(["free", "used", "kept", "kept", "kept"]), st.integers(0, 99)), min_size=1, max_size=9
+    ),
+    need=st.integers(1, 8),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_where_prices_add_up_no_neighbours_cost_less(sizes: list[tuple[int, str, int]], need: int) -> None:
+    """What goes costs no more than any other hole, or than as many bytes of the cheapest replicas wherever they lie."""
+    plan = filled_shelf(sizes).plan([need * PAGE])
+    runs = [sizes[first:last] for first in range(len(sizes)) for last in range(first + 1, len(sizes) + 1)]
+    runs = [run for run in runs if all(kind != "used" for _, kind, _ in run) and sum(size for size, _, _ in run) >= need]
+    assert (plan is None) == (not runs)
+    if plan is not None:
+        victims = [(replica.handle.size // PAGE, replica.since) for replica in plan[1]]
+        cost = sum(size * (1 + since) for size, since in victims)
+        least = min(sum(size * (1 + since) for size, kind, since in run if kind == "kept") for run in runs)
+        missing, scattered = sum(size for size, _ in victims), 0
+        for since, size in sorted((since, size) for size, kind, since in sizes if kind == "kept"):
+            if missing > 0:
+                missing, scattered = missing - size, scattered + size * (1 + since)
+        assert cost <= max(least, scattered)
+
+
 def test_sizes_round_up_to_pages() -> None:
     """The ledger counts whole pages, at least one."""
     assert [rounded(nbytes) for nbytes in (0, 1, 4096, 4097)] == [4096, 4096, 4096, 8192]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from scheduler.core.events import CopyTile, RunTask
+from scheduler.core.events import CopyFinished, Event, TaskFinished
 from scheduler.core.memory import PAGE
 from scheduler.core.perf import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
@@ -76,21 +76,16 @@ def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch,
     assert order.name == "submission" if memory == 1 << 40 else order.name.startswith("layers")
     ran: list[tuple[NodeId, int]] = []
     moved: Counter[str] = Counter()
-    begin_task, begin_copy = VirtualDriver._begin_task, VirtualDriver._begin_copy
+    bring = VirtualDriver.bring
 
-    def watch_task(driver: VirtualDriver, task: object) -> None:
-        action = RunTask(task.worker, task)  # type: ignore[attr-defined, arg-type]
-        if action.task.part >= 0:
-            ran.append((action.task.node, action.task.part))
-        begin_task(driver, action.task)
+    def watch(driver: VirtualDriver, event: Event) -> None:
+        if isinstance(event, TaskFinished) and event.task.part >= 0:
+            ran.append((event.task.node, event.task.part))
+        elif isinstance(event, CopyFinished) and event.source.node and event.target.node:
+            moved[event.source.handle.name.split()[0].rstrip("0123456789")] += 1
+        bring(driver, event)
 
-    def watch_copy(driver: VirtualDriver, copy: CopyTile) -> None:
-        if copy.source.node and copy.target.node:
-            moved[copy.source.handle.name.split()[0].rstrip("0123456789")] += 1
-        begin_copy(driver, copy)
-
-    monkeypatch.setattr(VirtualDriver, "_begin_task", watch_task)
-    monkeypatch.setattr(VirtualDriver, "_begin_copy", watch_copy)
+    monkeypatch.setattr(VirtualDriver, "bring", watch)
     simulate(
         order.plan,
         workers=[("sim", 1, 3), ("sim", 2, 3)],
@@ -129,4 +124,4 @@ def test_explained_placements_know_the_plan(policy: type[DataAwareSorted | Eager
     task.step = Replay([task], [], [], [], parts=[[], [0]], part_nodes=(NodeId(1), NodeId(2)))
     watched.push(task, None)
     assert watched.pop(crew[1]) is task
-    assert watched.placements[0].home == expected
+    assert watched.placements[0].planned_node == expected

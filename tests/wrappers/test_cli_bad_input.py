@@ -16,18 +16,13 @@ SMALL = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_hea
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A directory of its own with a small config and training tokens."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    for name in list(os.environ):
-        if name.startswith(("NNTASK_N", "NNTASK_R", "NNTASK_S", "STARPU_")):
-            monkeypatch.delenv(name)
-    (tmp_path / "small.json").write_text(json.dumps(SMALL))
-    (tmp_path / "data").mkdir()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "data" / "train.bin").write_bytes((np.arange(2000) % 61).astype("<u2").tobytes())
-    return tmp_path
+def here(folder):
+    """A directory with a small config and training tokens."""
+    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "data").mkdir()
+    (folder / "empty").mkdir()
+    (folder / "data" / "train.bin").write_bytes((np.arange(2000) % 61).astype("<u2").tobytes())
+    return folder
 
 
 DATA = ["--dataset=train.bin", "--dataset-path=data"]

@@ -36,12 +36,10 @@ def prepare(folder: Path) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of its own with what a run needs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    prepare(tmp_path)
-    return tmp_path
+def here(folder: Path) -> Path:
+    """A directory with what a run needs."""
+    prepare(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -28,16 +28,14 @@ MACHINES = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of its own with a model and some text."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    (tmp_path / "text").mkdir()
+def here(folder: Path) -> Path:
+    """A directory with a model and some text."""
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "text").mkdir()
     chance = random.Random(0)
     for at in range(20):
-        (tmp_path / "text" / f"{at}.txt").write_text("".join(f"{chance.randrange(10**6)} is a number\n" for _ in range(50)))
-    return tmp_path
+        (folder / "text" / f"{at}.txt").write_text("".join(f"{chance.randrange(10**6)} is a number\n" for _ in range(50)))
+    return folder
 
 
 def flags_of(machine: str, budgets: dict[str, int]) -> list[str]:

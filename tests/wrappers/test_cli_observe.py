@@ -15,15 +15,10 @@ TRAIN = ["train", *FLAGS.split(), "--steps=2", "--run-dir=run"]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of its own with a small config and some text."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "small.json").write_text(json.dumps(SMALL))
-    (tmp_path / "text").mkdir()
-    for i in range(25):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"line {i} of a text about the number {i * i}\n" * 20)
-    return tmp_path
+def here(folder: Path, text: Path) -> Path:
+    """A directory with a small config and some text."""
+    (folder / "small.json").write_text(json.dumps(SMALL))
+    return folder
 
 
 def test_a_run_short_of_memory_says_where_the_bytes_went(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,9 @@ KEYS = ["feasible", "peak_bytes", "minimum_budget_bytes", "persistent_bytes", "m
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def config(folder: Path) -> str:
     """The flag of a small model, in a directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps(SMALL))
     return "--config-path=small.json"
 
 

@@ -21,15 +21,10 @@ TRAIN = ["train", *FLAGS.split()]
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A directory of its own with a small config and some text."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "small.json").write_text(json.dumps(SMALL))
-    (tmp_path / "text").mkdir()
-    for i in range(25):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"line {i} of a text about the number {i * i}\n" * 20)
-    return tmp_path
+def here(folder, text):
+    """A directory with a small config and some text."""
+    (folder / "small.json").write_text(json.dumps(SMALL))
+    return folder
 
 
 def start(*argv: str, script: str = "") -> subprocess.Popen[str]:

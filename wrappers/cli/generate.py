@@ -153,13 +153,13 @@ def _runtime(settings: GenerateSettings) -> Iterator[Runtime]:
         DoesNotFit: a budget is too small, or not to be had.
         StorageError: the disk tier failed.
     """
-    from nntask.errors import DoesNotFit, StorageError
-    from nntask.trainer.machine import open_runtime
-    from nntask.trainer.places import DISK
+    from nntask.errors import StorageError
+    from nntask.trainer.machine import does_not_fit, open_runtime
     from nntask.trainer.settings import ResourceSettings, TrainSettings
     from scheduler.core import errors as scheduler_errors
 
-    runtime = open_runtime(TrainSettings(resources=ResourceSettings(ncpu=settings.ncpu, ram=settings.ram, disk=settings.disk)))
+    resources = ResourceSettings(ncpu=settings.ncpu, ram=settings.ram, disk=settings.disk)
+    runtime = open_runtime(TrainSettings(resources=resources))
     try:
         with runtime:
             yield runtime
@@ -167,8 +167,5 @@ def _runtime(settings: GenerateSettings) -> Iterator[Runtime]:
         if runtime.tier_failure is not None:
             raise StorageError(f"{runtime.tier_failure}; name another directory with --disk") from error
         if isinstance(error, scheduler_errors.DoesNotFit):
-            change = f"raise --ram (now {settings.ram or 'the default'})" + ("" if settings.disk else ", or add --disk DIR")
-            if error.node == DISK:
-                change = f"raise SIZE in --disk DIR:SIZE, now --disk {settings.disk}"
-            raise DoesNotFit(f"{str(error).partition('; raise the budget')[0]}; {change}") from error
+            raise does_not_fit(error, resources, trains=False) from error
         raise

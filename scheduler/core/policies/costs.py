@@ -56,7 +56,7 @@ class Candidate:
         return self.execution + self.transfer + self.queueing + self.eviction
 
 
-class Place:
+class WorkerGroup:
     """Workers of one kind on one node: to them any task costs the same, so they are interchangeable."""
 
     def __init__(self, kind: WorkerKind, node: NodeId) -> None:

@@ -1,13 +1,13 @@
 """Minimum expected completion time: dm, dmda and dmdas, after StarPU's policies of these names (Augonnet et al. 2011).
 
 A task that becomes ready is queued where it is expected to end soonest (`costs`). Workers of one kind on one node are interchangeable, so they form
-a *place* and share its queue: what is estimated once per place costs as little with 64 workers as with one, and nothing has to be rebalanced inside.
+a *group* and share its queue: what is estimated once per group costs as little with 64 workers as with one, and nothing has to be rebalanced inside.
 
 dmda and dmdas queue a task whose node is planned (`Task.planned_node`) there, whatever it costs.
 
-Decisions stay late. A worker whose place has nothing for it takes the task from the far end of another place's queue, if it expects to end it no
-later than the place where it waits. So nobody idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
-Tasks that no place can run yet wait for a worker that can.
+Decisions stay late. A worker whose group has nothing for it takes the task from the far end of another group's queue, if it expects to end it no
+later than the group where it waits. So nobody idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
+Tasks that no group can run yet wait for a worker that can.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from ..perf import NO_ESTIMATES, Estimates
 from ..records import HandleRecord, NodeId, Task, Worker, WorkerId, WorkerKind
-from .costs import Candidate, Move, Place, find_move
+from .costs import Candidate, Move, WorkerGroup, find_move
 
 STEAL: Final = 8
 """Tasks at the far end of a queue that a worker from elsewhere looks at."""
@@ -50,8 +50,8 @@ class Entry(NamedTuple):
     brings: list[HandleRecord]
 
 
-class Queues(Place):
-    """A place and its queues: one for each set of kinds that can run a task.
+class Queues(WorkerGroup):
+    """A group and its queues: one for each set of kinds that can run a task.
 
     Attributes:
         seconds, transfer_seconds: of all queued tasks.
@@ -127,52 +127,52 @@ class ExpectedEnd:
 
     def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self.estimates = estimates
-        self._places: dict[tuple[WorkerKind, NodeId], Queues] = {}
-        self._place_of: dict[WorkerId, Queues] = {}
+        self._groups: dict[tuple[WorkerKind, NodeId], Queues] = {}
+        self._group_of: dict[WorkerId, Queues] = {}
         self._strays: list[Task] = []
         self._num = 0
         self._num_pushed = 0
 
     def join(self, worker: Worker) -> None:
-        """The worker joins its place; tasks that only it can run are queued."""
-        if worker.id in self._place_of:
+        """The worker joins its group; tasks that only it can run are queued."""
+        if worker.id in self._group_of:
             return
-        place = self._places.setdefault((worker.kind, worker.node), self.queues(worker.kind, worker.node))
-        place.workers.append(worker)
-        self._place_of[worker.id] = place
+        group = self._groups.setdefault((worker.kind, worker.node), self.queues(worker.kind, worker.node))
+        group.workers.append(worker)
+        self._group_of[worker.id] = group
         strays, self._strays = self._strays, []
         self._num -= len(strays)
         for task in strays:
             self.push(task, None)
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Queue the task where it is expected to end soonest; ties go to the place that joined first."""
+        """Queue the task where it is expected to end soonest; ties go to the group that joined first."""
         self._num += 1
         self._num_pushed += 1
         node = task.planned_node
-        places = [place for place in self._places.values() if place.kind in task.kinds and (node is None or place.node == node)]
-        if not places:
+        groups = [group for group in self._groups.values() if group.kind in task.kinds and (node is None or group.node == node)]
+        if not groups:
             self._strays.append(task)
             return
-        best, best_total, best_move, best_seconds = places[0], float("inf"), NOTHING, 0.0
-        if len(self._places) > 1:
-            for place in places:  # one only, where the plan says where: it is weighed all the same, for what it promises
-                weights = self._weigh(task, place)
+        best, best_total, best_move, best_seconds = groups[0], float("inf"), NOTHING, 0.0
+        if len(self._groups) > 1:
+            for group in groups:  # one only, where the plan says where: it is weighed all the same, for what it promises
+                weights = self._weigh(task, group)
                 total = sum_up(weights)
                 if total < best_total:
-                    best, best_total, (_, best_seconds, best_move) = place, total, weights
+                    best, best_total, (_, best_seconds, best_move) = group, total, weights
         urgency, rank = (task.priority, -task.order) if self.is_sorted else (0, 0)
         best.put(Entry(urgency, rank, -self._num_pushed, task, best_seconds, best_move.transfer_seconds, best_move.brings))
 
     def pop(self, worker: Worker) -> Task | None:
-        """The next task of the worker's place, else one it can end no later than the place where it waits."""
-        place = self._place_of.get(worker.id)
-        if place is None:  # it asks before it has been introduced
+        """The next task of the worker's group, else one it can end no later than the group where it waits."""
+        group = self._group_of.get(worker.id)
+        if group is None:  # it asks before it has been introduced
             self.join(worker)
-            place = self._place_of[worker.id]
-        task = place.first()
-        if task is None and self._num and len(self._places) > 1:
-            task = self._steal(worker, place)
+            group = self._group_of[worker.id]
+        task = group.first()
+        if task is None and self._num and len(self._groups) > 1:
+            task = self._steal(worker, group)
         if task is not None:
             self._num -= 1
         return task
@@ -183,40 +183,40 @@ class ExpectedEnd:
     def explain(self, task: Task) -> list[Candidate]:
         """What the task would cost now on each worker that can run it, the queues included; cheapest first, ties by worker."""
         found = []
-        for place in self._places.values():
-            if place.kind in task.kinds:
-                queueing, seconds, move = self._weigh(task, place)
+        for group in self._groups.values():
+            if group.kind in task.kinds:
+                queueing, seconds, move = self._weigh(task, group)
                 found += [
                     Candidate(each.id, each.kind, each.node, seconds, move.transfer_seconds, queueing, move.eviction_seconds, move.nbytes)
-                    for each in place.workers
+                    for each in group.workers
                 ]
         return sorted(found, key=lambda candidate: (candidate.total, candidate.worker))
 
-    def _weigh(self, task: Task, place: Queues) -> tuple[float, float, Move]:
-        """Seconds of queueing and of execution, and what the place lacks."""
+    def _weigh(self, task: Task, group: Queues) -> tuple[float, float, Move]:
+        """Seconds of queueing and of execution, and what the group lacks."""
         estimates = self.estimates
-        move = find_move(task, place.node, estimates, place.promised) if self.weighs_data else NOTHING
-        queueing = max(place.backlog(estimates), move.wait_seconds + place.transfer_seconds)
-        return queueing, estimates.task_seconds(task, place.kind), move
+        move = find_move(task, group.node, estimates, group.promised) if self.weighs_data else NOTHING
+        queueing = max(group.backlog(estimates), move.wait_seconds + group.transfer_seconds)
+        return queueing, estimates.task_seconds(task, group.kind), move
 
-    def _steal(self, worker: Worker, home: Queues) -> Task | None:
-        """A task that waits elsewhere, from the longest queue on, if the worker ends it no later than its place would."""
+    def _steal(self, worker: Worker, own: Queues) -> Task | None:
+        """A task that waits elsewhere, from the longest queue on, if the worker ends it no later than its group would."""
         estimates = self.estimates
-        for place in sorted(self._places.values(), key=lambda place: -place.seconds):
-            if place is home:
+        for group in sorted(self._groups.values(), key=lambda group: -group.seconds):
+            if group is own:
                 continue
-            for kinds, queue in place.queues.items():
+            for kinds, queue in group.queues.items():
                 if worker.kind not in kinds:
                     continue
-                before = place.seconds  # of the tasks up to the one looked at
+                before = group.seconds  # of the tasks up to the one looked at
                 for at in range(min(STEAL, len(queue))):
                     entry = queue[at]
                     before -= entry.seconds
                     if entry.task.planned_node is not None:
                         continue
-                    end = place.assigned_seconds(estimates) + before / len(place.workers) + entry.seconds + entry.transfer_seconds
-                    if sum_up(self._weigh(entry.task, home)) <= end:
-                        return place.take(queue, at)
+                    end = group.assigned_seconds(estimates) + before / len(group.workers) + entry.seconds + entry.transfer_seconds
+                    if sum_up(self._weigh(entry.task, own)) <= end:
+                        return group.take(queue, at)
         return None
 
 

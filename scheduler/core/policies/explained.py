@@ -29,7 +29,7 @@ class Placement:
         order: the task's number, in planned order.
         candidates: estimates at the moment it became ready, cheapest first.
         weighs_costs: whether the policy goes by them.
-        home: the node where the plan wants the task, if the policy keeps to that: then the candidates did not decide.
+        planned_node: the node where the plan wants the task, if the policy keeps to that: then the candidates did not decide.
         chosen: who took it; where costs are weighed an idle worker may, if it expects to end the task before the cheapest one would.
     """
 
@@ -37,7 +37,7 @@ class Placement:
     order: int
     candidates: list[Candidate]
     weighs_costs: bool
-    home: NodeId | None = None
+    planned_node: NodeId | None = None
     chosen: WorkerId = NOBODY
 
 
@@ -74,7 +74,7 @@ class Explained:
         if self._num_wanted and task.step is not None and task.name in self._names:
             self._num_wanted -= 1
             if isinstance(self.policy, ExpectedEnd):
-                placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True, home=task.planned_node)
+                placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True, planned_node=task.planned_node)
             else:
                 placement = Placement(task.name, task.order, explain(task, self._crew, self._estimates), weighs_costs=False)
             self._open[task] = placement

@@ -1,13 +1,13 @@
-"""Data first: of the tasks queued for a place, a worker runs the one whose data is there, in the spirit of DARTS (Gonthier, Marchal, Thibault 2022).
+"""Data first: of the tasks queued for a group, a worker runs the one whose data is there, in the spirit of DARTS (Gonthier, Marchal, Thibault 2022).
 
-A task is queued where it is expected to end soonest, as under dmdas. A worker then looks at the next `AHEAD` tasks of its place, by priority and
+A task is queued where it is expected to end soonest, as under dmdas. A worker then looks at the next `AHEAD` tasks of its group, by priority and
 submission order, and takes the one that misses fewest bytes; among equals, the first. So tiles are used while they are there, and those about to be
 evicted before others come in. The bound keeps it cheap, and close to the order in which the program (or the plan) would run the tasks, hence to its
 memory peak. A task that has been passed over `PATIENCE` times is taken whatever it misses.
 
 Measured in virtual time (``python benchmarks/policies.py``: tiled matrix products, Cholesky factorizations and multilayer perceptrons over 1, 2 and 4
 devices with and without CPU workers; geometric mean of the time over the best policy's): under memory pressure 1.03, against 1.04 of dmdas, 1.06 of
-dmda, 1.14 of lws and 1.19 of prio; with room for everything 1.03, like dmdas and dmda. One line for all places, where workers chose by missing bytes
+dmda, 1.14 of lws and 1.19 of prio; with room for everything 1.03, like dmdas and dmda. One line for all groups, where workers chose by missing bytes
 alone, was slower (1.09 and 1.07): tiles followed whoever was idle.
 """
 
@@ -27,7 +27,7 @@ PATIENCE: Final = 64
 
 
 class ReuseQueues(Queues):
-    """The queues of a place that hands out what misses fewest bytes there."""
+    """The queues of a group that hands out what misses fewest bytes there."""
 
     def __init__(self, kind: WorkerKind, node: NodeId) -> None:
         super().__init__(kind, node)

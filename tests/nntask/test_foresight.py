@@ -1,0 +1,204 @@
+"""What was foreseen beside what happened, on small models: plans and their runs, transfers behind computation.
+
+The same on GPT-2, with measured seconds: `benchmarks/memory/foresight.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from nntask.data import Batch
+from nntask.models.config import GPT2Config
+from nntask.trainer.fitting import capture, choose_order
+from nntask.trainer.gpt2 import Gpt2Engine
+from nntask.trainer.machine import open_runtime
+from nntask.trainer.places import open_store, this_machine
+from nntask.trainer.planning import plan_run
+from nntask.trainer.prepare import with_tiles
+from nntask.trainer.rules import resolve
+from nntask.trainer.settings import ModelSettings, ObserveSettings, ResourceSettings, TilingSettings, TrainSettings
+from scheduler.core.perf import Models, footprint
+from scheduler.core.records import NodeId, Task, WorkerKind
+from scheduler.drivers.virtual import simulate
+
+CONFIG: Final = GPT2Config(vocab_size=1024, n_positions=64, n_embd=128, n_layer=3, n_head=4)
+STEPS: Final = 4
+BOUNDLESS: Final = 1 << 50
+
+
+def settings(**resources: Any) -> TrainSettings:
+    """Four minibatches of one sequence in tiles of several pages; one CPU worker unless told otherwise."""
+    asked = TrainSettings(
+        model=ModelSettings(config_path="small.json"),
+        tiling=TilingSettings(batch=4, minibatch=1, embd_tile=64, inner_tile=128, vocab_tile=256, head_tile=2),
+        resources=ResourceSettings(**{"ncpu": 1, "ram": "1GiB", **resources}),
+    )
+    return with_tiles(resolve(asked, CONFIG), CONFIG)[0]
+
+
+def needed() -> int:
+    """Bytes of a step in submission order, one task at a time."""
+    asked = settings()
+    return capture(asked, CONFIG, with_tiles(asked, CONFIG)[1]).needed_bytes()
+
+
+def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str, Any], dict[str, int]]:
+    """Real steps on random tokens; the runtime's counts at the end, and the bytes that a step after the first moved on average."""
+    tiling = with_tiles(asked, CONFIG)[1]
+    if trace is not None:
+        asked = replace(asked, observe=ObserveSettings(trace=str(trace)))
+    ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (STEPS, 4, CONFIG.n_positions + 1)).astype(np.int32)
+    before: dict[str, int] = {}
+    with open_runtime(asked) as runtime:
+        engine = Gpt2Engine(CONFIG, tiling, runtime, asked)
+        runtime.wait()
+        for step, batch in enumerate(ids):
+            before = runtime.stats()["moved_bytes"] if step == 1 else before
+            engine.start(step + 1, 1e-4, Batch(batch[:, :-1], batch[:, 1:])).result()
+        stats = runtime.stats()
+        if trace is not None and runtime.trace is not None:
+            runtime.trace.write(trace, runtime.worker_names, runtime.node_names)
+    return stats, {link: (nbytes - before.get(link, 0)) // (STEPS - 1) for link, nbytes in stats["moved_bytes"].items()}
+
+
+@pytest.mark.parametrize("machine", ["unlimited", "RAM at 1/3 + disk", "two devices at 1/3"])
+def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned with what the run has measured: peaks within 1.0 to 1.1 of its own, bytes within a tenth."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    third = f"{needed() // 3}B"
+    flags: dict[str, dict[str, Any]] = {
+        "unlimited": {},
+        "RAM at 1/3 + disk": {"ram": third, "disk": str(tmp_path / "tier")},
+        "two devices at 1/3": {"ncpu": 0, "sim_gpu": 2, "gpu_memory": third},
+    }
+    asked = settings(**flags[machine])
+    stats, moved = train(asked)
+    plan = plan_run(asked, CONFIG, reach=False)
+    for node, peak in stats["peak_bytes"].items():
+        computes = node.startswith("sim") or not asked.resources.sim_gpu
+        least = 1.0 if computes else 0.97  # below two devices it matters which of them is ahead
+        assert node == "disk" or least <= plan["peak_bytes"][node] / peak <= 1.1, node
+    foreseen = plan["moved_bytes_per_step"]
+    assert foreseen.keys() == moved.keys()
+    assert sum(foreseen.values()) == pytest.approx(sum(moved.values()), rel=0.1)
+
+
+class Restless:
+    """A machine in virtual time whose tasks and copies take longer or shorter every time, some much longer; it keeps what it measured.
+
+    Args:
+        known: what tasks take about; what is measured goes to `models`.
+    """
+
+    def __init__(self, known: Models) -> None:
+        self.known = known
+        self.models = Models()
+        self._chance = Random(1)
+        self._seen: set[tuple[str, int]] = set()
+
+    def duration(self, task: Task, kind: WorkerKind) -> float:
+        """Seconds of a task; the first of its kind is slow, and so is one in a hundred."""
+        key = task.name, footprint(task)
+        slow = 20.0 if key not in self._seen else 5.0 if self._chance.random() < 0.01 else 1.0
+        self._seen.add(key)
+        seconds = slow * self.known.task_seconds(task, kind) * self._chance.lognormvariate(0.0, 0.2)
+        if task.step is not None:
+            self.models.record(task, kind, seconds)
+        return seconds
+
+    def transfer(self, source: NodeId, target: NodeId, nbytes: int) -> float:
+        """Seconds of a copy of one of the requests in flight."""
+        seconds = (1e-5 + nbytes / 2e9) * self._chance.lognormvariate(0.0, 0.2)
+        self.models.record_copy(source, target, nbytes, seconds)
+        return seconds
+
+
+@pytest.mark.parametrize("ram", ["unlimited", "a third"])
+def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a quarter, knowing nothing but what a run has left in the store."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = settings(ncpu=2, **({} if ram == "unlimited" else {"ram": f"{needed() // 3}B", "disk": str(tmp_path / "tier")}))
+    target = this_machine(asked)
+    order = choose_order(capture(asked, CONFIG, with_tiles(asked, CONFIG)[1]), asked, target)
+    machine = Restless(Models({"cpu": target.rates["cpu"]} if target.rates else {}))
+    found = simulate(
+        order.plan,
+        workers=target.workers,
+        nodes=target.nodes,
+        policy=target.policy("auto"),
+        duration=machine.duration,
+        transfer=machine.transfer,
+        storage=target.storage,
+        channels=target.channels,
+        replays=3,
+    )
+    open_store([name for name, _ in target.nodes]).save(machine.models)
+    plan = plan_run(asked, CONFIG, reach=False)
+    assert plan["seconds_per_step"] == pytest.approx(found.seconds, rel=0.25)
+    assert sum(plan["moved_bytes_per_step"].values()) == pytest.approx(sum(found.moved_bytes.values()), rel=0.1)
+
+
+def test_transfers_hide_behind_computation() -> None:
+    """A device with a quarter of what the step needs, over a link that transfers alone keep busy for six tenths of the computation: most of it hides.
+
+    In virtual time, where copies take no time from kernels. The claim's bar, 1.15 times the computation, is not met: this step takes 1.3 times.
+    """
+    config = replace(CONFIG, vocab_size=12_566, n_positions=1024, n_embd=768, n_layer=4, n_head=12)  # a third of GPT-2 small
+    asked = TrainSettings(
+        model=ModelSettings(config_path="small.json"),
+        tiling=TilingSettings(batch=4, minibatch=1, minibatch_tile=1, vocab_tile=1571),
+        resources=ResourceSettings(ncpu=0, sim_gpu=1, ram="1GiB", gpu_memory="64MiB"),
+    )
+    asked, tiling = with_tiles(resolve(asked, config), config)
+    plan = capture(asked, config, tiling)
+    target = this_machine(asked).with_budget(0, BOUNDLESS).with_budget(1, plan.needed_bytes() // 4)
+    order = choose_order(plan, asked, target)
+    machine: dict[str, Any] = {
+        "plan": order.plan,
+        "workers": target.workers,
+        "nodes": target.nodes,
+        "policy": target.policy("auto"),
+        "duration": Models().task_seconds,
+    }
+    free = simulate(**machine)
+    assert free.seconds == pytest.approx(sum(free.busy_seconds))
+    bandwidth = max(free.moved_bytes.values()) / (0.6 * free.seconds)
+    found = simulate(**machine, transfer=lambda source, target, nbytes: nbytes / bandwidth)
+    transfers = max(found.moved_bytes.values()) / bandwidth
+    assert transfers > 0.5 * free.seconds
+    assert found.seconds - free.seconds <= 0.6 * transfers
+
+
+def test_the_trace_shows_copies_beside_kernels(tmp_path: Path) -> None:
+    """A real run on a device with a slow link: copies in and out have tracks of their own, and much of their time kernels run."""
+    asked = settings(ncpu=0, sim_gpu=1, gpu_memory=f"{needed() // 4}B", sim_bandwidth="500MB")
+    train(asked, trace=tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {event["args"]["name"]: (event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    spans: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for link in ("ram->sim:0", "sim:0->ram"):
+        copies, kernels = sorted(spans[tracks[link]]), sorted(spans[tracks["sim:0"]])
+        assert together(copies, kernels) > 0.1 * sum(end - start for start, end in copies), link
+
+
+def together(copies: list[tuple[float, float]], kernels: list[tuple[float, float]]) -> float:
+    """Microseconds during which one of the copies and one of the kernels run; each follow one another."""
+    found, at = 0.0, 0
+    for start, end in copies:
+        while at < len(kernels) and kernels[at][1] <= start:
+            at += 1
+        for begin, stop in kernels[at:]:
+            if begin >= end:
+                break
+            found += min(end, stop) - max(start, begin)
+    return found

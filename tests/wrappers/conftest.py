@@ -1,0 +1,29 @@
+"""What tests of the command share: a working directory of their own, an environment that says nothing, some text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; the cache goes there as well."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith(("NNTASK_", "STARPU_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def text(folder: Path) -> Path:
+    """Files of text in the directory's folder `text`."""
+    path = folder / "text"
+    path.mkdir()
+    for i in range(25):
+        (path / f"{i}.txt").write_text(f"line {i} of a text about the number {i * i}\n" * 20)
+    return path
