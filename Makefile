@@ -49,6 +49,7 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/trace_cost.py
 	$(BIN)/python benchmarks/table.py
 

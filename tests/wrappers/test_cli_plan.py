@@ -112,7 +112,7 @@ def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tm
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["bench"], "there are overhead, links, evict, sched"),
+        (["bench"], "there are overhead, kernels, links, evict, sched"),
         (["bench", "speed"], "unknown benchmark 'speed'"),
         (["bench", "evict", "--budgets=a"], "--budgets must be whole numbers"),
         (["bench", "evict", "--model=gpt5"], "--model must be one of"),

@@ -115,6 +115,8 @@ def _widened(kernel: Kernel, modes: tuple[Mode, ...]) -> Kernel:
     """`kernel` behind fp32 copies of its 16-bit arrays; its last argument is the scratch they live in."""
 
     def run(*arrays: Any, **constants: Any) -> None:
+        from .cpu.elementwise import convert
+
         *tiles, scratch = arrays
         wide, offset = [], 0
         for array, mode in zip(tiles, modes, strict=False):
@@ -122,7 +124,7 @@ def _widened(kernel: Kernel, modes: tuple[Mode, ...]) -> Kernel:
                 copy = np.ndarray(array.shape, np.float32, buffer=scratch, offset=offset)
                 offset += _aligned(copy.nbytes)
                 if mode != W:
-                    copy[...] = array
+                    convert(array, copy)
                 wide.append(copy)
             else:
                 wide.append(array)
@@ -130,7 +132,7 @@ def _widened(kernel: Kernel, modes: tuple[Mode, ...]) -> Kernel:
         kernel(*wide, **constants)
         for array, copy, mode in zip(tiles, wide, modes, strict=False):
             if array is not copy and mode != "R":
-                array[...] = copy
+                convert(copy, array)
 
     return run
 

@@ -18,7 +18,7 @@ COMMANDS: Final = {
     "plan": "parameters, bytes and tasks of a training run, without running it",
     "report": "loss, memory and movement of a run as one HTML file",
     "devices": "what this machine offers",
-    "bench": "measure the runtime and links, compare policies",
+    "bench": "measure the runtime, kernels and links, compare policies",
 }
 
 

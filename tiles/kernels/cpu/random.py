@@ -1,7 +1,8 @@
 """Random kernels on the CPU: the reference's arithmetic in pieces that stay in cache, with 32-bit counters.
 
 Ladder for dropout over 1024 x 768, one core: 64-bit indices for every element 4.3 ns per element; 32-bit counters from a row's base, in
-place, 3.5 ns. On a later day: pieces with 144 KiB of temporaries 2.1 ns, drawn in the unwritten rest of the output 2.3 ns. Uniform
+place, 3.5 ns. On a later day: pieces with 144 KiB of temporaries 2.1 ns, drawn in the unwritten rest of the output 2.3 ns. A compiled hash in
+place, fp32: 0.9 ns, with indices worked out for 512 rows at a time 0.58 ns. Uniform
 initial values: row by row 22 ms, in pieces 5.3 ms.
 """
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from ..reference.random import mix, threshold
 from ..registry import register
-from .elementwise import MOST_ROWS, PIECE_BYTES, WORK_BYTES, cells, cut
+from .elementwise import MOST_ROWS, PIECE_BYTES, WORK_BYTES, cells, cut, row_blocks, single
 from .matmul import rows
 
 Array = npt.NDArray[Any]
@@ -85,6 +86,13 @@ def thin(x: Array, keep: Array, p: float, out: Array) -> None:
     np.multiply(out, keep, out=out)
 
 
+def thin_rows(x: Array, base: Array, key: tuple[int, int], p: float) -> None:
+    """`thin` in place of fp32 rows of consecutive indices in one pass, mask and all  # (R, N), (R,)."""
+    from . import loops
+
+    loops.thin(x, base, np.uint32(key[0]), np.uint32(key[1]), np.uint32(threshold(p)), np.float32(1.0 / (1.0 - p)))
+
+
 def row_bases(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...], piece: slice) -> Array:
     """Global index of the first element of some rows of a tile  # -> (rows,), uint64."""
     row = np.arange(piece.start, piece.stop, dtype=np.uint64)
@@ -129,6 +137,15 @@ def _draws(out: Array, shape: tuple[int, ...], origin: tuple[int, ...], count: i
 def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
     mixed, least, source = mix(int(key[0]), int(key[1]), stream), np.uint32(threshold(p)), rows(x)
+    if single(x, y):
+        out = rows(y)
+        for whole in cut(out.shape[0], MOST_ROWS):
+            bases = row_bases(shape, origin, y.shape, whole)
+            for part in row_blocks(bases.size, out.shape[1] * out.itemsize):
+                block = slice(whole.start + part.start, whole.start + part.stop)
+                np.copyto(out[block], source[block])
+                thin_rows(out[block], bases[part], mixed, p)
+        return
     for room, base, piece, columns, target in _draws(y, shape, origin, PIECE_BYTES // 2, 8):
         thin(source[piece, columns], _keep(mixed, base, target.shape[1], least, room), p, target)
 

@@ -1,6 +1,7 @@
 """``nntask bench NAME``: measurements and experiments on scheduling and memory, each in a module of its own.
 
     overhead   what the runtime costs per task, measured
+    kernels    seconds, rate, share of a training step and distance from the machine's peak, by codelet, measured
     links      copies between RAM, simulated devices and the disk tier, measured; the rates are kept for plans and policies
     evict      bytes that a step moves under eviction policies and orders, beside a lower bound; in virtual time
     sched      seconds and bytes of a step under scheduling policies on imaginary machines, beside lower bounds; in virtual time
@@ -18,7 +19,13 @@ from typing import Any, Final
 
 from ..help import parse
 
-BENCHMARKS: Final = {"overhead": "OverheadSettings", "links": "LinksSettings", "evict": "EvictSettings", "sched": "SchedSettings"}
+BENCHMARKS: Final = {
+    "overhead": "OverheadSettings",
+    "kernels": "KernelsSettings",
+    "links": "LinksSettings",
+    "evict": "EvictSettings",
+    "sched": "SchedSettings",
+}
 """Module -> its flags."""
 
 

@@ -1,0 +1,60 @@
+"""How loops over fp32 arrays are compiled: by Numba, at their first call, for this machine's vector width, and kept on disk.
+
+The only module that imports Numba. `loops` and `exp_loops` import it, and kernels import those when they first run, so commands that run no kernel
+never pay for it (0.5 s). What was compiled lies beside the source (`__pycache__`, or Numba's cache of the user where that cannot be written), so
+a machine compiles once. Loops release the GIL, allocate nothing, and give the same bits for the same shapes: no threads, no order but their own.
+
+Numba notices a changed source file, not a change here or in another file that a loop calls: what loops share therefore stands in their own file, and
+after a change here `__pycache__` has to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.extending import intrinsic
+
+Array = npt.NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+REASSOCIATE: Final = {"reassoc", "contract", "nsz", "arcp"}
+"""Sums may be taken in vector lanes. NaN and infinities stay what they are: a loss that diverged must show, and running maxima begin at -inf."""
+EXACT: Final = {"contract", "nsz"}
+"""Rounding tricks survive; a product and a sum may still be one instruction."""
+
+f32 = np.float32
+
+
+def _larger(context: Any, a: Any, b: Any) -> Any:
+    """LLVM's maxnum, the one maximum that it takes in vector lanes; of a NaN and a number either may come out."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = arguments[0].type
+        function = builder.module.declare_intrinsic("llvm.maxnum", [kind], ir.FunctionType(kind, [kind, kind]))
+        return builder.call(function, arguments, fastmath=("nnan", "nsz"))
+
+    return a(a, b), generate
+
+
+larger: Final = cast(Callable[[Any, Any], Any], intrinsic(_larger))
+"""The larger of two fp32 numbers, in loops."""
+
+ZERO, ONE, TWO, THREE = f32(0.0), f32(1.0), f32(2.0), f32(3.0)
+
+
+def compiled(fastmath: set[str]) -> Callable[[F], F]:
+    """Compile at the first call and keep on disk; in memory only where no directory can be written."""
+
+    def enter(function: F) -> F:
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+        try:
+            return cast(F, numba.njit(cache=True, **options)(function))
+        except RuntimeError:  # Numba found no place for its cache
+            return cast(F, numba.njit(**options)(function))
+
+    return enter

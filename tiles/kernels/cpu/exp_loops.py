@@ -1,0 +1,154 @@
+"""Compiled loops with exponentials: GELU, softmax, attention weights, the loss; fp32 (see `compiled`).
+
+exp is a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2] after Cody and Waite's reduction (1980), coefficients of Cephes' expf (Moshier 1989), within
+2 ulp. Numba's own math.exp calls the C library once per element.
+
+Letters: R rows, N columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from .compiled import EXACT, ONE, REASSOCIATE, THREE, TWO, ZERO, Array, compiled, f32, larger
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = f32(1.44269504088896341), f32(0.693359375), f32(-2.12194440e-4)
+_ROUND: Final = f32(12582912.0)
+"""1.5 * 2^23: adding it rounds to a whole number, which the low bits then hold."""
+_LEAST, _MOST = f32(-86.0), f32(88.0)
+_C5, _C4, _C3, _C2, _C1, _C0 = f32(1.9875691500e-4), f32(1.3981999507e-3), f32(8.3334519073e-3), f32(4.1665795894e-2), f32(1.6666665459e-1), f32(0.5)
+
+
+@compiled(EXACT)
+def _bounded_exp(x: Any) -> Any:
+    """exp(x) for one fp32 number between -86 and 88, beyond that exp of the nearer end; NaN stays NaN."""
+    a = _LEAST if x < _LEAST else x  # in this order one instruction, which keeps NaN
+    a = _MOST if a > _MOST else a
+    shifted = a * _LOG2E + _ROUND
+    n = shifted - _ROUND
+    r = a - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = ((((_C5 * r + _C4) * r + _C3) * r + _C2) * r + _C1) * r + _C0
+    p = p * (r * r) + r + ONE
+    bits = np.int32(np.float32(p).view(np.int32) + (np.float32(shifted).view(np.int32) << np.int32(23)))
+    return bits.view(np.float32)
+
+
+@compiled(EXACT)
+def _exp(x: Any) -> Any:
+    """The same, and 0 below -86."""
+    return ZERO if x < _LEAST else _bounded_exp(x)
+
+
+@compiled(REASSOCIATE)
+def gelu_new(x: Array, y: Array, scale: Any, cubic: Any) -> None:
+    """y = x sigmoid(2 u), u = scale (x + cubic x^3): 0.5 x (1 + tanh u) with one exponential  # (N,)."""
+    for i in range(x.size):
+        a = x[i]
+        u = a * (scale + scale * cubic * (a * a))
+        y[i] = a / (ONE + _bounded_exp(-TWO * u))
+
+
+@compiled(REASSOCIATE)
+def gelu_new_backward(x: Array, dy: Array, dx: Array, scale: Any, cubic: Any) -> None:
+    """dx = dy (s + 2 x s (1 - s) u'), s = sigmoid(2 u)  # (N,)."""
+    for i in range(x.size):
+        a = x[i]
+        square = a * a
+        s = ONE / (ONE + _bounded_exp(-TWO * (a * (scale + scale * cubic * square))))
+        slope = TWO * scale + TWO * THREE * scale * cubic * square
+        dx[i] = dy[i] * (s + s * (ONE - s) * a * slope)
+
+
+@compiled(REASSOCIATE)
+def _top(row: Array, count: int, top: Any) -> Any:
+    """Largest of the first numbers of a row and `top`."""
+    for j in range(count):
+        top = larger(top, row[j])
+    return top
+
+
+@compiled(REASSOCIATE)
+def _exp_row(row: Array, count: int, shift: Any) -> Any:
+    """row = exp(row - shift) for the first numbers, 0 behind them; their sum."""
+    total = ZERO
+    for j in range(count):
+        e = _exp(row[j] - shift)
+        row[j] = e
+        total += e
+    for j in range(count, row.size):
+        row[j] = ZERO
+    return total
+
+
+@compiled(REASSOCIATE)
+def softmax(x: Array, y: Array) -> None:
+    """y = exp(x - max) / sum over rows  # (R, N)."""
+    for i in range(x.shape[0]):
+        a, out = x[i], y[i]
+        top, total = _top(a, a.size, a[0]), ZERO
+        for j in range(a.size):
+            e = _exp(a[j] - top)
+            out[j] = e
+            total += e
+        factor = ONE / total
+        for j in range(a.size):
+            out[j] *= factor
+
+
+@compiled(REASSOCIATE)
+def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
+    """dx = y (dy - sum(y dy)) over rows  # (R, N)."""
+    for i in range(y.shape[0]):
+        a, g, out, dot = y[i], dy[i], dx[i], ZERO
+        for j in range(a.size):
+            dot += a[j] * g[j]
+        for j in range(a.size):
+            out[j] = a[j] * (g[j] - dot)
+
+
+@compiled(REASSOCIATE)
+def attention_weights(s: Array, seen: int, peak: Array, total: Array, shrink: Array, first: bool) -> None:
+    """Online softmax (Milakov and Gimelshein 2018) of a block of scores in place: s = exp(s - peak), 0 where a key is masked  # (R, N).
+
+    Row i sees `seen + i` keys. `peak` and `total` are the running maximum and sum, `shrink` what older sums lose; `first`: there are none.
+    """
+    width = s.shape[1]
+    for i in range(s.shape[0]):
+        row, count = s[i], max(0, min(width, seen + i))
+        before = -f32(np.inf) if first else peak[i]
+        top = _top(row, count, before)
+        shrink[i] = ZERO if first else _exp(before - top)
+        found = _exp_row(row, count, top)
+        total[i] = found if first else total[i] * shrink[i] + found
+        peak[i] = top
+
+
+@compiled(REASSOCIATE)
+def attention_weights_again(s: Array, seen: int, lse: Array) -> None:
+    """s = exp(s - lse), 0 where a key is masked; row i sees `seen + i` keys  # (R, N)."""
+    for i in range(s.shape[0]):
+        _exp_row(s[i], max(0, min(s.shape[1], seen + i)), lse[i])
+
+
+@compiled(REASSOCIATE)
+def add_to_lse(s: Array, peak: Array, total: Array) -> None:
+    """Add a block of logits to the running maximum and sum of exponentials; the logits are read only  # (R, N)."""
+    for i in range(s.shape[0]):
+        row = s[i]
+        top, found = _top(row, row.size, peak[i]), ZERO
+        for j in range(row.size):
+            found += _exp(row[j] - top)
+        total[i] = total[i] * _exp(peak[i] - top) + found
+        peak[i] = top
+
+
+@compiled(REASSOCIATE)
+def scaled_exp(s: Array, lse: Array, scale: Any) -> None:
+    """s = scale exp(s - lse)  # (R, N), (R,)."""
+    for i in range(s.shape[0]):
+        row, shift = s[i], lse[i]
+        for j in range(row.size):
+            row[j] = scale * _exp(row[j] - shift)

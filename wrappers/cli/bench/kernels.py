@@ -1,0 +1,276 @@
+"""``nntask bench kernels``: where the time of a training step goes, by codelet, and how far each kernel is from what this core can do.
+
+The step is captured as `nntask train` would record it. Of every kind of task in it (codelet, shapes, types, access modes) one is run on arrays of
+its own, on this thread with one BLAS thread, as a worker would: after a warm-up, over sets of arrays that together exceed the caches, and the median
+counts. The sum over all tasks is what one worker needs for a step without waiting, moving or scheduling.
+
+A task is held against the roofline of the same run (Williams, Waterman and Patterson 2009): it takes at least flops / (sgemm peak of one core) and at
+least bytes / (copy bandwidth of one core). The larger bound says which of the two a codelet is held against, and the bound over the measured
+time how near it comes. Bytes are those that must move: tiles read plus tiles written, once each; scratch and write-allocation are not counted,
+nor rows of a table that no token can name. Flops are those of matrix products, the only ones that bind: everything else is held against copies.
+What a lookup touches in one of several vocabulary tiles depends on the tokens, so bytes of embedding are too many and its rate may exceed the
+copy's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+if TYPE_CHECKING:
+    from scheduler.core.steps import RecordedTask
+
+COLD_BYTES: Final = 96 << 20
+"""Arrays of one kind of task, all sets together, at least: more than the last cache of most machines."""
+MOST_SETS: Final = 32
+COPY_BYTES: Final = 4 << 20
+"""Bytes of an array of the copies that kernels are compared with: of the size of a tile."""
+TABLES: Final = {"embedding": 1, "embedding_backward": 2}
+"""Codelet -> place of the table, of which a task touches one row per token at most; tokens stand first."""
+_WARMUP: Final = 2
+_LARGE: Final = 1536
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsSettings:
+    """Time, rate, share of a step and distance from the machine's peak, by codelet of a training step."""
+
+    json: bool = False
+    """print JSON"""
+    model: str = "gpt2"
+    """preset"""
+    config_path: str = ""
+    """GPT-2 config, a JSON file with Hugging Face keys; instead of --model"""
+    batch: int = 4
+    """sequences per step"""
+    minibatch: int = -1
+    """sequences in flight at once, divides --batch (-1: the batch)"""
+    seq_len: int | None = None
+    """tokens per sequence (default n_positions)"""
+    dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
+    """arithmetic, as in nntask train"""
+    dropout: float | None = None
+    """probability for all three dropouts of the config (default: the config's)"""
+    repeats: int = 5
+    """timed runs of each kind of task"""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Tasks that differ only in which data they touch."""
+
+    task: RecordedTask
+    flops: float
+    nbytes: float
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Total:
+    """All kinds of one codelet, over a step."""
+
+    tasks: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    nbytes: float = 0.0
+    bounds: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "memory": 0.0})
+
+
+def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
+    """Figures, and the same as lines of text.
+
+    Raises:
+        UsageError: a flag is wrong.
+        DataError: the config cannot be read.
+    """
+    from nntask.errors import UsageError
+    from nntask.trainer.rules import check_values
+    from nntask.trainer.settings import ModelSettings, TilingSettings, TrainSettings
+
+    from ..layers import model_config
+    from .standard import captured
+
+    if settings.repeats < 1:
+        raise UsageError(f"--repeats must be at least 1, got {settings.repeats}; use --repeats 5")
+    config_path = settings.config_path or None
+    train = TrainSettings(
+        model=ModelSettings(
+            model=None if config_path else settings.model,
+            config_path=config_path,
+            seq_len=settings.seq_len,
+            dtype=settings.dtype,
+            dropout=settings.dropout,
+        ),
+        tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),
+    )
+    check_values(train)
+    config = model_config(train)
+    kinds = kinds_of(captured(train, config).tasks)
+    peak, bandwidth = _peak(), copy_bandwidth(settings.repeats)
+    for kind in kinds:
+        kind.seconds = measure(kind.task, config.vocab_size, settings.repeats)
+    figures = {
+        "model": settings.config_path or settings.model,
+        "batch": settings.batch,
+        "dtype": settings.dtype,
+        "repeats": settings.repeats,
+        "tasks": sum(kind.count for kind in kinds),
+        "kinds": len(kinds),
+        "gemm_peak_flops": peak,
+        "copy_bytes_per_second": bandwidth,
+        **_summed(kinds, peak, bandwidth),
+    }
+    return figures, list(_lines(figures))
+
+
+def kinds_of(tasks: Sequence[RecordedTask]) -> list[_Kind]:
+    """The different kinds of tasks of a step, each with one of them and how many there are."""
+    kinds: dict[Any, _Kind] = {}
+    for task in tasks:
+        codelet: Any = task.codelet
+        views: list[Any] = [handle.view for handle, _ in task.accesses]
+        cost = codelet.cost(views, task.constants) if codelet.cost is not None else (0.0, 0.0)
+        switches = tuple(sorted((name, value) for name, value in task.constants.items() if isinstance(value, (bool, str))))
+        key = (codelet.name, tuple((view.shape, view.dtype, mode) for view, (_, mode) in zip(views, task.accesses, strict=True)), cost[0], switches)
+        if key not in kinds:
+            kinds[key] = _Kind(task, cost[0], moved_bytes(task))
+        kinds[key].count += 1
+    return list(kinds.values())
+
+
+def moved_bytes(task: RecordedTask) -> float:
+    """Bytes that a task must read and write, each tile once in each direction it needs."""
+    passes = {"R": 1, "W": 1, "RW": 2, "SCRATCH": 0}
+    table = TABLES.get(getattr(task.codelet, "name", ""))
+    total = 0.0
+    for at, (handle, mode) in enumerate(task.accesses):
+        view: Any = handle.view
+        nbytes = view.nbytes
+        if at == table and mode != "W":  # a first write clears the whole table
+            tokens: Any = task.accesses[0][0].view
+            nbytes = min(nbytes, nbytes // view.shape[0] * (tokens.nbytes // tokens.dtype.itemsize))
+        total += passes[mode] * nbytes
+    return total
+
+
+def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
+    """Median seconds of a task's kernel on arrays of its shapes.
+
+    Args:
+        num_ids: token ids lie below this.
+    """
+    import numpy as np
+
+    codelet: Any = task.codelet
+    tiles: list[Any] = [(handle.view, mode) for handle, mode in task.accesses]
+    nbytes = sum(view.nbytes for view, mode in tiles if mode != "SCRATCH")
+    number = max(1, min(MOST_SETS, -(-COLD_BYTES // max(nbytes, 1))))
+    generator = np.random.default_rng(0)
+    scratch = {at: np.zeros(view.shape, view.dtype) for at, (view, mode) in enumerate(tiles) if mode == "SCRATCH"}  # one room, warm as in a worker
+    sets = [[scratch[at] if at in scratch else _filled(view, generator, num_ids) for at, (view, _) in enumerate(tiles)] for _ in range(number)]
+    seconds = []
+    for turn in range(_WARMUP + max(repeats, min(number, 4 * repeats))):
+        arrays = sets[turn % number]
+        begin = perf_counter()
+        codelet.cpu(*arrays, **task.constants)
+        seconds.append(perf_counter() - begin)
+    return statistics.median(seconds[_WARMUP:])
+
+
+def _filled(view: Any, generator: Any, num_ids: int) -> Any:
+    """An array of plausible contents: small positive numbers, or token ids."""
+    import numpy as np
+
+    if view.dtype.kind in "iu":
+        return generator.integers(0, num_ids, view.shape).astype(view.dtype)
+    array = np.empty(view.shape, view.dtype)
+    rows = array.reshape(-1, view.shape[-1])
+    rows[...] = generator.uniform(0.01, 0.04, view.shape[-1]).astype(np.float32)
+    rows *= generator.uniform(0.5, 1.5, (len(rows), 1)).astype(np.float32).astype(view.dtype)
+    return array
+
+
+def _peak() -> float:
+    """Flop/s of fp32 products on this thread, the best of small and large ones: no kernel should exceed it by much."""
+    import numpy as np
+
+    from nntask.trainer.flops import gemm_peak
+    from tiles.kernels.cpu.blas import gemm
+
+    best, a, out = gemm_peak(1), np.ones((_LARGE, _LARGE), np.float32), np.empty((_LARGE, _LARGE), np.float32)
+    for _ in range(_WARMUP + 3):
+        begin = perf_counter()
+        gemm(a, a, out)
+        best = max(best, 2.0 * _LARGE**3 / (perf_counter() - begin))
+    return best
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes per second read plus written by copies of `COPY_BYTES` between arrays that are in no cache, the median."""
+    import numpy as np
+
+    number = -(-COLD_BYTES // (2 * COPY_BYTES))
+    sources, targets = np.ones((2, number, COPY_BYTES // 4), np.float32)
+    seconds = []
+    for turn in range(number * (1 + repeats)):
+        begin = perf_counter()
+        np.copyto(targets[turn % number], sources[turn % number])
+        seconds.append(perf_counter() - begin)
+    return 2.0 * COPY_BYTES / statistics.median(seconds[number:])
+
+
+def _summed(kinds: Sequence[_Kind], peak: float, bandwidth: float) -> dict[str, Any]:
+    """Rows by codelet, most seconds first, and totals."""
+    totals: dict[str, _Total] = {}
+    for kind in kinds:
+        name = getattr(kind.task.codelet, "name", "")
+        total = totals.setdefault(name, _Total())
+        total.tasks += kind.count
+        total.seconds += kind.count * kind.seconds
+        total.flops += kind.count * kind.flops
+        total.nbytes += kind.count * kind.nbytes
+        compute, memory = kind.flops / peak, kind.nbytes / bandwidth
+        total.bounds["compute" if compute > memory else "memory"] += kind.count * max(compute, memory)
+    whole = sum(total.seconds for total in totals.values())
+    rows = [_row(name, total, whole) for name, total in sorted(totals.items(), key=lambda item: -item[1].seconds)]
+    return {"seconds": whole, "bound_seconds": sum(sum(total.bounds.values()) for total in totals.values()), "codelets": rows}
+
+
+def _row(name: str, total: _Total, whole: float) -> dict[str, Any]:
+    held = max(total.bounds, key=lambda bound: total.bounds[bound])
+    return {
+        "codelet": name,
+        "tasks": total.tasks,
+        "seconds": total.seconds,
+        "seconds_per_task": total.seconds / total.tasks,
+        "share": total.seconds / whole,
+        "flops_per_second": total.flops / total.seconds,
+        "bytes_per_second": total.nbytes / total.seconds,
+        "flops_per_byte": total.flops / total.nbytes,
+        "held_against": held,
+        "fraction_of_peak": sum(total.bounds.values()) / total.seconds,
+    }
+
+
+def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    peak, bandwidth = figures["gemm_peak_flops"], figures["copy_bytes_per_second"]
+    yield (
+        f"{figures['model']}, {figures['batch']} sequences a step, {figures['tasks']:,} tasks of {figures['kinds']} kinds; "
+        f"one core: sgemm {peak / 1e9:.1f} GF/s, copies {bandwidth / 1e9:.1f} GB/s, equal at {peak / bandwidth:.1f} flops a byte"
+    )
+    yield f"{'codelet':24} {'tasks':>6} {'us each':>9} {'share':>6}  {'rate':>12}  {'flops/byte':>10}  peak"
+    for row in figures["codelets"]:
+        rate = f"{row['flops_per_second'] / 1e9:7.1f} GF/s" if row["held_against"] == "compute" else f"{row['bytes_per_second'] / 1e9:7.1f} GB/s"
+        against = "sgemm" if row["held_against"] == "compute" else "copies"
+        yield (
+            f"{row['codelet']:24} {row['tasks']:>6} {row['seconds_per_task'] * 1e6:>9.1f} {row['share']:>6.1%}  {rate:>12}  "
+            f"{row['flops_per_byte']:>10.1f}  {row['fraction_of_peak']:.0%} of {against}"
+        )
+    yield (
+        f"kernels of a step: {figures['seconds']:.3f} s on one worker, at least {figures['bound_seconds']:.3f} s by these peaks "
+        f"({figures['bound_seconds'] / figures['seconds']:.0%})"
+    )
