@@ -29,7 +29,7 @@ class ModelSettings:
     seq_len: int | None = None
     """tokens per sequence, at most n_positions (default n_positions)"""
     dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
-    """arithmetic; auto is fp32, tf32 on a CPU computes in fp32, bf16 stores bf16 and keeps fp32 masters"""
+    """arithmetic; auto is fp32, tf32 on a CPU computes in fp32, bf16 stores bf16, keeps fp32 masters and sums in fp32"""
     fp32_fast_tf32: bool = False
     """older name of --dtype tf32"""
     dropout: float | None = None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tiles.kernels.cpu import onednn
 from wrappers.cli import main
 from wrappers.cli.bench.evict import EvictSettings
 from wrappers.cli.bench.evict import run as run_evict
@@ -130,3 +134,13 @@ def test_mistakes_end_with_2(argv: list[str], words: str, capsys: pytest.Capture
     """One sentence names the flag and what would do."""
     assert main(argv) == 2
     assert words in capsys.readouterr().err
+
+
+def test_devices_say_how_bf16_is_computed() -> None:
+    """By which library, or why in fp32."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "nntask", "devices"]
+    off = subprocess.run(command, env={**environment, "NNTASK_ONEDNN": "off"}, capture_output=True, text=True, check=True).stdout
+    assert "bf16     computed in fp32: switched off by NNTASK_ONEDNN" in off
+    facts = json.loads(subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, check=True).stdout)
+    assert facts["bf16"] == {"native": onednn.available(), "by": onednn.status()}

@@ -5,8 +5,11 @@ A kernel is a plain function on arrays: ``kernel(*tiles, **constants)``, writing
     @register("scale", "cpu")
     def scale(x, out, *, alpha): ...
 
-Arrays of 16-bit floats never reach a kernel: a task that touches any is given fp32 copies in scratch memory declared to the
-scheduler, and its outputs are rounded back. So every kernel is written once, for fp32 and fp64.
+Arrays of 16-bit floats do not reach such a kernel: a task that touches any is given fp32 copies in scratch memory declared to the
+scheduler, and its outputs are rounded back. So a kernel is written once, for fp32 and fp64.
+
+Where it pays, an operation has a second kernel, registered with `register_bf16`, that takes bf16 tiles as they are. It is used where
+oneDNN and the processor can multiply bf16 (`cpu.onednn`), and the copies everywhere else.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from math import prod
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,12 +29,29 @@ Kernel = Callable[..., None]
 FlopCount = Callable[[Sequence[Any], Mapping[str, Any]], float]
 K = TypeVar("K", bound=Kernel)
 
-NARROW: Final = frozenset({np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)})
+BF16: Final = np.dtype(ml_dtypes.bfloat16)
+NARROW: Final = frozenset({BF16, np.dtype(np.float16)})
 _ALIGNMENT: Final = 64
 BUFFER_ELEMENTS: Final = 1024
 """Elements in each of NumPy's casting and broadcasting buffers while a CPU kernel runs; its default of 8192 is 64 KiB of fp64 per operand."""
 
+
+class Native(NamedTuple):
+    """A kernel for bf16 tiles as they are.
+
+    Attributes:
+        kernel: gets the tiles of the task, and last the scratch memory it asked for, if any.
+        takes: from the task's views and constants: whether it can do this task. A 16-bit tile it is offered is always bf16.
+        scratch_nbytes: from the same: working memory in bytes.
+    """
+
+    kernel: Kernel
+    takes: Callable[[Sequence[Any], Mapping[str, Any]], bool]
+    scratch_nbytes: Callable[[Sequence[Any], Mapping[str, Any]], int]
+
+
 _kernels: dict[tuple[str, Backend], Kernel] = {}
+_native: dict[str, Native] = {}
 _flops: dict[str, FlopCount] = {}
 
 
@@ -47,6 +67,22 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None) -> Ca
         if flops is not None:
             _flops[op] = flops
         codelet.cache_clear()
+        return kernel
+
+    return enter
+
+
+def register_bf16(
+    op: str,
+    *,
+    takes: Callable[[Sequence[Any], Mapping[str, Any]], bool],
+    scratch_nbytes: Callable[[Sequence[Any], Mapping[str, Any]], int] = lambda views, constants: 0,
+) -> Callable[[K], K]:
+    """Register the kernel of operation `op` for bf16 tiles as they are; arguments as of `Native`."""
+
+    def enter(kernel: K) -> K:
+        _native[op] = Native(_bounded(kernel), takes, scratch_nbytes)
+        _native_codelet.cache_clear()
         return kernel
 
     return enter
@@ -86,6 +122,12 @@ def operations(backend: Backend) -> list[str]:
     return sorted(op for op, where in _kernels if where == backend)
 
 
+def native_kernels() -> dict[str, Native]:
+    """The kernels that take bf16 tiles as they are, by operation."""
+    load()
+    return dict(_native)
+
+
 @cache
 def load() -> None:
     """Import the kernel modules, which register themselves."""
@@ -96,6 +138,11 @@ def load() -> None:
 def codelet(op: str) -> Codelet:
     """The codelet of operation `op`."""
     return Codelet(op, cpu=kernel(op, "cpu"), cuda=_kernels.get((op, "cuda")), cost=_cost(op))
+
+
+@cache
+def _native_codelet(op: str) -> Codelet:
+    return Codelet(op, cpu=_native[op].kernel, cost=_cost(op))
 
 
 @cache
@@ -142,14 +189,33 @@ def _aligned(nbytes: int) -> int:
 
 
 def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
-    """Submit one task of operation `op` over tile handles; 16-bit tiles are widened around the kernel."""
+    """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel for them or are widened around the kernel."""
     views: list[Any] = [handle.view for handle, _ in accesses]
-    nbytes = sum(_aligned(4 * prod(view.shape)) for view in views if view.dtype in NARROW)
-    if not nbytes:
+    narrow = [view for view in views if view.dtype in NARROW]
+    if not narrow:
         runtime.submit(codelet(op), accesses, constants, priority=priority)
         return
-    wide = _widening_codelet(op, tuple(mode for _, mode in accesses))
-    runtime.submit(wide, [*accesses, (scratch(runtime, nbytes), SCRATCH)], constants, priority=priority)
+    native = native_for(op, views, constants)
+    if native is None:
+        nbytes = sum(_aligned(4 * prod(view.shape)) for view in narrow)
+        found = _widening_codelet(op, tuple(mode for _, mode in accesses))
+    else:
+        nbytes = native.scratch_nbytes(views, constants)
+        found = _native_codelet(op)
+    if nbytes:
+        accesses = [*accesses, (scratch(runtime, nbytes), SCRATCH)]
+    runtime.submit(found, accesses, constants, priority=priority)
+
+
+def native_for(op: str, views: Sequence[Any], constants: Mapping[str, Any]) -> Native | None:
+    """The kernel that takes these tiles as they are, if there is one and this machine can run it."""
+    load()
+    native = _native.get(op)
+    if native is None or any(view.dtype == np.float16 for view in views) or not native.takes(views, constants):
+        return None
+    from .cpu import onednn
+
+    return native if onednn.available() else None
 
 
 def scratch(runtime: TaskRuntime, nbytes: int) -> Any:

@@ -48,11 +48,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, cores and memory."""
+    """Processor, cores, memory, and how bf16 is computed."""
     import psutil
 
     from scheduler.runtime import usable_cores
     from scheduler.storage.limits import default_ram_budget, memory_limit
+    from tiles.kernels.cpu import onednn
 
     return {
         "cpu": _cpu_model(),
@@ -61,6 +62,7 @@ def machine_facts() -> dict[str, Any]:
         "ram_bytes": int(psutil.virtual_memory().total),
         "ram_limit_bytes": memory_limit(),
         "default_ram_budget_bytes": default_ram_budget(),
+        "bf16": {"native": onednn.available(), "by": onednn.status()},
     }
 
 
@@ -113,6 +115,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"cpu      {facts['cpu']}, {facts['cores']} cores for this process of {facts['machine_cores']}"
     yield f"ram      {format_size(facts['ram_bytes'])} in the machine, limit {format_size(facts['ram_limit_bytes'])}"
     yield f"budget   {format_size(facts['default_ram_budget_bytes'])} for tiles by default (--ram)"
+    bf16 = facts["bf16"]
+    yield f"bf16     products by {bf16['by']}" if bf16["native"] else f"bf16     computed in fp32: {bf16['by']}"
     yield "gpu      none used by this version; --sim-gpu N simulates devices"
     yield "workers  " + ", ".join(f"{count} x {name}" for name, count in facts["workers"].items())
     yield "nodes    " + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in facts["nodes"].items())

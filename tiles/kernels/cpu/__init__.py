@@ -4,7 +4,7 @@ Importing them sets NumPy's BLAS to one thread for the whole process: workers ar
 many cores happen to be free.
 """
 
-from . import attention, elementwise, embedding, loss, matmul, norm, optimizer, random, select  # noqa: F401
+from . import attention, bf16, bf16_attention, elementwise, embedding, loss, matmul, norm, optimizer, random, select  # noqa: F401
 from .blas import set_blas_threads
 
 set_blas_threads(1)

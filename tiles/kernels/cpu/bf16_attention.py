@@ -1,0 +1,268 @@
+"""Attention over bf16 tiles: products by oneDNN, scores and sums in fp32, weights rounded to bf16 before they meet the values.
+
+Blocks of `QUERIES` queries of a group of heads. The output of a block is summed in fp32 and rounded once; so are a task's gradients of keys and
+values, over all its blocks.
+
+Ladder (1024 positions, 12 heads of 64, causal, one core, forward / backward): on fp32 copies 26 / 54 ms; here head by head, read in place, in
+blocks of 64 queries 20 / 42 ms, of 128 16 / 27 ms, of 256 17 / 28 ms; heads packed, in groups of 1 MiB of scores 14 / 25 ms, of 3 MiB 12 / 21 ms.
+For 512 queries and the 512 keys before them, alone / beside a second worker, backward: head by head 13.6 / 20 ms, in groups of 1 MiB 11.7 / 14 ms,
+of 6 MiB 10.8 / 13 ms, for a tile on the diagonal 11.5 / 31, 8.0 / 12 and 7.2 / 9.5 ms: every call is a turn at the interpreter, which two workers
+share. The scale as a factor of the product costs more than a pass over scores, and together with accumulation 7 s: oneDNN has only reference loops
+for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..reference.attention import Pair
+from ..reference.random import mix
+from ..registry import BF16, register_bf16
+from .attention import QUERIES
+from .elementwise import PIECE_BYTES, WORK_BYTES, cells, cut
+from .onednn import convert, gemm
+from .random import survivors, thin
+
+Array = npt.NDArray[Any]
+Views = Sequence[Any]
+Constants = Mapping[str, Any]
+
+GROUP_BYTES: Final = 3 << 20
+"""Scores of a group of heads that go through every pass together, and save calls."""
+
+
+class _Block(NamedTuple):
+    """Queries [first, last) of heads [h, g) of sequence `b`, and the keys [0, num_keys) that any of them sees."""
+
+    b: int
+    h: int
+    g: int
+    first: int
+    last: int
+    num_keys: int
+
+    @property
+    def heads(self) -> slice:
+        """Their places among the heads."""
+        return slice(self.h, self.g)
+
+    @property
+    def queries(self) -> slice:
+        """Their rows in a tile."""
+        return slice(self.first, self.last)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the scores."""
+        return self.g - self.h, self.last - self.first, self.num_keys
+
+
+def _most_heads(num_heads: int, num_queries: int, num_keys: int) -> int:
+    return max(1, min(num_heads, GROUP_BYTES // (4 * num_queries * num_keys)))
+
+
+def _blocks(b: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[_Block]:
+    for first in range(0, tq, QUERIES):
+        last = min(first + QUERIES, tq)
+        seen = min(tk, at.q_start + last - at.k_start) if at.causal else tk
+        if seen > 0:
+            for heads in cut(num_heads, _most_heads(num_heads, last - first, seen)):
+                yield _Block(b, heads.start, heads.stop, first, last, seen)
+
+
+class _Rooms:
+    """Arrays of garbage, cut from one task's scratch memory in order."""
+
+    def __init__(self, scratch: Array) -> None:
+        self._scratch, self._used = scratch, 0
+
+    def take(self, dtype: Any, *shape: int) -> Array:
+        array: Array = np.ndarray(shape, dtype, buffer=self._scratch, offset=self._used)
+        self._used += array.nbytes
+        return array
+
+
+def _heads(x: Array, size: int) -> Array:
+    """A (t, H * D) matrix as heads  # (H, t, D), a view."""
+    return x.reshape(x.shape[0], -1, size).transpose(1, 0, 2)
+
+
+def _packed(x: Array, size: int, room: Array) -> Array:
+    """A copy of a (t, H * D) matrix with each head's rows side by side, which products read faster  # (H, t, D)."""
+    room.view(np.uint16)[...] = _heads(x.view(np.uint16), size)
+    return room
+
+
+def _scores(q: Array, k: Array, s: Array, block: _Block, at: Pair) -> None:
+    """s = masked scores of packed heads; only the last keys can be later than a query."""
+    gemm(q[block.heads, block.queries], k[block.heads, : block.num_keys], s, trans_b=True)
+    s *= np.float32(at.scale)
+    start = max(0, at.q_start + block.first + 1 - at.k_start)
+    if at.causal and start < block.num_keys:
+        keys = at.k_start + np.arange(start, block.num_keys)
+        queries = at.q_start + np.arange(block.first, block.last)
+        for piece, columns in cells(queries.size, keys.size, 1, WORK_BYTES // 2):
+            np.copyto(s[:, piece, start:][:, :, columns], -np.inf, where=keys[None, columns] > queries[piece, None])
+
+
+def _survivors(key: Array, block: _Block, at: Pair, scratch: Array) -> Iterator[tuple[tuple[int, slice, slice], Array]]:
+    """(head of the block, rows, columns, which of their weights survive dropout), piece by piece; drawn in the end of the scratch."""
+    for h in range(block.g - block.h):
+        row = ((at.b_start + block.b) * at.num_heads + at.h_start + block.h + h) * at.length + at.q_start
+        base = (row + np.arange(block.first, block.last, dtype=np.uint64)) * np.uint64(at.length) + np.uint64(at.k_start)
+        for piece, columns, keep in survivors(mix(int(key[0]), int(key[1]), at.stream), base, block.num_keys, at.p, scratch[-2 * PIECE_BYTES :]):
+            yield (h, piece, columns), keep
+
+
+def _softmax_step(s: Array, peak: Array, total: Array, out: Array, first: bool) -> None:
+    """Scores to weights relative to the running maximum, which with the running sum and the output so far is brought up to date."""
+    top = np.maximum.reduce(s, axis=-1)
+    if not first:
+        np.maximum(top, peak, out=top)
+        shrink = np.exp(peak - top)
+        total *= shrink
+        out *= shrink[..., None]
+    s -= top[..., None]
+    np.exp(s, out=s)
+    sums = np.add.reduce(s, axis=-1)
+    total[...] = sums if first else total + sums
+    peak[...] = top
+
+
+def _sizes(views: Views, at: Pair) -> tuple[int, int, int, int]:
+    """(query rows, key rows, elements of a row, most scores in a block)."""
+    (_, tq, width), (_, tk, _) = views[0].shape, views[1].shape
+    most = min(QUERIES, tq)
+    return tq, tk, width, max(most * tk, min(GROUP_BYTES // 4, most * tk * (width // at.head_size)))
+
+
+def _takes_forward(views: Views, constants: Constants) -> bool:
+    return all(view.dtype == BF16 for view in views[:4])
+
+
+def _forward_scratch(views: Views, constants: Constants) -> int:
+    """q, k and v packed, a block of scores in fp32 and of weights in bf16, and a block of the output in fp32."""
+    tq, tk, width, scores = _sizes(views, constants["at"])
+    return int(2 * width * (tq + 2 * tk) + 6 * scores + 4 * min(QUERIES, tq) * width)
+
+
+@register_bf16("attention", takes=_takes_forward, scratch_nbytes=_forward_scratch)
+def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch, scratch."""
+    *extra, scratch, own = rest
+    key = extra[-1] if at.p else None
+    size = at.head_size
+    tq, tk, width, most = _sizes((q, k), at)
+    rooms, num_heads = _Rooms(own), width // size
+    room_s, room_out = rooms.take(np.float32, most), rooms.take(np.float32, min(QUERIES, tq) * width)
+    packed, room_short = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk)], rooms.take(BF16, most)
+    for b in range(q.shape[0]):
+        hq, hk, hv = (_packed(x[b], size, room) for x, room in zip((q, k, v), packed, strict=True))
+        for block in _blocks(b, num_heads, tq, tk, at):
+            place, seen = (block.heads, block.queries), slice(0, block.num_keys)
+            s, short = _cut(room_s, block.shape), _cut(room_short, block.shape)
+            target = _heads(o[b], size)[place]
+            out = _cut(room_out, target.shape)
+            _scores(hq, hk, s, block, at)
+            if not first:
+                convert(target, out)
+            _softmax_step(s, peak[b][place], total[b][place], out, first)
+            if key is not None:
+                for piece, keep in _survivors(key, block, at, scratch):
+                    thin(s[piece], keep, at.p, s[piece])
+            convert(s, short)
+            gemm(short, hv[block.heads, seen], out, accumulate=not first)
+            if last:
+                out /= total[b][place][..., None]
+            convert(out, target)
+    if last:
+        np.log(total, out=extra[0])
+        extra[0][...] += peak
+
+
+def _cut(room: Array, shape: tuple[int, ...]) -> Array:
+    """The beginning of a flat array in another shape."""
+    return room[: prod(shape)].reshape(shape)
+
+
+def _takes_backward(views: Views, constants: Constants) -> bool:
+    return not constants["stored"] and all(view.dtype == BF16 for view in (*views[:4], *views[6:9]))
+
+
+def _backward_scratch(views: Views, constants: Constants) -> int:
+    """q, k, v and do packed, gradients of keys and values in fp32, and two blocks of scores in fp32 and in bf16."""
+    tq, tk, width, scores = _sizes(views, constants["at"])
+    return int(4 * width * (tq + tk) + 8 * width * tk + 12 * scores)
+
+
+@register_bf16("attention_backward", takes=_takes_backward, scratch_nbytes=_backward_scratch)
+def attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    lse: Array,
+    delta: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *rest: Array,
+    at: Pair,
+    stored: bool,
+    first_k: bool,
+    first_q: bool,
+) -> None:
+    """One pair's share of dq, dk, dv; `first_k`: first to write dq, `first_q`: dk and dv. `rest` is [key,] scratch, scratch."""
+    *keys, scratch, own = rest
+    size = at.head_size
+    tq, tk, width, most = _sizes((q, k), at)
+    rooms, num_heads = _Rooms(own), width // size
+    rooms_s = rooms.take(np.float32, 2, most)
+    sums = [rooms.take(np.float32, num_heads, tk, size) for _ in range(2)]
+    packed = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
+    rooms_short = rooms.take(BF16, 2, most)
+    if first_k:
+        dq.view(np.uint16).fill(0)  # queries that see none of these keys
+    for b in range(q.shape[0]):
+        hq, hk, hv, hdo = (_packed(x[b], size, room) for x, room in zip((q, k, v, do), packed, strict=True))
+        for total, target in zip(sums, (dk, dv), strict=True):
+            if first_q:
+                total.fill(0)
+            else:
+                convert(_heads(target[b], size), total)
+        for block in _blocks(b, num_heads, tq, tk, at):
+            place, seen = (block.heads, block.queries), (block.heads, slice(0, block.num_keys))
+            s, ds = (_cut(room, block.shape) for room in rooms_s)
+            short, dshort = (_cut(room, block.shape) for room in rooms_short)
+            _scores(hq, hk, s, block, at)
+            s -= lse[b][place][..., None]
+            np.exp(s, out=s)
+            gemm(hdo[place], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
+            _slopes(s, ds, delta[b][place][..., None], keys[0] if keys else None, block, at, scratch)
+            ds *= np.float32(at.scale)
+            convert(s, short)
+            convert(ds, dshort)
+            gemm(short, hdo[place], sums[1][seen], trans_a=True, accumulate=True)
+            gemm(dshort, hk[seen], _heads(dq[b], size)[place], accumulate=not first_k)
+            gemm(dshort, hq[place], sums[0][seen], trans_a=True, accumulate=True)
+        for total, target in zip(sums, (dk, dv), strict=True):
+            convert(total, _heads(target[b], size))
+
+
+def _slopes(s: Array, ds: Array, delta: Array, key: Array | None, block: _Block, at: Pair, scratch: Array) -> None:
+    """From weights s and their gradients ds: ds = gradients of the scores, s = what of the weights dropout has kept."""
+    if key is None:
+        ds -= delta
+        ds *= s
+        return
+    for piece, keep in _survivors(key, block, at, scratch):
+        weights, slope = s[piece], ds[piece]
+        thin(slope, keep, at.p, slope)
+        slope -= delta[piece[:2]]
+        slope *= weights
+        thin(weights, keep, at.p, weights)
