@@ -1,14 +1,15 @@
 """How a model is cut: the tile sizes of its six dimensions, and the committed table they come from when nobody chose.
 
 Tile sizes are part of the numerics (they fix the order of sums), so the table looks only at the model and the shape of a minibatch, never at
-workers, budgets or measurements.
+workers, budgets or measurements. Its limits (tokens, features and vocabulary rows per tile) become sizes in `cut`, which is also the grid that
+``--auto-tile measured`` searches; `tiletable` keeps what that finds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import isqrt
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .errors import UsageError
 
@@ -54,18 +55,15 @@ class ModelTiling:
         return ModelTiling(*(n if size == -1 else min(size, n) for size, n in zip(sizes, whole, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One line of the table: limits for models up to a width.
+class Limits(NamedTuple):
+    """How large a tile may be; everything about a tiling that somebody chooses.
 
     Args:
-        width: largest n_embd the line is for.
         tokens: tokens per tile.
         features: features per tile, of the residual stream, the heads and the feed-forward layer.
         vocab: rows of the embedding per tile.
     """
 
-    width: int
     tokens: int
     features: int
     vocab: int
@@ -73,18 +71,19 @@ class _Row:
 
 _TABLE: Final = {
     "cpu": (
-        _Row(width=512, tokens=512, features=2048, vocab=4096),
-        _Row(width=1024, tokens=1024, features=4096, vocab=8192),
-        _Row(width=2048, tokens=1024, features=4096, vocab=8192),
-        _Row(width=1 << 30, tokens=1024, features=2048, vocab=4096),
+        (512, Limits(tokens=512, features=2048, vocab=4096)),
+        (1024, Limits(tokens=1024, features=4096, vocab=8192)),
+        (2048, Limits(tokens=1024, features=4096, vocab=8192)),
+        (1 << 30, Limits(tokens=1024, features=2048, vocab=4096)),
     ),
 }
+"""Device class -> (largest n_embd, limits for models up to that width)."""
 _FEW_TOKENS: Final = 512
 _MULTIPLE: Final = 64
 
 
-def default_tiling(config: GPT2Config, minibatch: int, seq_len: int, *, device: str = "cpu") -> ModelTiling:
-    """The table's tiling for `minibatch` sequences of `seq_len` tokens: at least two tiles of tokens whenever there are two tokens.
+def table_limits(config: GPT2Config, minibatch: int, seq_len: int, *, device: str = "cpu") -> Limits:
+    """The table's limits for `minibatch` sequences of `seq_len` tokens: at least two tiles of tokens whenever there are two tokens.
 
     Args:
         device: device class, a key of the table.
@@ -94,20 +93,33 @@ def default_tiling(config: GPT2Config, minibatch: int, seq_len: int, *, device: 
     """
     if minibatch < 1 or seq_len < 1:
         raise UsageError(f"minibatch and sequence length must be at least 1, got {minibatch} and {seq_len}; the nearest legal value is 1")
-    row = next(row for row in _TABLE[device] if config.n_embd <= row.width)
+    row = next(limits for width, limits in _TABLE[device] if config.n_embd <= width)
     total = minibatch * seq_len
-    tokens = min(row.tokens, max(_FEW_TOKENS, -(-total // 4)), -(-total // 2))
-    if seq_len > tokens:
-        sequences, seq_tile = 1, even(seq_len, tokens)
+    return Limits(
+        tokens=min(row.tokens, max(_FEW_TOKENS, -(-total // 4)), -(-total // 2)),
+        features=row.features,
+        vocab=min(row.vocab, max(_FEW_TOKENS, -(-config.vocab_size // 2))),
+    )
+
+
+def default_tiling(config: GPT2Config, minibatch: int, seq_len: int, *, device: str = "cpu") -> ModelTiling:
+    """The committed table's tiling; see `table_limits`."""
+    return cut(config, minibatch, seq_len, table_limits(config, minibatch, seq_len, device=device))
+
+
+def cut(config: GPT2Config, minibatch: int, seq_len: int, limits: Limits) -> ModelTiling:
+    """As few tiles within `limits` as possible, of nearly equal size."""
+    if seq_len > limits.tokens:
+        sequences, seq_tile = 1, even(seq_len, limits.tokens)
     else:
-        sequences, seq_tile = max(n for n in divisors(minibatch) if n * seq_len <= tokens), seq_len
+        sequences, seq_tile = max(n for n in divisors(minibatch) if n * seq_len <= limits.tokens), seq_len
     return ModelTiling(
         minibatch_tile=sequences,
         seq_tile=seq_tile,
-        embd_tile=even(config.n_embd, row.features),
-        inner_tile=even(config.inner_size, row.features),
-        head_tile=even(config.n_head, max(1, row.features // config.head_size)),
-        vocab_tile=even(config.vocab_size, min(row.vocab, max(_FEW_TOKENS, -(-config.vocab_size // 2)))),
+        embd_tile=even(config.n_embd, limits.features),
+        inner_tile=even(config.inner_size, limits.features),
+        head_tile=even(config.n_head, max(1, limits.features // config.head_size)),
+        vocab_tile=even(config.vocab_size, limits.vocab),
     )
 
 

@@ -36,8 +36,11 @@ def check_finite(name: str, views: list[Any], modes: list[str], names: list[str]
                 raise FoundNaN(f"task {name!r} wrote the first NaN, to tile {tile or '(unnamed)'} at element {where}")
 
 
-def open_runtime(settings: TrainSettings) -> Runtime:
+def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime:
     """The runtime that `settings` ask for.
+
+    Args:
+        trace: takes what runs when, instead of the trace that --trace asks for.
 
     Raises:
         DoesNotFit: the system does not give as much address space as the budgets.
@@ -58,7 +61,7 @@ def open_runtime(settings: TrainSettings) -> Runtime:
             order=resources.order,
             prefetch=resources.prefetch,
             lanes=settings.tiling.lanes or 1,
-            trace=Trace(active=not observe.trace_steps) if observe.trace else None,
+            trace=trace or (Trace(active=not observe.trace_steps) if observe.trace else None),
             inspect=check_finite if settings.run.check_finite else None,
         )
     except (MemoryError, OverflowError) as error:

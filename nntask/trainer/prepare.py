@@ -12,6 +12,7 @@ from ..errors import DataError, UsageError
 from ..models.config import GPT2Config
 from ..schedule import make_schedule
 from ..tensorfile import TensorFile
+from ..tiletable import read_table, shape_of
 from ..tiling import ModelTiling, default_tiling
 from .outputs import check_new_run, check_writable, default_run_dir, versions
 from .rules import disk_of, resolve
@@ -65,13 +66,30 @@ def prepare(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | N
 
 
 def with_tiles(settings: TrainSettings, config: GPT2Config) -> tuple[TrainSettings, ModelTiling]:
-    """Settings with every tile size a number, from the table where none was given; and the tiling itself."""
+    """Settings with every tile size a number, from the tables where none was given; and the tiling itself.
+
+    Raises:
+        DataError: --tile-table is no such table.
+    """
     cut = settings.tiling
     minibatch, length = cut.minibatch, settings.model.seq_len or config.n_positions
-    table = default_tiling(config, minibatch, length)
-    sizes = {name: getattr(table, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
-    tiling = ModelTiling(**sizes).resolve(config, minibatch, length)
-    return replace(settings, tiling=replace(cut, **{name: getattr(tiling, name) for name in TILE_FLAGS})), tiling
+    rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
+    row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length)
+    return with_tiling(settings, row.resolve(config, minibatch, length), config)
+
+
+def with_tiling(settings: TrainSettings, tiling: ModelTiling, config: GPT2Config) -> tuple[TrainSettings, ModelTiling]:
+    """Settings with the sizes of `tiling` where none was given; where they came from matters no longer. And the tiling itself."""
+    cut = settings.tiling
+    sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
+    tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, settings.model.seq_len or config.n_positions)
+    sizes = {name: getattr(tiling, name) for name in TILE_FLAGS}
+    return replace(settings, tiling=replace(cut, **sizes, auto_tile="table", tile_table="")), tiling
+
+
+def open_tiles(settings: TrainSettings) -> list[str]:
+    """Tile sizes that nobody gave."""
+    return [name for name in TILE_FLAGS if getattr(settings.tiling, name) is None]
 
 
 def data_spec(settings: TrainSettings, config: GPT2Config) -> DataSpec:

@@ -23,6 +23,7 @@ from ..models.config import GPT2Config
 from ..schedule import make_schedule
 from ..sizes import format_size
 from ..tensorfile import STORAGE, TensorFile, load_tensors, save_tensors
+from .autotile import prepare_in_best_tiles
 from .evaluation import evaluate
 from .explain import Explainer, matching
 from .fitting import check_fit
@@ -32,7 +33,7 @@ from .loop import Loop, Plan
 from .machine import Tracer, as_divergence, does_not_fit, open_runtime
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
-from .prepare import Prepared, model_name, prepare, state_of
+from .prepare import Prepared, model_name, state_of
 from .rules import trace_range
 from .sampling import Sampling, sample
 from .settings import StorageDtype, TrainSettings
@@ -72,9 +73,11 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
     Raises:
         NntaskError: see `nntask.errors` for kinds and exit codes.
     """
-    prepared = prepare(settings, config, resumed)
-    settings = prepared.settings
     printer = StepPrinter()
+    prepared = prepare_in_best_tiles(settings, config, resumed, printer.say)
+    if isinstance(prepared, int):
+        return prepared
+    settings = prepared.settings
     sketch = check_fit(settings, prepared.config, prepared.tiling)
     _check_weights(prepared, sketch.model, sketch.optimizer)
     explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})

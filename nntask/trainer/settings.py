@@ -60,6 +60,10 @@ class TilingSettings:
     """heads per tile"""
     vocab_tile: int | None = None
     """rows of the embedding and of the head per tile"""
+    auto_tile: Literal["table", "measured"] = "table"
+    """where sizes that are not given come from: the table, or a search that runs steps of the model in different tiles and takes the fastest"""
+    tile_table: str = ""
+    """TOML file of tilings for single shapes, stronger than the built-in table; --auto-tile measured writes what it finds there"""
     redux: bool = False
     """sum gradients in 4 parallel lanes instead of one chain; same as --lanes 4"""
     lanes: int | None = None

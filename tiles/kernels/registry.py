@@ -55,15 +55,16 @@ _native: dict[str, Native] = {}
 _flops: dict[str, FlopCount] = {}
 
 
-def register(op: str, backend: Backend, *, flops: FlopCount | None = None) -> Callable[[K], K]:
+def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
     """Register a kernel of operation `op`; the latest registration wins.
 
     Args:
         flops: from the tiles' views (objects with ``shape``) and the constants to a floating-point operation count.
+        is_bounded: it uses no buffers of NumPy's, so a CPU kernel need not spend the 3 us that bounding them takes.
     """
 
     def enter(kernel: K) -> K:
-        _kernels[op, backend] = _bounded(kernel) if backend == "cpu" else kernel
+        _kernels[op, backend] = _bounded(kernel) if backend == "cpu" and not is_bounded else kernel
         if flops is not None:
             _flops[op] = flops
         codelet.cache_clear()

@@ -44,6 +44,7 @@ def run(argv: Sequence[str]) -> int:
     from nntask.errors import DoesNotFit, UsageError
     from nntask.trainer.places import imaginary
     from nntask.trainer.planning import plan_run
+    from nntask.trainer.prepare import open_tiles
 
     devices, link = asked.extra["devices"], asked.extra["link"]
     if link and not devices:
@@ -54,6 +55,11 @@ def run(argv: Sequence[str]) -> int:
             raise UsageError(
                 f"--sim-gpu {sim_gpu}, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine, and --devices {devices} "
                 "is another machine; give memory and rate with --devices and --link, or drop these"
+            )
+        if asked.settings.tiling.auto_tile == "measured" and open_tiles(asked.settings):
+            raise UsageError(
+                "--auto-tile measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with "
+                "nntask train --dry-run --auto-tile measured"
             )
         target = imaginary(devices, asked.settings, link) if devices else None
         figures = plan_run(asked.settings, asked.config, target)

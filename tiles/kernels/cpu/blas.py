@@ -2,16 +2,21 @@
 
 `np.matmul` cannot add to its output; a product followed by `+=` is one more pass over the output and a temporary. NumPy's wheels ship OpenBLAS
 under names with a prefix and suffix (64-bit integers), which ctypes finds. Where NumPy was built on another BLAS, products go through
-`np.matmul` in pieces. Ladder for 1024 x 768 x 768 on one core: matmul then add 10.4 ms, cblas with beta = 1 10.1 ms (with
-OPENBLAS_CORETYPE=Haswell; 5.4 ms
-with the AVX-512 kernels OpenBLAS picks by itself on the same machine); a call costs 4 us.
+`np.matmul` in pieces.
+
+Ladder for 1024 x 768 x 768 on one core: matmul then add 10.4 ms, gemm with beta = 1 10.1 ms (with OPENBLAS_CORETYPE=Haswell; 5.4 ms with the
+AVX-512 kernels OpenBLAS picks by itself on the same machine).
+
+Ladder for what a call of the `matmul` kernel costs besides the product: cblas through ctypes with converted arguments, addresses from
+`ndarray.ctypes` 15.6 us; addresses read from the array's own fields, everything else prepared once per shape and passed by reference, as the
+Fortran interface takes it, 2.2 us.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +26,15 @@ import threadpoolctl
 from .elementwise import WORK_BYTES, cells
 
 Array = npt.NDArray[Any]
+Pair = tuple[int, int]
+_Call = tuple[Callable[..., None], tuple[int, ...], int, int, int, int, object]
+"""A BLAS function; addresses of transposes, sizes and alpha; of ldb, lda, beta and ldc, each on its own; and the memory they are all in."""
 
-_ROW_MAJOR: Final = 101
-_TRANS: Final = (111, 112)
-_NAMES: Final = ("scipy_cblas_{}64_", "scipy_openblas_cblas_{}64_", "cblas_{}64_", "scipy_cblas_{}", "cblas_{}")
+_NAMES: Final = ("scipy_{}_64_", "scipy_openblas_{}_64_", "{}_64_", "scipy_{}_", "{}_")
+_DATA: Final = object.__basicsize__
+"""Where an array keeps the address of its elements: the first field behind the object's head, fixed by NumPy's binary interface."""
+_PREPARED: Final = 4096
+"""Shapes whose arguments are kept; a training step has some dozens."""
 
 
 def set_blas_threads(num_threads: int) -> None:
@@ -33,8 +43,8 @@ def set_blas_threads(num_threads: int) -> None:
 
 
 @cache
-def _find(name: str) -> Callable[..., None] | None:
-    """The cblas function `name`, or None when NumPy's BLAS is not an OpenBLAS that exports it."""
+def _find(name: str) -> tuple[Callable[..., None], Any] | None:
+    """The Fortran function `name` and its type of integers, or None when NumPy's BLAS is not an OpenBLAS that exports it."""
     for info in threadpoolctl.threadpool_info():
         if info["internal_api"] != "openblas" or "numpy" not in info["filepath"]:
             continue
@@ -42,19 +52,57 @@ def _find(name: str) -> Callable[..., None] | None:
         for pattern in _NAMES:
             symbol = pattern.format(name)
             if hasattr(library, symbol):
-                integer = ctypes.c_int64 if "64_" in symbol else ctypes.c_int
                 function = getattr(library, symbol)
-                scalar = ctypes.c_float if name[0] == "s" else ctypes.c_double
-                function.argtypes = [ctypes.c_int] * 3 + [integer] * 3
-                function.argtypes += [scalar, ctypes.c_void_p, integer, ctypes.c_void_p, integer, scalar, ctypes.c_void_p, integer]
+                function.argtypes = [ctypes.c_void_p] * 13
                 function.restype = None
-                found: Callable[..., None] = function
-                return found
+                return function, ctypes.c_int64 if "64_" in symbol else ctypes.c_int
     return None
 
 
 _SGEMM: Final = _find("sgemm")
 _DGEMM: Final = _find("dgemm")
+
+
+def _address_in_fields(array: Array) -> int:
+    """Address of the first element; 0.1 us, `array.ctypes.data` takes 2."""
+    return ctypes.c_void_p.from_address(id(array) + _DATA).value or 0
+
+
+def _address_by_ctypes(array: Array) -> int:
+    address: int = array.ctypes.data
+    return address
+
+
+def _choose_address() -> Callable[[Array], int]:
+    """The quick way to an array's address, where it is right."""
+    probe = np.zeros(3)[1:]
+    return _address_in_fields if _address_in_fields(probe) == probe.ctypes.data else _address_by_ctypes
+
+
+_address: Final = _choose_address()
+
+
+@lru_cache(_PREPARED)
+def _prepared(
+    size: int, shapes: tuple[Pair, Pair, Pair], strides: tuple[Pair, Pair, Pair], trans_a: bool, trans_b: bool, alpha: float, beta: float
+) -> _Call | None:
+    """What a product of a, b and out of these shapes and strides passes besides their addresses; None where a stride does not suit.
+
+    Fortran stores columns first and so computes out^T = op(b)^T op(a)^T.
+    """
+    found = _SGEMM if size == 4 else _DGEMM
+    if found is None or any(last != size for _, last in strides):
+        return None
+    function, integer = found
+    (rows_a, columns_a), _, (m, n) = shapes
+    lda, ldb, ldc = (max(step // size, columns) for (step, _), (_, columns) in zip(strides, shapes, strict=True))
+    sizes = (integer * 6)(n, m, rows_a if trans_a else columns_a, ldb, lda, ldc)
+    scalars = ((ctypes.c_float if size == 4 else ctypes.c_double) * 2)(alpha, beta)
+    letters = (ctypes.c_char * 2)(b"T" if trans_b else b"N", b"T" if trans_a else b"N")
+    at_size, at_scalar, at_letter = ctypes.addressof(sizes), ctypes.addressof(scalars), ctypes.addressof(letters)
+    width, step = ctypes.sizeof(integer), ctypes.sizeof(scalars) // 2
+    first = (at_letter, at_letter + 1, at_size, at_size + width, at_size + 2 * width, at_scalar)
+    return function, first, at_size + 3 * width, at_size + 4 * width, at_scalar + step, at_size + 5 * width, (sizes, scalars, letters)
 
 
 def gemm(a: Array, b: Array, out: Array, *, trans_a: bool = False, trans_b: bool = False, alpha: float = 1.0, beta: float = 0.0) -> None:
@@ -65,29 +113,14 @@ def gemm(a: Array, b: Array, out: Array, *, trans_a: bool = False, trans_b: bool
         b: (K, N), or (N, K) with `trans_b`; likewise.
         out: (M, N), likewise; with beta = 0 its contents are never read.
     """
-    function = _SGEMM if out.dtype == np.float32 else _DGEMM
-    size = out.itemsize
-    m, n = out.shape
-    k = a.shape[0] if trans_a else a.shape[1]
-    if function is None or not a.strides[-1] == b.strides[-1] == out.strides[-1] == size:
+    shapes, strides = (a.shape, b.shape, out.shape), (a.strides, b.strides, out.strides)
+    call = _prepared(out.itemsize, shapes, strides, trans_a, trans_b, alpha, beta)
+    if call is None or _SGEMM is None:
         _fallback(a.T if trans_a else a, b.T if trans_b else b, out, alpha, beta)
         return
-    function(
-        _ROW_MAJOR,
-        _TRANS[trans_a],
-        _TRANS[trans_b],
-        m,
-        n,
-        k,
-        alpha,
-        a.ctypes.data,
-        max(a.strides[0] // size, a.shape[1]),
-        b.ctypes.data,
-        max(b.strides[0] // size, b.shape[1]),
-        beta,
-        out.ctypes.data,
-        max(out.strides[0] // size, n),
-    )
+    function, first, at_ldb, at_lda, at_beta, at_ldc, memory = call
+    function(*first, _address(b), at_ldb, _address(a), at_lda, at_beta, _address(out), at_ldc)
+    del memory  # kept until here, whatever the cache forgets meanwhile
 
 
 def _fallback(a: Array, b: Array, out: Array, alpha: float, beta: float) -> None:

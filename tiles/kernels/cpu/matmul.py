@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 def rows(x: Array) -> Array:
     """All axes but the last as rows, without a copy."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
@@ -32,13 +32,13 @@ def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
     return float(2.0 * size_a * (b[-2] if constants.get("trans_b") else b[-1]))
 
 
-@register("matmul", "cpu", flops=_flops)
+@register("matmul", "cpu", flops=_flops, is_bounded=True)
 def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) over rows."""
     gemm(rows(a), rows(b), rows(out), trans_a=trans_a, trans_b=trans_b, alpha=alpha, beta=float(accumulate))
 
 
-@register("batched_matmul", "cpu", flops=_flops)
+@register("batched_matmul", "cpu", flops=_flops, is_bounded=True)
 def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """The same for each index of the leading axes, which all three share."""
     for index in grid(*map(range, out.shape[:-2])):

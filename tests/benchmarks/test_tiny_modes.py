@@ -1,0 +1,35 @@
+"""The benchmark scripts run, on toys: they print a line for every claim and write nothing."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.]+")
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "claims"),
+    [
+        (
+            "small_tiles",
+            "--large=256 --extent=128 --tiles 64 32 --repetitions=1",
+            ["replayed GEMM tasks of 64 x", "replayed GEMM tasks of 32 x"],
+        ),
+        ("growth", "--tiny --batches 1 2 4 --most=32 --lengths 16 64 --tokens=64", ["a step's speed", "a step of", "seconds per 10^12 model flops"]),
+        ("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"]),
+    ],
+)
+def test_a_script_prints_its_claims(script, flags, claims):
+    """One line each, with a ratio."""
+    before = sorted((ROOT / "benchmarks" / "results").iterdir())
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--rounds=1", "--output=", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = [match[1] for match in LINE.finditer(done.stdout)]
+    assert len(found) == len(claims), done.stdout
+    assert all(line.startswith(claim) for line, claim in zip(found, claims, strict=True)), found
+    assert sorted((ROOT / "benchmarks" / "results").iterdir()) == before
