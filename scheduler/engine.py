@@ -128,6 +128,7 @@ class Engine:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
         workers += [Worker(WorkerId(cpu_workers + i), "sim", NodeId(1 + i), depth=SIM_DEPTH) for i in range(sim_gpus)]
+        self.models.declare_links(len(self.machine.nodes), storage=self._disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
         nodes = [RAM, *(NodeId(1 + i) for i in range(sim_gpus))]
         for source, target in itertools.permutations(nodes, 2):
             copier = self._copiers[source, target] = CopyEngine(self.arenas, self.copied, self.fail, bandwidth, f"copy {source}->{target}")

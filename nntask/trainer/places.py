@@ -15,14 +15,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 
 from scheduler.core.forecast import Pace
-from scheduler.core.perf import LinkModel, Models, Rate, footprint
+from scheduler.core.perf import Models, Rate, footprint
 from scheduler.core.policies import choose
 from scheduler.core.records import NodeId, Task, WorkerKind
 from scheduler.core.steps import RecordedTask, StepPlan
@@ -45,10 +44,6 @@ from .settings import ResourceSettings, TrainSettings
 RAM: Final = "ram"
 DISK: Final = "disk"
 
-DISK_LINK: Final = (1e-4, 4e8)
-"""Seconds and bytes per second of one of the requests in flight of a disk that nobody has measured."""
-MEMORY_LINK: Final = (2e-5, 5e9)
-"""The same of a copy between RAM and a simulated device."""
 DEVICE_BANDWIDTH: Final = 2e12
 """Bytes per second that an imaginary device reads and writes of its own memory."""
 DEVICE_FLOPS: Final = 1e14
@@ -148,7 +143,7 @@ def this_machine(settings: TrainSettings) -> Target:
     models = Models()
     open_store([name for name, _ in nodes]).load(models)
     bandwidth = float(parse_size(resources.sim_bandwidth, "--sim-bandwidth")) if resources.sim_bandwidth else None
-    _declare_links(models, len(nodes), disk is not None, MEMORY_LINK if bandwidth is None else (0.0, bandwidth), force=bandwidth is not None)
+    models.declare_links(len(nodes), storage=disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
     return Target(tuple(workers), tuple(nodes), disk is not None, models)
 
 
@@ -180,20 +175,8 @@ def imaginary(devices: str, settings: TrainSettings, link: str = "") -> Target:
     workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]
     workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
     models = Models()
-    _declare_links(models, len(nodes), disk is not None, (1e-5, bandwidth), force=True)
+    models.declare_links(len(nodes), storage=disk is not None, given=(1e-5, bandwidth))
     return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
-
-
-def _declare_links(models: Models, num_nodes: int, storage: bool, link: tuple[float, float], *, force: bool) -> None:
-    """Say what is known of links without copies; with `force`, of links between memories even where copies were measured."""
-    for source, target in permutations(range(num_nodes), 2):
-        ends = NodeId(source), NodeId(target)
-        if storage and num_nodes - 1 in ends:
-            models.declare(*ends, *DISK_LINK)
-        elif force:
-            models.links[ends] = LinkModel(*link)
-        else:
-            models.declare(*ends, *link)
 
 
 def with_coarse_tiles(settings: TrainSettings, config: GPT2Config, target: Target) -> TrainSettings:

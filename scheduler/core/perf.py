@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Final, NamedTuple, Protocol, cast
 
 from .records import NodeId, Task, WorkerKind
@@ -32,6 +32,12 @@ REFIT: Final = 8
 
 UNKNOWN_SECONDS: Final = 1e-4
 """What a task without measurements and cost function is taken to last."""
+
+MEMORY_LINK: Final = (2e-5, 5e9)
+"""Seconds and bytes per second of a copy between memories, until one has been measured."""
+
+DISK_LINK: Final = (1e-4, 4e8)
+"""The same of one of the requests in flight of a disk."""
 
 Key = tuple[str, int, str]
 """(codelet name, footprint, worker kind)."""
@@ -241,20 +247,22 @@ class LinkModel:
     Args:
         latency: seconds, until copies have been measured.
         bandwidth: bytes per second, likewise.
+        is_given: whether that is how the link is, whatever copies take: of simulated links and imaginary machines.
 
     Attributes:
         samples: (bytes, seconds) of the latest copies.
     """
 
-    def __init__(self, latency: float = 2e-5, bandwidth: float = 5e9) -> None:
+    def __init__(self, latency: float = MEMORY_LINK[0], bandwidth: float = MEMORY_LINK[1], *, is_given: bool = False) -> None:
         self.latency = latency
         self.bandwidth = bandwidth
+        self.is_given = is_given
         self.samples: deque[tuple[int, float]] = deque(maxlen=KEPT_COPIES)
         self._num_new = 0
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Record the time a copy took, waiting for the link not included."""
-        if nbytes <= 0 or seconds <= 0.0:
+        if nbytes <= 0 or seconds <= 0.0 or self.is_given:
             return
         self.samples.append((nbytes, seconds))
         self._num_new += 1
@@ -291,7 +299,7 @@ class Models:
 
     Attributes:
         history: durations of tasks.
-        links: models of links by (source, target); `declare` says what is known of one before any copy.
+        links: models of links by (source, target); `declare_links` says what is known of them before any copy.
     """
 
     def __init__(self, rates: Mapping[WorkerKind, Rate] = RATES) -> None:
@@ -316,11 +324,20 @@ class Models:
         """Take note of how long a copy took once it had the link to itself."""
         self._link(source, target).add(nbytes, seconds)
 
-    def declare(self, source: NodeId, target: NodeId, latency: float, bandwidth: float) -> None:
-        """Say what is known of a link, seconds and bytes per second; where copies have been measured, they know better."""
-        link = self.links.get((source, target))
-        if link is None or not link.samples:
-            self.links[source, target] = LinkModel(latency, bandwidth)
+    def declare_links(self, num_nodes: int, *, storage: bool, given: tuple[float, float] | None = None) -> None:
+        """Say what is known of the links between nodes before any copy; where copies have been measured, they know better.
+
+        Args:
+            storage: whether the last node is a disk tier.
+            given: latency in seconds and bytes per second of every link between memories, if they are simulated or imaginary.
+        """
+        for source, target in permutations(range(num_nodes), 2):
+            ends = NodeId(source), NodeId(target)
+            is_disk = storage and num_nodes - 1 in ends
+            if given is not None and not is_disk:
+                self.links[ends] = LinkModel(*given, is_given=True)
+            elif ends not in self.links or not self.links[ends].samples:
+                self.links[ends] = LinkModel(*(DISK_LINK if is_disk else MEMORY_LINK))
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
         """The median of what was measured, else a guess."""

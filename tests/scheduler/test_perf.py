@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import Codelet, Cost
-from scheduler.core.perf import KEPT, UNKNOWN_SECONDS, History, LinkModel, Models, Rate, footprint
+from scheduler.core.perf import DISK_LINK, KEPT, MEMORY_LINK, UNKNOWN_SECONDS, History, LinkModel, Models, Rate, footprint
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
 from scheduler.storage.perfstore import PerfStore, default_directory, machine_fingerprint
 from tiles.tensor import TileView
 
-RAM, GPU = NodeId(0), NodeId(1)
+RAM, GPU, DISK = NodeId(0), NodeId(1), NodeId(2)
 KEY = ("gemm", 1, "cpu")
 COST = Codelet("gemm", cost=lambda views, constants: Cost(2.0 * views[0].shape[0] ** 3, float(views[0].nbytes)))
 
@@ -117,13 +117,22 @@ def test_links_of_one_size_have_no_latency() -> None:
     for seconds in (2.0, 2.0, 9.0, 2.0, 0.0, -1.0):
         link.add(100, seconds)
     assert (link.seconds(100), link.seconds(200)) == (2.0, 4.0)
+
+
+def test_what_is_known_of_links_before_any_copy() -> None:
+    """Rough rates until a copy was measured, slower ones for the disk; a link that is given stays as it is, whatever copies take."""
     models = Models()
-    models.declare(RAM, GPU, 1.0, 100.0)
-    assert models.transfer_seconds(RAM, GPU, 200) == 3.0
+    models.declare_links(3, storage=True)
+    assert models.transfer_seconds(RAM, GPU, 10**9) == pytest.approx(10**9 / MEMORY_LINK[1], rel=1e-3)
+    assert models.transfer_seconds(GPU, DISK, 10**9) == pytest.approx(10**9 / DISK_LINK[1], rel=1e-3)
     assert models.transfer_seconds(GPU, GPU, 200) == 0.0
     models.record_copy(RAM, GPU, 100, 5.0)
-    models.declare(RAM, GPU, 1.0, 100.0)
+    models.declare_links(3, storage=True)
     assert models.transfer_seconds(RAM, GPU, 100) == 5.0
+    models.declare_links(3, storage=True, given=(1.0, 100.0))
+    models.record_copy(RAM, GPU, 100, 5.0)
+    assert models.transfer_seconds(RAM, GPU, 200) == 3.0
+    assert not models.links[RAM, GPU].samples
 
 
 def store(directory: Path, *names: str, threads: int = 1) -> PerfStore:

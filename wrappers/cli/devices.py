@@ -73,10 +73,10 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         UsageError: a flag is wrong.
     """
     from nntask.trainer.flops import gemm_peak
-    from nntask.trainer.places import DISK_LINK, MEMORY_LINK, memory_bandwidth, open_store, this_machine
+    from nntask.trainer.places import memory_bandwidth, open_store, this_machine
     from nntask.trainer.rules import check_values
     from nntask.trainer.settings import ResourceSettings, TrainSettings
-    from scheduler.core.perf import Models
+    from scheduler.core.perf import DISK_LINK, MEMORY_LINK, Models
 
     resources = ResourceSettings(ncpu=settings.ncpu, sim_gpu=settings.sim_gpu, gpu_memory=settings.gpu_memory, ram=settings.ram, disk=settings.disk)
     asked = TrainSettings(resources=resources)
