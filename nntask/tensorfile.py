@@ -21,6 +21,7 @@ import numpy as np
 from tiles import TileTensor
 
 from .errors import DataError, Diverged, StorageError, UsageError
+from .fileranges import FileRange, OpenFile, strides_of
 
 _NAMES: Final[dict[np.dtype[Any], str]] = {
     np.dtype(np.float64): "F64",
@@ -99,17 +100,8 @@ def save_tensors(
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str], *, finite: bool) -> int:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset, kinds = 0, {}
-    for name, tensor in tensors.items():
-        kind = dtype if dtype is not None and _NAMES[tensor.dtype] in _FLOATS else tensor.dtype
-        nbytes = prod(tensor.shape) * kind.itemsize
-        header[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
-        kinds[name] = kind
-        offset += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = len(text).to_bytes(8, "little") + text
+    kinds = {name: dtype if dtype is not None and _NAMES[tensor.dtype] in _FLOATS else tensor.dtype for name, tensor in tensors.items()}
+    start, _ = header_of({name: (tensor.shape, kinds[name]) for name, tensor in tensors.items()}, metadata)
     file.write(start)
     checksum = zlib.crc32(start)
     for name, tensor in tensors.items():
@@ -125,6 +117,24 @@ def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[A
             file.write(raw)
             checksum = zlib.crc32(raw, checksum)
     return checksum
+
+
+def header_of(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """What a file begins with, and the bytes [first, last) of each tensor behind that.
+
+    Args:
+        tensors: name -> (shape, element type).
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places = {}
+    offset = 0
+    for name, (shape, dtype) in tensors.items():
+        places[name] = offset, offset + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": list(places[name])}
+        offset = places[name][1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def checksum_of(path: str | os.PathLike[str]) -> int:
@@ -265,6 +275,18 @@ class TensorFile:
                 _, *inner = tensor.tiling.slices(index)
                 with tensor.runtime.acquire(tensor[index], "W") as view:
                     view[...] = band[(slice(None), *inner)]
+
+    def ranges(self) -> dict[str, FileRange]:
+        """Where each tensor lies; the ranges stay open when this file is closed.
+
+        Raises:
+            DataError: the file cannot be opened again.
+        """
+        try:
+            file = OpenFile(self.path)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}; copy it again") from None
+        return {name: FileRange(file, e.dtype, self._data + e.first, e.shape, strides_of(e.shape, e.dtype)) for name, e in self.entries.items()}
 
     def _entry(self, name: str, value: Mapping[str, Any], available: int) -> Entry:
         dtype, shape = _DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])

@@ -318,6 +318,11 @@ class Engine:
         failure, self._failure = self._failure, None
         return failure
 
+    @property
+    def unseen_failure(self) -> BaseException | None:
+        """The first failure of a task outside recorded steps since the last wait."""
+        return self._failure
+
     def wait_for_room(self) -> None:
         """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
         if not self.machine.dispatch.host.assigned:

@@ -4,6 +4,9 @@ REDUX is rewritten here, before any scheduler sees it. Contribution *i* to a han
 The kernel is told with ``accumulate=False`` when it is the first to write its lane (so nobody clears memory first). The next access of
 another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... Everything follows from submission
 order and L alone, never from workers or time, hence results are the same bits on any machine.
+
+Sources are rewritten here as well. A handle with a source holds nothing until somebody asks for it; then the front end submits the source's
+task, which writes the handle, right before the task that asked. Recording asks for nothing; the first replay does.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ class ReleaseInbox(Protocol):
         """Take the record of a handle that no program references any more."""
 
 
+Source = Callable[["Handle"], None]
+"""Submits the task that writes a handle, for example one that reads it from a file."""
+
+
 class Handle:
     """A piece of data the scheduler moves and tracks.
 
@@ -49,6 +56,7 @@ class Handle:
         "nbytes",
         "num_contributions",
         "record",
+        "source",
         "view",
         "written",
     )
@@ -76,6 +84,7 @@ class Handle:
         self.written = False
         self.num_contributions = 0
         self.lanes: list[Handle] | None = None
+        self.source: Source | None = None
 
     def __del__(self) -> None:
         inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed
@@ -103,6 +112,7 @@ class TaskRuntime(abc.ABC):
             raise ValueError(f"lanes must be at least 1, got {lanes}; use --lanes 1 for plain sums")
         self.lanes = lanes
         self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._unread: weakref.WeakSet[Handle] = weakref.WeakSet()
 
     @abc.abstractmethod
     def handle(
@@ -116,6 +126,21 @@ class TaskRuntime(abc.ABC):
         combine: Codelet | None = None,
     ) -> Handle:
         """Register data of `nbytes` bytes; no memory is taken before the first task writes it."""
+
+    def attach(self, handle: Handle, source: Source) -> None:
+        """Let `source` write `handle` when it is first asked for; until then it takes no memory, and overwriting it forgets the source.
+
+        Whatever the handle holds now is as good as overwritten.
+        """
+        handle.source = source
+        self._unread.add(handle)
+
+    def _settle(self, handle: Handle, *, keep: bool) -> None:
+        """Submit the task of the handle's source, or forget the source when the handle is about to be overwritten."""
+        source, handle.source = handle.source, None
+        self._unread.discard(handle)
+        if keep and source is not None:
+            source(handle)
 
     @abc.abstractmethod
     def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
@@ -161,6 +186,8 @@ class TaskRuntime(abc.ABC):
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if need be")
         plain: list[Access] = []
         for handle, mode in accesses:
+            if handle.source is not None and not self.recording:
+                self._settle(handle, keep=mode != W)
             if mode == REDUX:
                 handle, mode, accumulate = self._contribute(handle)
                 constants = {**(constants or {}), "accumulate": accumulate}

@@ -33,6 +33,8 @@ class InlineRuntime(TaskRuntime):
 
     def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
         """Lend the data; there is nothing to wait for."""
+        if handle.source is not None:
+            self._settle(handle, keep=mode != "W")
         if mode != SCRATCH and handle.lanes is not None:
             self._combine(handle, keep=mode != "W")
         if mode not in ("R", SCRATCH):

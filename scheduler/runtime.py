@@ -130,6 +130,8 @@ class Runtime(RecordingRuntime):
             RecordingError: a step is being recorded.
         """
         self._refuse_while_recording(handle.record)
+        if handle.source is not None:
+            self._settle(handle, keep=mode != W)
         if handle.lanes is not None:
             self._combine(handle, keep=mode != W)
         if mode != R:
@@ -284,6 +286,16 @@ class Runtime(RecordingRuntime):
         """What the waiter stands for happened."""
         self._engine.room.wake(waiter)
 
+    def settle_sources(self, plan: StepPlan, handles: Mapping[HandleRecord, Handle]) -> None:
+        """Submit the tasks of the sources of `handles`, which a replay of `plan` is about to use, in the order it uses them."""
+        if self._unread:
+            uses = plan.uses
+            for handle in sorted(
+                (handle for record, handle in handles.items() if handle.source is not None and record in uses),
+                key=lambda handle: uses[handle.record].positions[0],
+            ):
+                self._settle(handle, keep=uses[handle.record].needs_data)
+
     def start_replay(self, replay: Replay, ticket: Ticket) -> None:
         """Begin a replay; `ticket` learns how it ends."""
         self._engine.start_replay(replay, ticket.end)
@@ -292,6 +304,11 @@ class Runtime(RecordingRuntime):
     def tier_failure(self) -> TierFailed | None:
         """The first failure of the disk tier, which explains whatever data is lost since."""
         return self._engine.tier_failure
+
+    @property
+    def unseen_failure(self) -> BaseException | None:
+        """What `wait` would raise of tasks that have ended: the first failure outside recorded steps, which may have cancelled tasks of one."""
+        return self._engine.unseen_failure
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """What happened so far: bytes per node and link, tasks, evictions, seconds in kernels and stalled (see `core.stalls`).

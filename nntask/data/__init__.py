@@ -2,11 +2,13 @@
 
 from .dataset import DATASETS, Dataset, DataSpec, check_spec, open_dataset
 from .order import Batch, BatchStream, Cursor, in_order
+from .tokenizer import FILE_NAME as TOKENIZER
 from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from .tokens import TokenFile
 
 __all__ = [
     "DATASETS",
+    "TOKENIZER",
     "Batch",
     "BatchStream",
     "ByteTokenizer",

@@ -10,11 +10,12 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ..errors import DataError
+from .rows import TABLES, RowText, check_tables
+from .texts import Corpus, Text
 
 STDLIB_NBYTES: Final = 8_000_000
 _SKIPPED: Final = frozenset(
@@ -22,55 +23,6 @@ _SKIPPED: Final = frozenset(
 )
 _TOPICS: Final = "pydoc/"
 _VALIDATION_SHARE: Final = 20
-_PIECE_NBYTES: Final = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """One text: its name in the corpus, and its file or, for text that is in no file, its content."""
-
-    name: str
-    path: Path | None
-    content: str = ""
-
-    def pieces(self) -> Iterator[str]:
-        """The text in pieces of about 1 MiB that end at a line's end; bytes that are not UTF-8 are replaced."""
-        if self.path is None:
-            yield self.content
-            return
-        try:
-            with self.path.open("rb") as file:
-                while lines := file.readlines(_PIECE_NBYTES):
-                    yield b"".join(lines).decode("utf-8", "replace")
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
-
-    def digest(self) -> bytes:
-        """A hash of the text."""
-        digest = hashlib.sha256()
-        for piece in self.pieces():
-            digest.update(piece.encode("utf-8"))
-        return digest.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Texts for training and for validation."""
-
-    name: str
-    train: tuple[Text, ...]
-    validation: tuple[Text, ...]
-
-    def fingerprints(self) -> tuple[str, str]:
-        """A hash of the training texts, and one of these and the validation texts. Names do not count: what they decide is order and split."""
-        digest = hashlib.sha256()
-        for text in self.train:
-            digest.update(text.digest())
-        train = digest.hexdigest()
-        digest.update(b"validation")
-        for text in self.validation:
-            digest.update(text.digest())
-        return train, digest.hexdigest()
 
 
 def stdlib_corpus(select: int = -1) -> Corpus:
@@ -96,7 +48,7 @@ def stdlib_corpus(select: int = -1) -> Corpus:
 
 
 def text_corpus(path: str | os.PathLike[str], select: int = -1, flag: str = "--dataset-path") -> Corpus:
-    """A text file, or all files of a directory (sorted by name, hidden ones left out).
+    """A text, parquet or arrow file, or all files of a directory (sorted by name, hidden ones left out).
 
     Args:
         select: only the first `select` texts; -1 for all.
@@ -112,8 +64,13 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, flag: str = "--d
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise DataError(f"{flag} {root} holds no text; give a text file or a directory of text files that are not empty")
-    texts = [Text(file.relative_to(root).as_posix() if root.is_dir() else file.name, file) for file in files]
+    check_tables(files)
+    texts = [_text(file.relative_to(root).as_posix() if root.is_dir() else file.name, file) for file in files]
     return _split(root.name, texts[:select] if select > 0 else texts)
+
+
+def _text(name: str, file: Path) -> Text:
+    return RowText(name, None, files=(file,)) if file.suffix in TABLES else Text(name, file)
 
 
 def _split(name: str, texts: Sequence[Text]) -> Corpus:

@@ -1,4 +1,4 @@
-"""Datasets by name: `stdlib`, `text` and `train.bin` become one or two token files, and a tokenizer where there is one.
+"""Datasets by name: `stdlib`, `text`, `WikiText-103` and `train.bin` become one or two token files, and a tokenizer where there is one.
 
 Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary; the files there are
 written under another name and renamed, so a process that dies leaves nothing half written behind.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,11 +20,14 @@ import numpy as np
 
 from ..environment import cache_directory
 from ..errors import DataError, UsageError
-from .corpus import Corpus, Text, stdlib_corpus, text_corpus
+from .corpus import stdlib_corpus, text_corpus
+from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, wikitext_corpus
+from .texts import Corpus, Text
 from .tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
 from .tokens import DTYPES, TokenFile, write_sidecar
 
-DATASETS: Final = ("stdlib", "text", "train.bin")
+DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin")
+_OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
 _TRAINING_NBYTES: Final = 8_000_000
 _FORMAT: Final = "2"  # raise when the meaning of cached files changes
 
@@ -33,11 +37,12 @@ class DataSpec:
     """What the user asked for.
 
     Args:
-        dataset: "stdlib", "text" or "train.bin".
-        path: file or directory of "text"; file, or directory that holds train.bin, of "train.bin".
+        dataset: "stdlib", "text", "WikiText-103" or "train.bin".
+        path: file or directory of "text"; directory of "WikiText-103", empty for one in the cache; file, or directory that holds train.bin, of
+            "train.bin".
         val_path: validation text or tokens; empty for what the dataset brings along.
-        select: only the first `select` texts (sequences of a token file); -1 for all.
-        tokenizer: "auto", "bpe", "bytes", or the name of one to be found in `tokenizer_path`.
+        select: only the first `select` texts (rows of WikiText, sequences of a token file); -1 for all.
+        tokenizer: "auto", "bpe", "bytes", or the name of one on the Hub, which may lie in `tokenizer_path` already.
         tokenizer_path: directory with tokenizer.json; empty to train one on the text.
         vocab_size: the model's vocabulary.
     """
@@ -80,24 +85,61 @@ def check_spec(spec: DataSpec) -> None:
             f"--dataset {spec.dataset} is not available: this version reads {', '.join(DATASETS)}; "
             "save the texts as files and use --dataset text --dataset-path DIR"
         )
-    if spec.dataset != "stdlib" and not spec.path:
+    if spec.dataset not in ("stdlib", WIKITEXT) and not spec.path:
         raise UsageError(f"--dataset {spec.dataset} needs --dataset-path, a file or a directory; add it")
     if spec.dataset == "stdlib" and spec.path:
         tokens = _train_bin(spec.path)
         kind = "train.bin" if tokens.suffix == ".bin" and tokens.is_file() else "text"
         raise UsageError(f"--dataset-path {spec.path} is not read by --dataset stdlib, the default; add --dataset {kind}, or drop --dataset-path")
+    fetched = {"--dataset-path": spec.dataset == WIKITEXT, "--tokenizer-path": spec.tokenizer not in _OWN_TOKENIZERS}
     for flag, path in (("--dataset-path", spec.path), ("--val-path", spec.val_path), ("--tokenizer-path", spec.tokenizer_path)):
-        if path and not Path(path).exists():
+        if path and not Path(path).exists() and not fetched.get(flag):
             raise DataError(f"{flag} {path} does not exist; give an existing file or directory")
-    if spec.tokenizer not in ("auto", "bpe", "bytes") and not spec.tokenizer_path:
-        raise UsageError(
-            f"--tokenizer {spec.tokenizer} is not available: this version offers auto, bpe and bytes, "
-            f"or a directory with {FILE_NAME} through --tokenizer-path"
-        )
+    if spec.dataset == WIKITEXT:
+        check_wikitext(spec.path, _advice(spec))
+    if spec.tokenizer not in _OWN_TOKENIZERS:
+        check_tokenizer(spec.tokenizer, spec.tokenizer_path, _advice(spec))
     if spec.tokenizer == "bpe" and not have_tokenizers():
         raise DataError("--tokenizer bpe needs the tokenizers package; pip install tokenizers, or use --tokenizer bytes")
     if spec.dataset == "train.bin":
         TokenFile(_train_bin(spec.path), vocab_size=spec.vocab_size).close()
+
+
+def _advice(spec: DataSpec) -> str:
+    """How to have data without the Hub."""
+    flags = {"dataset": spec.dataset, "dataset-path": spec.path, "tokenizer": spec.tokenizer, "tokenizer-path": spec.tokenizer_path}
+    select = f" --dataset-select {spec.select}" if spec.select != -1 else ""
+    command = "nntask data prepare" + "".join(f" --{name} {shlex.quote(value)}" for name, value in flags.items() if value) + select
+    return f"on a machine that reaches it run: {command} --output DIR; then copy DIR here and use --dataset train.bin --dataset-path DIR"
+
+
+def located(spec: DataSpec) -> DataSpec:
+    """The spec with the place of a named tokenizer, fetched if need be.
+
+    Raises:
+        DataError: it cannot be fetched.
+    """
+    if spec.tokenizer in _OWN_TOKENIZERS:
+        return spec
+    return replace(spec, tokenizer_path=str(fetched_tokenizer(spec.tokenizer, spec.tokenizer_path)))
+
+
+def corpus_of(spec: DataSpec) -> Corpus:
+    """The texts that a spec names.
+
+    Raises:
+        DataError: they are missing, or cannot be fetched.
+    """
+    if spec.dataset == "stdlib":
+        corpus = stdlib_corpus(spec.select)
+    elif spec.dataset == WIKITEXT:
+        corpus = wikitext_corpus(spec.path, spec.select)
+    else:
+        corpus = text_corpus(spec.path, spec.select)
+    if spec.val_path:
+        extra = text_corpus(spec.val_path, flag="--val-path")
+        corpus = Corpus(corpus.name, corpus.train + corpus.validation, extra.train + extra.validation)
+    return corpus
 
 
 def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence: None) -> Dataset:
@@ -110,24 +152,31 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
         DataError: the data is missing, broken, or does not fit the vocabulary.
     """
     check_spec(spec)
+    spec = located(spec)
     if spec.dataset == "train.bin":
         return _open_tokens(spec)
-    corpus = stdlib_corpus(spec.select) if spec.dataset == "stdlib" else text_corpus(spec.path, spec.select)
-    if spec.val_path:
-        extra = text_corpus(spec.val_path, flag="--val-path")
-        corpus = Corpus(corpus.name, corpus.train + corpus.validation, extra.train + extra.validation)
+    corpus = corpus_of(spec)
     with _cache_errors():
         fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {_tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
-        tokenizer = _tokenizer(spec, corpus, directory, report)
-        if tokenizer.vocab_size > spec.vocab_size:
-            raise DataError(
-                f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {spec.vocab_size}; "
-                f"set vocab_size to at least {tokenizer.vocab_size} in the config, or use another tokenizer"
-            )
+        tokenizer = tokenizer_of(spec, corpus, directory, report)
+        _check_vocabulary(tokenizer, spec)
         train = _encoded(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = _encoded(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
     return Dataset(spec.dataset, train, validation, tokenizer, fingerprint)
+
+
+def _check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
+    """Check that the model knows every id of the tokenizer; it may know more, which are never used.
+
+    Raises:
+        DataError: it does not.
+    """
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {spec.vocab_size}; "
+            f"set vocab_size to at least {tokenizer.vocab_size} in the config, or use another tokenizer"
+        )
 
 
 def _open_tokens(spec: DataSpec) -> Dataset:
@@ -139,8 +188,10 @@ def _open_tokens(spec: DataSpec) -> Dataset:
     has_validation = bool(spec.val_path) or (beside.exists() and beside != path)
     validation = TokenFile(val_path, vocab_size=spec.vocab_size, flag="--val-path") if has_validation else None
     tokenizer: Tokenizer | None = None
-    if spec.tokenizer_path:
-        tokenizer = load_tokenizer(spec.tokenizer_path)
+    known = path.with_name(FILE_NAME)
+    if spec.tokenizer_path or (spec.tokenizer == "auto" and known.is_file()):
+        tokenizer = load_tokenizer(spec.tokenizer_path or known)
+        _check_vocabulary(tokenizer, spec)
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
     return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select)
@@ -160,8 +211,8 @@ def _tokenizer_key(spec: DataSpec) -> str:
     return f"{kind} {spec.vocab_size}"
 
 
-def _tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of `spec`: loaded, plain bytes, from the cache, or trained now."""
+def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer of `spec`: loaded, plain bytes, from `directory`, or trained now and kept there."""
     if spec.tokenizer_path:
         return load_tokenizer(spec.tokenizer_path)
     if spec.tokenizer == "bytes" or not have_tokenizers():
@@ -192,22 +243,29 @@ def _head(texts: tuple[Text, ...], nbytes: int) -> Iterator[str]:
 
 def _encoded(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]) -> TokenFile:
     """The token file of `texts`, from the cache or written now."""
-    dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
     if not path.is_file():
-        report(f"tokenising {len(texts)} texts to {path}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            temporary = Path(scratch, path.name)
-            end = np.array([tokenizer.end_of_text], dtype).tobytes()
-            with temporary.open("wb") as file:
-                for text in texts:
-                    for piece in text.pieces():
-                        file.write(tokenizer.encode([piece])[0].astype(dtype).tobytes())
-                    file.write(end)
-            write_sidecar(path, dtype)
-            os.replace(temporary, path)
+        write_tokens(texts, path, tokenizer, report)
     with _broken_cache(path.parent):
         return TokenFile(path, vocab_size=vocab_size)
+
+
+def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> int:
+    """Write the token file of `texts`, under another name first; returns the number of tokens."""
+    dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        temporary = Path(scratch, path.name)
+        end = np.array([tokenizer.end_of_text], dtype).tobytes()
+        with temporary.open("wb") as file:
+            for text in texts:
+                for piece in text.pieces():
+                    file.write(tokenizer.encode([piece])[0].astype(dtype).tobytes())
+                file.write(end)
+            num_tokens = file.tell() // dtype.itemsize
+        write_sidecar(path, dtype)
+        os.replace(temporary, path)
+    return num_tokens
 
 
 @contextlib.contextmanager

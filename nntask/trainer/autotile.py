@@ -38,7 +38,7 @@ from ..tiletable import FLAG, add_row, read_table, shape_of
 from ..tiling import Limits, ModelTiling, cut, table_limits
 from .fitting import capture, count_minibatches, least_needs, no_collections
 from .gpt2 import Gpt2Engine
-from .machine import as_divergence, open_runtime
+from .machine import open_runtime, told
 from .outputs import check_writable
 from .places import this_machine
 from .prepare import Prepared, open_tiles, prepare, with_tiling
@@ -247,7 +247,7 @@ def _run(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, stopp
     except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed) as error:
         if runtime.tier_failure is not None:
             raise StorageError(f"{runtime.tier_failure}; the run has not begun, name another place with --disk") from error
-        raise as_divergence(error) from error
+        raise told(error) from error
 
 
 def _laps(engine: Gpt2Engine, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:

@@ -56,14 +56,14 @@ class _Recorded:
         return value
 
 
-def build_model(config: GPT2Config, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings) -> GPT2:
-    """The model that `settings` ask for, its first weights on the way."""
+def build_model(config: GPT2Config, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings, *, fill: bool = True) -> GPT2:
+    """The model that `settings` ask for, its first weights on the way, or without `fill` unwritten, for weights that are loaded."""
     return GPT2(
         config,
         tiling,
         runtime,
         dtype=DTYPES[settings.model.dtype],
-        seed=settings.data.seed,
+        seed=settings.data.seed if fill else None,
         recompute=settings.model.recompute == "block",
         flash=settings.model.flashattention,
     )
@@ -177,8 +177,8 @@ class _InFlight:
 class Gpt2Engine(Inference):
     """A GPT-2, its optimizer and their recorded step."""
 
-    def __init__(self, config: GPT2Config, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings) -> None:
-        super().__init__(config, tiling, runtime, settings)
+    def __init__(self, config: GPT2Config, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: GPT2 | None = None) -> None:
+        super().__init__(config, tiling, runtime, settings, model)
         self.optimizer = build_optimizer(self.model, settings)
         self._minibatch = settings.tiling.minibatch
         count = (settings.tiling.batch or 1) // self._minibatch

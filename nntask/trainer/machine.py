@@ -11,7 +11,7 @@ from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.runtime import Runtime
 from scheduler.trace import Trace
 
-from ..errors import Diverged, DoesNotFit, StorageError
+from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from ..sizes import parse_size
 from .places import DISK, cannot_reserve
 from .rules import disk_of, trace_range
@@ -112,8 +112,15 @@ class Tracer:
             raise StorageError(f"cannot write the trace {self._path}: {error.strerror}; choose another place with --trace") from error
 
 
-def as_divergence(error: Exception) -> Exception:
-    """`Diverged` when --check-finite stopped the task, otherwise the error itself."""
+def told(error: Exception, earlier: BaseException | None = None) -> Exception:
+    """What the user is told of a task that failed: a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error itself.
+
+    Args:
+        earlier: a failure outside the recorded step, such as one to read weights, that may have cancelled the task.
+    """
+    for cause in (error.__cause__, earlier.__cause__ if earlier is not None else None):
+        if isinstance(cause, NntaskError):
+            return cause
     if isinstance(error.__cause__, FoundNaN):
         return Diverged(f"{error.__cause__}; lower --lr, raise --warmup-steps or set --grad-clip 1")
     return error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoints import STATE, Checkpoint, run_of, step_directories
-from ..data import DataSpec, check_spec
+from ..data import TOKENIZER, DataSpec, check_spec
 from ..errors import DataError, UsageError
 from ..models.config import GPT2Config
 from ..schedule import make_schedule
@@ -46,7 +46,7 @@ def prepare(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | N
         UsageError: a rule is broken, or the run differs from the one it continues.
         DataError: data or a checkpoint is missing or broken, or a place cannot be written.
     """
-    settings, tiling = with_tiles(resolve(settings, config), config)
+    settings, tiling = with_tiles(with_tokenizer(resolve(settings, config)), config)
     make_schedule(
         settings.optimizer.schedule,
         settings.optimizer.lr or 0.0,
@@ -63,6 +63,25 @@ def prepare(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | N
     _check_files(settings)
     check_spec(data)
     return Prepared(settings, config, tiling, data, run, resumed)
+
+
+def with_tokenizer(settings: TrainSettings) -> TrainSettings:
+    """Settings with the tokenizer that belongs to the weights of --init-from, where no other was asked for.
+
+    Raises:
+        DataError: text is to be read, and the directory has no tokenizer.
+    """
+    begin, data = settings.checkpoints.init_from, settings.data
+    if not begin or data.tokenizer != "auto" or data.tokenizer_path or settings.checkpoints.resume:
+        return settings
+    if (Path(begin) / TOKENIZER).is_file():
+        return replace(settings, data=replace(data, tokenizer_path=begin))
+    if data.dataset == "train.bin":
+        return settings
+    raise DataError(
+        f"--init-from {begin} has no {TOKENIZER}, and its weights know the ids of one tokenizer only; name it with --tokenizer-path DIR, "
+        "or train on token ids with --dataset train.bin"
+    )
 
 
 def with_tiles(settings: TrainSettings, config: GPT2Config) -> tuple[TrainSettings, ModelTiling]:
@@ -108,7 +127,9 @@ def data_spec(settings: TrainSettings, config: GPT2Config) -> DataSpec:
 
 def model_name(settings: TrainSettings) -> str:
     """What the run is called after."""
-    path = settings.model.config_path
+    path, begin = settings.model.config_path, settings.checkpoints.init_from
+    if begin:
+        return Path(begin).resolve().name
     return Path(path).stem if path else settings.model.model or "tiny"
 
 

@@ -135,6 +135,10 @@ def _check_combinations(settings: TrainSettings) -> None:
     model, tiling, resources = settings.model, settings.tiling, settings.resources
     if model.model is not None and model.config_path is not None:
         raise UsageError(f"--model {model.model} and --config-path {model.config_path} both name a model; drop one of them")
+    begin = settings.checkpoints.init_from
+    for flag, value in (("--model", model.model), ("--config-path", model.config_path), ("--load-checkpoint", settings.checkpoints.load_checkpoint)):
+        if begin and value:
+            raise UsageError(f"--init-from {begin} brings its own config and weights, and {flag} {value} names others; drop one of them")
     if resources.restrict == "cuda":
         raise UsageError("--restrict=cuda needs a GPU and this version uses none; drop --restrict=cuda")
     if model.fp32_fast_tf32 and model.dtype not in ("auto", "fp32", "tf32"):
@@ -200,7 +204,7 @@ def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
         settings.run,
         settings.checkpoints,
     )
-    tiny = model.model in (None, TINY) and model.config_path is None
+    tiny = model.model in (None, TINY) and model.config_path is None and not checkpoints.init_from
     if tiny:
         model = replace(model, model=TINY)
     if model.fp32_fast_tf32:

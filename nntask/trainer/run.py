@@ -30,7 +30,7 @@ from .fitting import check_fit
 from .flops import FlopCounts, flop_counts, gemm_peak
 from .gpt2 import Gpt2Engine
 from .loop import Loop, Plan
-from .machine import Tracer, as_divergence, does_not_fit, open_runtime
+from .machine import Tracer, does_not_fit, open_runtime, told
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, state_of
@@ -41,6 +41,7 @@ from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
 from .traffic import is_worth_telling, traffic_report
+from .weights import check_start, model_to_start_from
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
@@ -91,7 +92,7 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
         runtime = open_runtime(settings)
         try:
             with runtime:  # in the try: it waits at its end for tasks that may have failed
-                engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings)
+                engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings, model_to_start_from(prepared, runtime))
                 dataset = open_dataset(prepared.data, printer.say)
                 stream = _stream(prepared, dataset)
                 counts = _counts(prepared)
@@ -103,7 +104,7 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
         except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed) as error:
             if runtime.tier_failure is not None:  # a read that failed loses data, and its readers are cancelled one after another
                 raise StorageError(f"{runtime.tier_failure}; the last checkpoint is safe") from error
-            raise as_divergence(error) from error
+            raise told(error, runtime.unseen_failure) from error
         except scheduler_errors.DoesNotFit as error:
             raise does_not_fit(error, settings.resources) from error
 
@@ -261,6 +262,7 @@ def _check_weights(prepared: Prepared, model: Mapping[str, TileTensor], optimize
             file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
     if prepared.resumed is not None:
         prepared.resumed.verify(MODEL, OPTIMIZER)
+    check_start(prepared, model)
 
 
 def _load_weights(prepared: Prepared, engine: Gpt2Engine) -> None:

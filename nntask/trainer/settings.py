@@ -75,17 +75,17 @@ class DataSettings:
     """What it learns from."""
 
     dataset: str = "stdlib"
-    """stdlib (this machine's Python library), text (--dataset-path: file or directory), train.bin (--dataset-path)"""
+    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin (--dataset-path)"""
     dataset_path: str = ""
-    """file or directory of the dataset"""
+    """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
     val_path: str = ""
     """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
     dataset_select: int = -1
-    """use the first N texts (sequences of train.bin); -1 for all"""
+    """use the first N texts (rows of WikiText-103, sequences of train.bin); -1 for all"""
     tokenizer: str = "auto"
-    """bpe (trained on the text, as many ids as the model's vocabulary), bytes, or a name for --tokenizer-path; auto: bpe where installed"""
+    """bpe (trained on the text, as many ids as the model's vocabulary), bytes, or a name on the Hub; auto: bpe where installed"""
     tokenizer_path: str = ""
-    """directory with tokenizer.json"""
+    """directory with tokenizer.json; a tokenizer with a name is fetched to it if it is not there"""
     seed: int = 0
     """of weights, shuffling, dropout and sampling"""
 
@@ -168,6 +168,8 @@ class CheckpointSettings:
     """checkpoint every N steps and at the end; 0 means never (default: only at the end)"""
     keep_checkpoints: int = 3
     """how many checkpoints to keep"""
+    init_from: str = ""
+    """start from the model in this directory, config, weights and tokenizer, as transformers writes it; instead of --model"""
     load_checkpoint: str = ""
     """start from these weights (safetensors)"""
     save_checkpoint: str = ""

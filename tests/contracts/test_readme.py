@@ -19,7 +19,23 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted(path for path in ROOT.glob("*.md")) + [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-OTHER_FLAGS = {"help", "check", "rounds", "steps", "output", "peers", "json", "keep-going", "suite", "tiny", "only"}
+OTHER_FLAGS = {
+    "help",
+    "check",
+    "rounds",
+    "steps",
+    "output",
+    "peers",
+    "json",
+    "keep-going",
+    "suite",
+    "tiny",
+    "only",
+    "case",
+    "fastest",
+    "force",
+    "shard-size",
+}
 """Flags of make, of the other commands and of the benchmark scripts."""
 
 

@@ -241,14 +241,16 @@ def test_val_bin_beside_train_bin_is_validation(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (DataSpec("WikiText-103"), "--dataset WikiText-103 is not available"),
+        (DataSpec("WikiText-104"), "--dataset WikiText-104 is not available"),
+        (DataSpec("WikiText-103", "/does/not/exist"), "--dataset WikiText-103: /does/not/exist has no files of it"),
         (DataSpec("text"), "needs --dataset-path"),
         (DataSpec("text", "/does/not/exist"), "--dataset-path /does/not/exist does not exist"),
-        (DataSpec(tokenizer="gpt2"), "--tokenizer gpt2 is not available"),
+        (DataSpec(tokenizer="gpt2", tokenizer_path="/does/not/exist"), "--tokenizer gpt2: there is no tokenizer.json in /does/not/exist"),
     ],
 )
-def test_names_and_paths_are_checked_first(spec, words):
+def test_names_and_paths_are_checked_first(spec, words, monkeypatch):
     """What is not there is refused before anything is read."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError if "exist" in words else UsageError) as error:
         check_spec(spec)
     assert words in str(error.value)

@@ -16,6 +16,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name.startswith(("NNTASK_", "STARPU_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
 
 

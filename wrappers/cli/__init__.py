@@ -15,6 +15,8 @@ from typing import Final
 COMMANDS: Final = {
     "train": "train a GPT-2, or continue a run",
     "generate": "sample text from a run or a checkpoint",
+    "data": "prepare train.bin and val.bin from a dataset",
+    "export": "write a run or a checkpoint as a Hugging Face model directory",
     "plan": "parameters, bytes and tasks of a training run, without running it",
     "report": "loss, memory and movement of a run as one HTML file",
     "devices": "what this machine offers",

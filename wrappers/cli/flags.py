@@ -23,16 +23,18 @@ LATER: Final = {
     "logger-server-addr": f"becomes --report-to tensorboard in a later release; {_METRICS}",
     "logger-server-port": f"becomes --report-to tensorboard in a later release; {_METRICS}",
     "report-to": f"belongs to a later release; {_METRICS}",
-    "init-from": "belongs to a later release, with weights from Hugging Face; until then --load-checkpoint reads safetensors with nntask's names",
     "train": "belongs to a later release, with adapters; this one trains all weights",
     "strict": "comes with GPUs in a later release; here every kernel runs on every worker, and nothing can fall back",
     "ngpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
     "split-gpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
     "dask": "belongs to a later release, with clusters; this one uses one machine",
-    "force": "belongs to a later release; this one overwrites nothing, give a new directory",
-    "shard-size": "belongs to a later release, with export; --save-checkpoint writes one file",
 }
 """Flags of NNTile, and of releases to come, that people may type: what becomes of them and what to do until then."""
+ELSEWHERE: Final = {
+    "force": "belongs to nntask export; nothing else overwrites anything, give a new directory",
+    "shard-size": "belongs to nntask export; --save-checkpoint writes one file",
+}
+"""Flags of one command that people may type in another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,9 @@ def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
     later = LATER.get(name.removeprefix("no-"))
     if later is not None:
         return UsageError(f"{source.removeprefix('flag ')} is not offered yet: it {later}; drop it")
+    elsewhere = ELSEWHERE.get(name)
+    if elsewhere is not None:
+        return UsageError(f"{source.removeprefix('flag ')} {elsewhere}")
     near = difflib.get_close_matches(name, list(table), 1)
     return UsageError(f"unknown {source}" + (f"; did you mean --{near[0]}?" if near else "; see --help for all flags"))
 
@@ -182,11 +187,9 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """`upper` over `lower`; naming the model one way up there forgets the other way down here."""
-    merged = dict(lower)
-    for one, other in (("model", "config-path"), ("config-path", "model")):
-        if one in upper and other not in upper:
-            merged.pop(other, None)
+    """`upper` over `lower`; naming the model one way up there forgets the other ways down here."""
+    ways = {"model", "config-path", "init-from"}
+    merged = {name: value for name, value in lower.items() if name not in ways or not ways & set(upper)}
     merged.update(upper)
     return merged
 

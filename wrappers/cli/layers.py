@@ -65,6 +65,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         DataError: a file that is named is missing or broken.
     """
     from nntask.environment import flags_from, unknown_variables
+    from nntask.errors import UsageError
     from nntask.trainer.rules import check_values
     from nntask.trainer.settings import TrainSettings
 
@@ -86,7 +87,11 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
     with naming(sources):
         check_values(build(TrainSettings(), explicit, table))
         resumed = _resumed(explicit)
-        values = merge(_stored(resumed, table), explicit) if resumed else explicit
+        stored = _stored(resumed, table) if resumed else {}
+        begin = explicit.get("init-from", "")
+        if resumed and begin not in ("", stored.get("init-from", "")):
+            raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
+        values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
         check_values(settings)
         return Request(settings, model_config(settings, explicit, resumed), resumed, besides, sources)
@@ -144,6 +149,10 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
     model = settings.model
     if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
         config = resumed.config
+    elif settings.checkpoints.init_from:
+        from nntask.hf.directory import read_config
+
+        config = read_config(Path(settings.checkpoints.init_from))
     elif model.config_path is not None:
         config = GPT2Config.from_json(model.config_path)
     else:

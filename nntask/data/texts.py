@@ -1,0 +1,61 @@
+"""Texts and corpora: what is learnt from, before it is tokens. Texts are read piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..errors import DataError
+
+PIECE_NBYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text: its name in the corpus, and its file or, for text that is in no file, its content."""
+
+    name: str
+    path: Path | None
+    content: str = ""
+
+    def pieces(self) -> Iterator[str]:
+        """The text in pieces of about 1 MiB that end at a line's end; bytes that are not UTF-8 are replaced."""
+        if self.path is None:
+            yield self.content
+            return
+        try:
+            with self.path.open("rb") as file:
+                while lines := file.readlines(PIECE_NBYTES):
+                    yield b"".join(lines).decode("utf-8", "replace")
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
+
+    def digest(self) -> bytes:
+        """A hash of the text."""
+        digest = hashlib.sha256()
+        for piece in self.pieces():
+            digest.update(piece.encode("utf-8"))
+        return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Texts for training and for validation."""
+
+    name: str
+    train: tuple[Text, ...]
+    validation: tuple[Text, ...]
+
+    def fingerprints(self) -> tuple[str, str]:
+        """A hash of the training texts, and one of these and the validation texts. Names do not count: what they decide is order and split."""
+        digest = hashlib.sha256()
+        for text in self.train:
+            digest.update(text.digest())
+        train = digest.hexdigest()
+        digest.update(b"validation")
+        for text in self.validation:
+            digest.update(text.digest())
+        return train, digest.hexdigest()

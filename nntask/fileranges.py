@@ -1,0 +1,151 @@
+"""Strided ranges of files: where the elements of an array lie in a file, and moving rectangles of them without the rest.
+
+A range knows its file, the offset of its first element, its shape and a stride in bytes for each axis, like an array over the file that is never
+mapped. One piece of a fused weight, or a transposed weight, is such a range, and so is a tile of it. Bytes that are not in the range are not read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import DataError
+
+Array = npt.NDArray[Any]
+PASS_NBYTES: Final = 1 << 20
+"""Working memory of a transfer between different layouts or element types, if one row of the file is no longer than that."""
+
+
+class OpenFile:
+    """A file descriptor that is closed with its last user."""
+
+    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
+        self.fd = -1
+        self.path = path
+        self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
+
+    def close(self) -> None:
+        """Close it; closing twice is fine."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def strides_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """Strides in bytes of a C-contiguous array."""
+    return tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """An array in a file.
+
+    Args:
+        offset: of the first element, bytes.
+        strides: between neighbours along each axis, bytes; not negative.
+    """
+
+    file: OpenFile
+    dtype: np.dtype[Any]
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __getitem__(self, slices: Sequence[slice]) -> FileRange:
+        """The part within one slice (start:stop) per axis."""
+        bounds = [each.indices(extent) for each, extent in zip(slices, self.shape, strict=True)]
+        offset = self.offset + sum(start * stride for (start, _, _), stride in zip(bounds, self.strides, strict=True))
+        return FileRange(self.file, self.dtype, offset, tuple(stop - start for start, stop, _ in bounds), self.strides)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes, the one with the largest stride first: how the elements follow each other in the file."""
+        return tuple(sorted(range(len(self.shape)), key=lambda axis: (-self.strides[axis], axis)))
+
+    def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
+        """Bytes of working memory that `read` needs for an array of element type `dtype`; 0 where it reads straight into the array."""
+        if self._is_plain(dtype):
+            return 0
+        row = prod(self.shape[axis] for axis in self.order[1:]) * self.dtype.itemsize
+        return row * self._rows_at_once()
+
+    def read(self, out: Array, scratch: Array | None = None) -> None:
+        """Fill `out`, a C-contiguous array of this shape, converting to its element type.
+
+        Args:
+            scratch: at least `scratch_nbytes` of uint8.
+
+        Raises:
+            DataError: the file cannot be read, or became shorter.
+        """
+        if self._is_plain(out.dtype):
+            self._transfer(os.preadv, out)
+            return
+        for part, window in self._passes():
+            shape = tuple(part.shape[axis] for axis in self.order)
+            raw = np.ndarray(shape, self.dtype, buffer=scratch)
+            FileRange(self.file, self.dtype, part.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.preadv, raw)
+            out[window] = raw.transpose(np.argsort(self.order))
+
+    def write(self, values: Array) -> None:
+        """Overwrite the range in the file with an array of its shape, converted to its element type.
+
+        Raises:
+            OSError: the disk is full or failed.
+        """
+        for part, window in self._passes():
+            shape = tuple(part.shape[axis] for axis in self.order)
+            raw = np.ascontiguousarray(values[window].transpose(self.order), self.dtype)
+            FileRange(self.file, self.dtype, part.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.pwritev, raw)
+
+    def _is_plain(self, dtype: np.dtype[Any]) -> bool:
+        return dtype == self.dtype and self.order == tuple(range(len(self.shape)))
+
+    def _rows_at_once(self) -> int:
+        axis = self.order[0]
+        row = prod(self.shape) // self.shape[axis] * self.dtype.itemsize
+        return max(1, min(self.shape[axis], PASS_NBYTES // row))
+
+    def _passes(self) -> Iterator[tuple[FileRange, tuple[slice, ...]]]:
+        """Parts of at most `PASS_NBYTES`, or of one row, and where they lie in the whole."""
+        axis, rows = self.order[0], self._rows_at_once()
+        for first in range(0, self.shape[axis], rows):
+            window = [slice(0, extent) for extent in self.shape]
+            window[axis] = slice(first, min(first + rows, self.shape[axis]))
+            yield self[window], tuple(window)
+
+    def _transfer(self, call: Any, array: Array) -> None:
+        """Move all bytes between the range and a C-contiguous array of its shape and type, one contiguous run of the file after the other."""
+        raw = array.reshape(-1).view(np.uint8).data
+        done = 0
+        for offset, nbytes in self._runs():
+            end = done + nbytes
+            while done < end:
+                try:
+                    count = call(self.file.fd, [raw[done:end]], offset + nbytes - (end - done))
+                except OSError as error:
+                    if call is os.pwritev:
+                        raise
+                    raise DataError(f"cannot read {self.file.path}: {error.strerror}; copy it again") from None
+                if count == 0:
+                    raise DataError(f"{self.file.path} became shorter while it was read; copy it again")
+                done += count
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of the contiguous runs, in the order of the axes."""
+        nbytes, axes = self.dtype.itemsize, list(range(len(self.shape)))
+        while axes and (self.strides[axes[-1]] == nbytes or self.shape[axes[-1]] == 1):
+            nbytes *= self.shape[axes.pop()]
+        for index in itertools.product(*(range(self.shape[axis]) for axis in axes)):
+            yield self.offset + sum(i * self.strides[axis] for i, axis in zip(index, axes, strict=True)), nbytes

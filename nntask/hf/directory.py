@@ -1,0 +1,254 @@
+"""A model directory as transformers writes it: its config, its safetensors files, and its weights as sources of our tiles.
+
+Opening reads headers only. A tile is read by a task of its own when the first task that uses it is submitted, straight from its place in the
+file; nothing holds a whole tensor. Values that are not finite are refused then, and name, file and place are told.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import SCRATCH, Access, Codelet, Cost, Handle, TaskRuntime, W
+from tiles import TileTensor
+from tiles.kernels.registry import scratch
+
+from ..errors import DataError, UsageError
+from ..fileranges import FileRange
+from ..tensorfile import STORAGE, TensorFile
+from .families import FAMILIES, Family
+from .shadow import Shadow, blanks, shapes_of
+
+CONFIG: Final = "config.json"
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "model.pt", "pytorch_model.pt")
+_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
+_FLOATS: Final = (np.dtype(np.float64), *STORAGE.values())
+_LARGEST_INDEX: Final = 100 << 20
+_CHECKED_AT_ONCE: Final = 1 << 16
+
+
+def read_config(directory: Path) -> Any:
+    """The config of a model directory, an instance of its family's class.
+
+    Raises:
+        DataError: there is no such directory, it has no config.json, or that is not JSON.
+        UsageError: the config is of another family, or breaks a rule.
+    """
+    _check_directory(directory)
+    file, values = _config_values(directory)
+    return _family(file, values).config.from_dict(values, str(file))
+
+
+def _check_directory(directory: Path) -> None:
+    if directory.is_file():
+        what = "a torch pickle, which is never loaded here" if directory.suffix in _SUFFIXES else "a file"
+        raise DataError(f"{directory} is {what}; give the directory with {CONFIG} and safetensors{_conversion(directory.parent, directory.suffix)}")
+    if not directory.is_dir():
+        raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
+
+
+def _config_values(directory: Path) -> tuple[Path, dict[str, Any]]:
+    file = directory / CONFIG
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}; give a directory as transformers' save_pretrained writes it") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not whole JSON: {error}; copy it again") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{file} is not the config of a model: it must be a JSON object; copy it again")
+    return file, values
+
+
+def _family(file: Path, values: Mapping[str, Any]) -> Family:
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise UsageError(f"model_type in {file} must be one of {', '.join(FAMILIES)}, got {json.dumps(kind)}; use a model of one of these families")
+    return family
+
+
+def _conversion(directory: Path, suffix: str = ".bin") -> str:
+    """The end of a message about pickles: how to make safetensors of them."""
+    if suffix not in _SUFFIXES:
+        return ""
+    target = f"{directory if directory.name else 'model'}-safetensors"
+    return (
+        '; convert it: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+        f'M.from_pretrained({str(directory)!r}).save_pretrained({target!r}); T.from_pretrained({str(directory)!r}).save_pretrained({target!r})"'
+        f", then give {shlex.quote(target)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """An open model directory.
+
+    Args:
+        config: of its family's class.
+        ranges: name as in the files -> where the tensor lies.
+    """
+
+    path: Path
+    config: Any
+    family: Family
+    ranges: Mapping[str, FileRange]
+
+    @classmethod
+    def open(cls, path: Path) -> ModelDirectory:
+        """Open a directory; reads its config and the headers of its files.
+
+        Raises:
+            DataError: a file is missing, broken or a pickle, or a tensor is not of a floating-point type.
+            UsageError: see `read_config`.
+        """
+        config = read_config(path)
+        ranges: dict[str, FileRange] = {}
+        for name, tensors in _files(path).items():
+            with TensorFile(path / name) as file:
+                found = file.ranges()
+            if tensors is not None and (wrong := sorted(tensors ^ set(found))):
+                where = "has a tensor" if wrong[0] in found else "lacks the tensor"
+                raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
+            ranges.update(found)
+        return cls(path, config, _family(*_config_values(path)), ranges)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare names and shapes with those of a model, under our names.
+
+        Raises:
+            DataError: the first tensor that is misshapen, missing, or not expected.
+        """
+        expected = shapes_of(self.family.to_hf(blanks(shapes), self.config))
+        prefixes = {name.partition(".")[0] for name in expected}
+        theirs = {}
+        for name, each in self.ranges.items():
+            known = next((long for long in (name, *(f"{prefix}.{name}" for prefix in prefixes)) if long in expected), None)
+            if known is None:
+                continue
+            theirs[known] = name
+            if each.shape != expected[known]:
+                raise DataError(
+                    f"{name} in {self._where(name)} has shape {each.shape}, {CONFIG} makes it {expected[known]}; copy both from one model"
+                )
+        if missing := [name for name in expected if name not in theirs]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise DataError(
+                f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
+            )
+        shadow = Shadow(self.ranges)
+        for ours, array in self.family.from_hf(shadow.arrays(), self.config).items():
+            name = shadow.name_of(array)
+            if ours not in shapes:
+                raise DataError(
+                    f"{self._where(name)} has a tensor {name} of shape {self.ranges[name].shape} that a {self.config.to_dict()['model_type']} "
+                    "of this config lacks; remove it, or copy both from one model"
+                )
+            if self.ranges[name].dtype not in _FLOATS:
+                raise DataError(f"{name} in {self._where(name)} holds {self.ranges[name].dtype.name}; weights must be F32, F16 or BF16")
+
+    def weights(self) -> dict[str, tuple[str, FileRange]]:
+        """Our name -> the name of the tensor in the files that holds the weight, and its range; `check` before."""
+        shadow = Shadow(self.ranges)
+        return {name: (shadow.name_of(array), shadow.range_of(array)) for name, array in self.family.from_hf(shadow.arrays(), self.config).items()}
+
+    def attach(self, tensors: Mapping[str, TileTensor]) -> None:
+        """Make the files the sources of a model's tensors; reads nothing.
+
+        Raises:
+            DataError: see `check`.
+        """
+        self.check({name: tensor.shape for name, tensor in tensors.items()})
+        for ours, (name, where) in self.weights().items():
+            tensor = tensors[ours]
+            for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
+                tensor.runtime.attach(handle, partial(_submit, tensor.runtime, where[tensor.tiling.slices(index)], name, tensor.dtype))
+
+    def _where(self, name: str) -> Path:
+        return self.ranges[name].file.path
+
+
+def _files(path: Path) -> dict[str, set[str] | None]:
+    """File names -> the tensors that the index puts there; None where there is no index.
+
+    Raises:
+        DataError: there are no safetensors, or index and files differ.
+    """
+    if not (path / INDEX).exists():
+        if (path / SINGLE).exists():
+            return {SINGLE: None}
+        shards = sorted(path.glob("model-*-of-*.safetensors"))
+        if shards:
+            raise DataError(f"{path} has {shards[0].name} and no {INDEX}; copy the directory again as a whole")
+        pickles = [name for name in _PICKLES if (path / name).exists()]
+        if pickles:
+            raise DataError(f"{path} has its weights in {pickles[0]}, a torch pickle, which is never loaded here{_conversion(path)}")
+        raise DataError(f"{path} has no weights; it needs {SINGLE}, or shards and {INDEX}")
+    return _indexed(path)
+
+
+def _indexed(path: Path) -> dict[str, set[str] | None]:
+    index = path / INDEX
+    try:
+        if index.stat().st_size > _LARGEST_INDEX:
+            raise ValueError("it is larger than 100 MiB")
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found: dict[str, set[str] | None] = {}
+        for tensor, name in places.items():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{tensor} is in {name!r}, which is no file name")
+            tensors = found.setdefault(name, set())
+            assert tensors is not None  # a set from the start
+            tensors.add(tensor)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{index} is not an index of safetensors files: {error}; copy it again") from None
+    for name in found:
+        if not (path / name).exists():
+            raise DataError(f"{path} has no {name}, which {INDEX} names; copy the missing file")
+    shards = {each.name for each in path.glob("model-*-of-*.safetensors")}
+    if surplus := sorted(shards - set(found)):
+        raise DataError(f"{index} does not name {surplus[0]}, which lies beside it; copy the directory again as a whole")
+    return found
+
+
+def _read_tile(out: npt.NDArray[Any], *working: npt.NDArray[Any], source: FileRange, name: str) -> None:
+    """Kernel: fill a tile from its place in a file.
+
+    Raises:
+        DataError: the file cannot be read, or a value is not finite.
+    """
+    source.read(out, *working)
+    flat = out.reshape(-1)
+    for first in range(0, len(flat), _CHECKED_AT_ONCE):
+        finite = np.isfinite(flat[first : first + _CHECKED_AT_ONCE])
+        if not finite.all():
+            raise DataError(
+                f"{name} in {source.file.path} holds {flat[first + int(np.argmin(finite))]}, as {out.dtype.name}, and weights must be finite; "
+                "use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
+            )
+
+
+def _cost(views: Any, constants: Mapping[str, Any]) -> Cost:
+    return Cost(0.0, float(sum(view.nbytes for view in views)))
+
+
+READ_TILE: Final = Codelet("read tile", cpu=_read_tile, cost=_cost)
+
+
+def _submit(runtime: TaskRuntime, source: FileRange, name: str, dtype: np.dtype[Any], handle: Handle) -> None:
+    """Submit the task that reads one tile."""
+    working = source.scratch_nbytes(dtype)
+    accesses: list[Access] = [(handle, W)]
+    if working:
+        accesses.append((scratch(runtime, working), SCRATCH))
+    runtime.submit(READ_TILE, accesses, {"source": source, "name": name})

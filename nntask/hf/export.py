@@ -1,0 +1,220 @@
+"""Checkpoints as model directories that transformers loads, written without torch or transformers.
+
+Every element goes from its place in the checkpoint straight to its place in the new files, a few MiB at a time; where it belongs is what `from_hf`
+says about the files to be (`shadow`). The directory is written under another name beside its own, forced to disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoints import MODEL, Checkpoint
+from ..data import Tokenizer
+from ..errors import DataError, Diverged, StorageError, UsageError
+from ..fileranges import FileRange, OpenFile, strides_of
+from ..tensorfile import STORAGE, TensorFile, header_of
+from .directory import CONFIG, INDEX, SINGLE
+from .families import family_of
+from .shadow import Shadow, blanks, shapes_of
+from .tokenizers import tokenizer_files
+
+_PIECE_NBYTES: Final = 8 << 20
+_TEMPORARY: Final = ".writing-"
+_KIND_NAMES: Final = {STORAGE["fp32"]: "float32", STORAGE["fp16"]: "float16", STORAGE["bf16"]: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: files of weights, bytes of weights and number of weights."""
+
+    files: tuple[str, ...]
+    nbytes: int
+    num_weights: int
+
+
+def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
+    """Check that a model directory may be written to `path`; creates nothing.
+
+    Raises:
+        UsageError: something is there, and `force` is off or what is there is no model directory.
+    """
+    ours, target = source.path.resolve(), path.resolve()
+    if target == ours or target in ours.parents or ours in target.parents:
+        raise UsageError(f"{path} holds the checkpoint that is exported, or lies in it; name another directory")
+    if path.is_file() or path.is_symlink():
+        raise UsageError(f"{path} is not a directory; name another one")
+    if not path.exists():
+        return
+    names = {entry.name for entry in path.iterdir()}
+    if not force:
+        raise UsageError(f"{path} exists; name another directory, or replace it with --force")
+    if names and CONFIG not in names:
+        raise UsageError(f"{path} has no {CONFIG}, and --force replaces model directories only; name another directory, or remove this one")
+
+
+def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tokenizer: Tokenizer | None, force: bool = False) -> Exported:
+    """Write a checkpoint as a model directory.
+
+    Args:
+        dtype: fp32, fp16, bf16, or auto for the one it is stored in (fp32 for fp64).
+        shard_nbytes: most bytes of weights in a file; a tensor that is larger gets a file of its own.
+        tokenizer: written too, unless None.
+
+    Raises:
+        UsageError: see `check_target`, or a weight is too large for `dtype`.
+        DataError: the checkpoint is broken.
+        StorageError: the disk is full or failed; nothing was replaced.
+    """
+    check_target(path, source, force=force)
+    source.verify(MODEL)
+    with TensorFile(source.path / MODEL) as file:
+        weights = file.ranges()
+    target = path.absolute()
+    temporary = target.with_name(f"{_TEMPORARY}{target.name}-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        done = _write_weights(source.config, weights, temporary, dtype, shard_nbytes)
+        stored = _KIND_NAMES[_kind(weights, dtype)]
+        _write_texts(temporary, source.config, stored, tokenizer)
+        _sync_all(temporary)
+        _put_in_place(temporary, target)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another directory") from error
+        raise
+    return done
+
+
+def _kind(weights: Mapping[str, FileRange], dtype: str) -> np.dtype[Any]:
+    """The element type to store."""
+    if dtype != "auto":
+        return STORAGE[dtype]
+    kinds = {each.dtype for each in weights.values()}
+    return kinds.pop() if len(kinds) == 1 and kinds <= set(_KIND_NAMES) else STORAGE["fp32"]
+
+
+def _write_weights(config: Any, weights: Mapping[str, FileRange], directory: Path, dtype: str, shard_nbytes: int) -> Exported:
+    family, kind = family_of(config), _kind(weights, dtype)
+    try:
+        shapes = shapes_of(family.to_hf(blanks({name: each.shape for name, each in weights.items()}), config))
+    except KeyError as error:
+        raise DataError(f"the checkpoint lacks {error}, which its config asks for; use another checkpoint") from None
+    places: dict[str, FileRange] = {}
+    shards = _shards(shapes, kind, shard_nbytes)
+    for name, members in shards.items():
+        places.update(_new_file(directory / name, members, kind))
+    if len(shards) > 1:
+        _write_json(directory / INDEX, _index(shards, shapes, kind))
+    shadow = Shadow(places)
+    for name, array in family.from_hf(shadow.arrays(), config).items():
+        place = shadow.range_of(array)
+        for window, piece in _pieces(weights[name]):
+            place[window].write(_stored(name, piece, kind))
+    num_weights = sum(prod(shape) for shape in shapes.values())
+    return Exported(tuple(shards), num_weights * kind.itemsize, num_weights)
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any], limit: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """File names and the tensors in each, in order; files are filled one after another."""
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    taken = 0
+    for name, shape in shapes.items():
+        nbytes = prod(shape) * kind.itemsize
+        if groups[-1] and taken + nbytes > limit:
+            groups.append({})
+            taken = 0
+        groups[-1][name] = shape
+        taken += nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _index(shards: Mapping[str, Mapping[str, tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, Any]:
+    total = sum(prod(shape) for shape in shapes.values()) * kind.itemsize
+    return {"metadata": {"total_size": total}, "weight_map": {name: file for file, members in shards.items() for name in members}}
+
+
+def _new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, FileRange]:
+    """Make a file with a header and room for tensors; returns where they belong."""
+    header, places = header_of({name: (shape, kind) for name, shape in shapes.items()}, {"format": "pt"})
+    file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.pwrite(file.fd, header, 0)
+    found = {}
+    for name, shape in shapes.items():
+        first, last = places[name]
+        found[name] = FileRange(file, kind, len(header) + first, shape, strides_of(shape, kind))
+        os.ftruncate(file.fd, len(header) + last)
+    return found
+
+
+def _pieces(source: FileRange) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
+    """Rows of a tensor, and where they lie in it."""
+    row = prod(source.shape[1:]) * source.dtype.itemsize
+    rows = max(1, _PIECE_NBYTES // row)
+    for first in range(0, source.shape[0], rows):
+        window = (slice(first, min(first + rows, source.shape[0])), *(slice(0, extent) for extent in source.shape[1:]))
+        part = source[window]
+        piece = np.empty(part.shape, part.dtype)
+        part.read(piece)
+        yield window, piece
+
+
+def _stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Values in their new element type.
+
+    Raises:
+        Diverged: a weight is not finite.
+        UsageError: a weight is too large for the new type.
+    """
+    with np.errstate(over="ignore"):
+        values: npt.NDArray[Any] = piece.astype(kind)
+    if not np.isfinite(values).all():
+        if np.isfinite(piece).all():
+            raise UsageError(f"{name} holds values too large for {kind.name}; use --dtype bf16 or fp32")
+        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint")
+    return values
+
+
+def _write_texts(directory: Path, config: Any, stored: str, tokenizer: Tokenizer | None) -> None:
+    """config.json and the files of the tokenizer."""
+    end = None if tokenizer is None else tokenizer.end_of_text
+    # transformers 5 says dtype where 4 said torch_dtype
+    _write_json(directory / CONFIG, {**config.to_dict(), "bos_token_id": end, "eos_token_id": end, "dtype": stored, "torch_dtype": stored})
+    if tokenizer is not None:
+        for name, values in tokenizer_files(tokenizer, config.n_positions).items():
+            _write_json(directory / name, values)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync_all(directory: Path) -> None:
+    """Force the files and the directory to disk."""
+    for place in (*directory.iterdir(), directory):
+        fd = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename the finished directory; one that is there goes only when the new one is whole."""
+    old = temporary.with_name(f"{temporary.name}-old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(temporary, target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,61 @@
+"""Tokenizers as ``AutoTokenizer`` loads them: tokenizer.json, and tokenizer_config.json with what that lacks.
+
+Plain bytes become a BPE without merges over the byte alphabet of GPT-2 (Radford et al., 2019, ``bytes_to_unicode``), whose ids are the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from ..data import TOKENIZER, ByteTokenizer, Tokenizer
+from ..data.tokenizer import END_OF_TEXT
+
+CONFIG: Final = "tokenizer_config.json"
+_PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+
+
+def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, dict[str, Any]]:
+    """Names and contents of a tokenizer's files.
+
+    Args:
+        longest: most tokens the model takes.
+    """
+    content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else _saved(tokenizer)
+    end = next((token["content"] for token in content.get("added_tokens", []) if token["id"] == tokenizer.end_of_text and token.get("special")), None)
+    special = {} if end is None else {"bos_token": end, "eos_token": end, "unk_token": end}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest, "clean_up_tokenization_spaces": False, **special}
+    return {TOKENIZER: content, CONFIG: about}
+
+
+def _saved(tokenizer: Tokenizer) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save(Path(scratch))
+        content: dict[str, Any] = json.loads(Path(scratch, TOKENIZER).read_text(encoding="utf-8"))
+    return content
+
+
+def _bytes(tokenizer: ByteTokenizer) -> dict[str, Any]:
+    """tokenizer.json of plain bytes."""
+    others = [byte for byte in range(256) if byte not in _PRINTABLE]
+    letters = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + others.index(byte)) for byte in range(256)}
+    vocab = {letter: byte for byte, letter in letters.items()}
+    added = []
+    if tokenizer.vocab_size > len(vocab):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added = [{"id": tokenizer.end_of_text, "content": END_OF_TEXT, **flags, "special": True}]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {**model, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": []},
+    }

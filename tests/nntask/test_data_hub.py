@@ -1,0 +1,159 @@
+"""WikiText, parquet and prepared data: read where they lie, and a plain word where they do not."""
+
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nntask.data import DataSpec, load_tokenizer, open_dataset
+from nntask.data.hub import PATIENCE, check_hub, wikitext_files
+from nntask.data.prepare import prepare
+from nntask.data.tokenizer import train_bpe
+from nntask.errors import DataError, UsageError
+
+TRAIN = ["", " = Robert Boulter = \n", "", " Robert Boulter is an English actor .\n", " He had a role , and another .\n"] * 40
+VALIDATION = [" = Homarus = \n", " The lobster .\n"] * 30
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """A cache of its own, and the Hub as this machine has it."""
+    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def lay(root: Path, kind: str) -> Path:
+    """WikiText as the Hub's parquet files, as the cache of `datasets`, or as text files; a test split and other configs beside it."""
+    root.mkdir()
+    if kind == "text":
+        for name, rows in (("train", TRAIN), ("valid", VALIDATION), ("test", ["never\n"])):
+            (root / f"wiki.{name}.raw").write_text("".join(row if row.endswith("\n") else row + "\n" for row in rows))
+        return root
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    ours = root / "wikitext-103-raw-v1"
+    ours.mkdir()
+    half = len(TRAIN) // 2
+    parts = {
+        "train-00000-of-00002": TRAIN[:half],
+        "train-00001-of-00002": TRAIN[half:],
+        "validation-00000-of-00001": VALIDATION,
+        "test-0": ["never\n"],
+    }
+    for name, rows in parts.items():
+        table = pa.table({"text": rows})
+        if kind == "parquet":
+            pq.write_table(table, ours / f"{name}.parquet")
+        else:
+            with pa.OSFile(str(ours / f"wikitext-{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table, 7)
+    (root / "wikitext-2-raw-v1").mkdir()
+    pq.write_table(pa.table({"text": ["another"]}), root / "wikitext-2-raw-v1" / "train-00000-of-00001.parquet")
+    return root
+
+
+def text_of(tokens, tokenizer) -> str:
+    """The text of a token file."""
+    return tokenizer.decode(tokens.window(0, tokens.num_tokens).tolist())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "text"])
+@pytest.mark.parametrize("select", [-1, 7])
+def test_wikitext_is_read_where_it_lies(tmp_path, kind, select):
+    """The same text from every form: rows in order, the validation split apart, the test split and other configs untouched."""
+    path = lay(tmp_path / "data", kind)
+    spec = DataSpec("WikiText-103", str(path), select=select, tokenizer="bytes", vocab_size=300)
+    dataset = open_dataset(spec)
+    rows = TRAIN if select == -1 else TRAIN[:select]
+    assert text_of(dataset.train, dataset.tokenizer) == "".join(row if row.endswith("\n") else row + "\n" for row in rows)
+    assert text_of(dataset.validation, dataset.tokenizer) == "".join(VALIDATION)
+    assert open_dataset(spec).fingerprint == dataset.fingerprint
+
+
+def test_tables_among_texts(tmp_path):
+    """--dataset text reads parquet files too; columns without text and broken files are told."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "mine").mkdir()
+    pq.write_table(pa.table({"id": [1, 2], "text": ["one", "two\n"]}), tmp_path / "mine" / "a.parquet")
+    dataset = open_dataset(DataSpec("text", "mine", tokenizer="bytes", vocab_size=257))
+    assert text_of(dataset.train, dataset.tokenizer) == "one\ntwo\n"
+    for name, table, words in (("b", {"a": [1], "b": [2]}, "has the columns a, b"), ("c", {"text": [1]}, "holds int64")):
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+        with pytest.raises(DataError, match=words):
+            open_dataset(DataSpec("text", f"{name}.parquet", tokenizer="bytes", vocab_size=257))
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="not a whole parquet file"):
+        open_dataset(DataSpec("text", "d.parquet", tokenizer="bytes", vocab_size=257))
+
+
+def test_prepared_data_trains_alike(tmp_path):
+    """train.bin, val.bin and the tokenizer beside them are what the source itself gives."""
+    path = lay(tmp_path / "data", "text")
+    spec = DataSpec("WikiText-103", str(path), vocab_size=280)
+    done = prepare(spec, tmp_path / "out")
+    direct, prepared = open_dataset(spec), open_dataset(DataSpec("train.bin", "out", vocab_size=280))
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["tokenizer.json", "train.bin", "val.bin"]
+    for name in ("train", "validation"):
+        ours, theirs = getattr(prepared, name), getattr(direct, name)
+        assert np.array_equal(ours.window(0, ours.num_tokens), theirs.window(0, theirs.num_tokens))
+    assert (done.num_train, done.num_validation) == (direct.train.num_tokens, direct.validation.num_tokens)
+    assert prepared.tokenizer.encode(["a role"])[0].tolist() == direct.tokenizer.encode(["a role"])[0].tolist()
+    with pytest.raises(UsageError, match="--output out exists"):
+        prepare(spec, Path("out"))
+    with pytest.raises(DataError, match="beyond the vocabulary"):
+        open_dataset(DataSpec("train.bin", "out", vocab_size=270))
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_a_tokenizer_below_its_name(tmp_path):
+    """--tokenizer NAME --tokenizer-path DIR finds DIR/tokenizer.json and DIR/NAME/tokenizer.json."""
+    (tmp_path / "t.txt").write_text("some words, and more\n" * 50)
+    (tmp_path / "tok" / "gpt2").mkdir(parents=True)
+    train_bpe(["some words"], 270).save(tmp_path / "tok" / "gpt2")
+    dataset = open_dataset(DataSpec("text", "t.txt", tokenizer="gpt2", tokenizer_path="tok", vocab_size=300))
+    assert dataset.tokenizer.encode(["some"])[0].tolist() == load_tokenizer("tok/gpt2").encode(["some"])[0].tolist()
+
+
+@pytest.mark.parametrize("endpoint", ["silent", "refused", "no such host", "offline"])
+def test_a_hub_that_does_not_answer(tmp_path, monkeypatch, endpoint):
+    """Within five seconds, with the command that prepares the data elsewhere: a host that is silent, refuses, has no name, or must not be asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if endpoint == "refused":
+            server.close()
+        if endpoint == "offline":
+            monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid" if endpoint == "no such host" else f"http://127.0.0.1:{port}")
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        begin = time.perf_counter()
+        with pytest.raises(DataError) as told:
+            open_dataset(DataSpec("WikiText-103", "data", select=40000, tokenizer="gpt2", tokenizer_path="data"))
+        assert time.perf_counter() - begin < 5
+    assert "nntask data prepare --dataset WikiText-103 --dataset-path data --tokenizer gpt2 --tokenizer-path data --dataset-select 40000" in str(
+        told.value
+    )
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_hub_that_answers(monkeypatch):
+    """Even with an error: that is the package's to tell."""
+    import http.server
+    import threading
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        check_hub("it", "wait")
+    assert PATIENCE < 5
+    assert wikitext_files("nowhere") == {}

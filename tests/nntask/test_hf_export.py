@@ -1,0 +1,146 @@
+"""Exported directories: transformers computes with them what we do, and they come back bit by bit."""
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_oracle import batches, hf_model, our_model, random_config
+from test_hf_directory import CUTS, weights
+
+from nntask import no_grad
+from nntask.checkpoints import find_checkpoint, save_checkpoint
+from nntask.data import ByteTokenizer
+from nntask.data.tokenizer import train_bpe
+from nntask.errors import StorageError, UsageError
+from nntask.hf.export import export
+from nntask.models.gpt2 import GPT2
+from nntask.trainer.settings import TrainSettings
+from scheduler import InlineRuntime
+
+HUGE = 1 << 40
+
+
+def saved(run, model, tokenizer=None):
+    """A checkpoint of a model."""
+    state = {"step": 1, "cursor": [0, 0], "model": model.config.to_dict(), "settings": asdict(TrainSettings())}
+    save_checkpoint(run, {**state, "tokenizer": tokenizer and tokenizer.name}, model.tensors(), {}, tokenizer=tokenizer)
+    return find_checkpoint(run)
+
+
+def text_of(seed: int) -> str:
+    """Words, code, odd spaces, scripts of many kinds, control characters."""
+    rng = random.Random(seed)
+    alphabets = (
+        "abcdefgh ",
+        "ABC abc 0123456789",
+        " \t\n  ",
+        "äöüß éè",
+        "中文字符",
+        "привет",
+        "🙂🚀👩‍👩‍👧",
+        "()[]{}:=+-*/\\'\"",
+        "\u200b\x00\x7f\xa0",
+    )
+    return "".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randrange(0, 120)))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-4), (ml_dtypes.bfloat16, 2e-2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_transformers(tmp_path, dtype, tolerance, tied):
+    """Their logits on the exported directory are ours, in fp32 and in bf16."""
+    config = random_config(7, tie_word_embeddings=tied, initializer_range=0.1)
+    model = our_model(hf_model(config), config, CUTS[1], InlineRuntime(), dtype=dtype)
+    export(saved(tmp_path / "run", model), tmp_path / "out", dtype="auto", shard_nbytes=HUGE, tokenizer=None)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert theirs.dtype == (torch.float32 if dtype == np.float32 else torch.bfloat16)
+    tokens = batches(config, 1, 3, config.n_positions)[0][0]
+    given, _ = model.input_tensors(*tokens.shape)
+    given.write(tokens)
+    with no_grad(), torch.no_grad():
+        ours = model.logits(given).read().astype(np.float32)
+        expected = theirs.float()(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+    assert np.abs(ours - expected).max() < tolerance * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("shard_nbytes", [HUGE, 20_000, 1])
+@pytest.mark.parametrize("stored", ["auto", "fp32", "fp16", "bf16"])
+def test_the_way_there_and_back(tmp_path, shard_nbytes, stored):
+    """Export and import give the weights in the stored element type, bit by bit, in one file or in many."""
+    config = random_config(8, tie_word_embeddings=False)
+    model = GPT2(config, CUTS[1], InlineRuntime(), seed=4)
+    done = export(saved(tmp_path / "run", model), tmp_path / "out", dtype=stored, shard_nbytes=shard_nbytes, tokenizer=None)
+    kind = {"auto": np.float32, "fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}[stored]
+    found = weights(tmp_path / "out")
+    for name, tensor in model.tensors().items():
+        assert np.array_equal(found[name], tensor.read().astype(kind).astype(np.float32)), name
+    assert done.nbytes == config.num_parameters * np.dtype(kind).itemsize
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(done.files)
+    assert (len(done.files) > 1) == (shard_nbytes < HUGE)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "again")
+    again = weights(tmp_path / "again")
+    assert all(np.array_equal(again[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes", "bytes without end"])
+def test_tokenizers_agree(tmp_path, kind):
+    """AutoTokenizer makes the same ids of 1,000 texts, and the same texts of them."""
+    texts = [text_of(seed) for seed in range(1000)]
+    size = 256 if kind == "bytes without end" else 400
+    tokenizer = train_bpe(texts[:200], size) if kind == "bpe" else ByteTokenizer(size)
+    config = random_config(1, vocab_size=size)
+    export(
+        saved(tmp_path / "run", GPT2(config, CUTS[0], InlineRuntime()), tokenizer),
+        tmp_path / "out",
+        dtype="auto",
+        shard_nbytes=HUGE,
+        tokenizer=tokenizer,
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        assert theirs(text).input_ids == ids.tolist(), repr(text)
+        assert theirs.decode(ids.tolist()) == tokenizer.decode(ids.tolist()) == text
+    if kind != "bytes without end":
+        assert theirs.eos_token_id == tokenizer.end_of_text
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == tokenizer.end_of_text
+
+
+def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
+    """Without force nothing is touched, with it only model directories, and a failure leaves the old one."""
+    config = random_config(2)
+    model = GPT2(config, CUTS[0], InlineRuntime(), seed=1)
+    checkpoint = saved(tmp_path / "run", model)
+    out = tmp_path / "out"
+
+    def go(path=out, **how):
+        return export(checkpoint, path, **{"dtype": "auto", "shard_nbytes": HUGE, "tokenizer": None, **how})
+
+    go()
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="replace it with --force"):
+        go()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious.txt").write_text("x")
+    for path, words in (
+        (tmp_path / "other", "replaces model directories only"),
+        (tmp_path / "run", "holds the checkpoint"),
+        (checkpoint.path / "x", "lies"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            go(path, force=True)
+    model.tensors()["ln_f.bias"].write(np.full(config.n_embd, 1e6, np.float32))
+    large = saved(tmp_path / "large", model)
+    with pytest.raises(UsageError, match="too large for float16"):
+        export(large, out, dtype="fp16", shard_nbytes=HUGE, tokenizer=None, force=True)
+    assert (out / "model.safetensors").read_bytes() == before
+    with pytest.raises(StorageError, match="cannot write"):
+        go(Path("/proc/none/out"))
+    export(large, out, dtype="bf16", shard_nbytes=20_000, tokenizer=None, force=True)
+    assert not (out / "model.safetensors").exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["large", "other", "out", "run"]

@@ -1,0 +1,196 @@
+"""Hugging Face directories through the command line: start from one, export one, and plain refusals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_cli_bad_input import refuse
+
+from nntask.data.tokenizer import train_bpe
+from nntask.models.config import GPT2Config
+from nntask.models.gpt2 import GPT2
+from nntask.models.gpt2_names import to_hf
+from nntask.tiling import ModelTiling
+from scheduler import InlineRuntime
+from wrappers.cli import main
+
+CONFIG = GPT2Config(vocab_size=300, n_positions=16, n_embd=12, n_layer=2, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+BASE = [
+    "train",
+    "--init-from=start",
+    "--dataset=text",
+    "--dataset-path=text.txt",
+    "--batch=4",
+    "--steps=2",
+    "--lr=1e-3",
+    "--sample-tokens=0",
+    "--ncpu=2",
+]
+TEXT = "some words, and some more\n" * 200
+
+
+def write_model(path: Path, config: GPT2Config = CONFIG, dtype=np.float32) -> dict:
+    """A directory as transformers writes it; returns its tensors."""
+    path.mkdir()
+    ours = {name: tensor.read() for name, tensor in GPT2(config, ModelTiling(), InlineRuntime(), seed=9).tensors().items()}
+    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in to_hf(ours, config).items() if name != "lm_head.weight"}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps({**config.to_dict(), "transformers_version": "5.0.0"}))
+    train_bpe([TEXT], 290).save(path)
+    return tensors
+
+
+@pytest.fixture
+def here(folder):
+    """A directory with a model to start from and text."""
+    write_model(folder / "start")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    """Losses of a run's steps."""
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_starts_where_the_directory_is(here, capsys):
+    """The same losses, bit by bit, as from a file of the same weights with our names; also with little memory; and a resumed run goes on."""
+    assert main([*BASE, "--run-dir=a", "--inner-tile=7", "--vocab-tile=50"]) == 0
+    assert capsys.readouterr().out.startswith(("start: ", "tokenising"))
+    assert main(["export", "a", "out"]) == 0
+    tight = ["--ram=150KiB", "--disk=scratch:4MiB"]
+    assert main([*BASE, "--run-dir=b", "--inner-tile=7", "--vocab-tile=50", *tight]) == 0
+    assert losses(here / "a") == losses(here / "b")
+    ours = GPT2(CONFIG, ModelTiling(), InlineRuntime(), seed=9)
+    save_file({name: tensor.read() for name, tensor in ours.tensors().items()}, here / "ours.safetensors")
+    (here / "c.json").write_text(json.dumps(CONFIG.to_dict()))
+    rest = [each for each in BASE if "init-from" not in each]
+    same = ["--config-path=c.json", "--load-checkpoint=ours.safetensors", "--tokenizer-path=start", "--inner-tile=7", "--vocab-tile=50"]
+    assert main([*rest, *same, "--run-dir=c"]) == 0
+    assert losses(here / "a") == losses(here / "c")
+    assert main(["train", "--resume=a", "--steps=3", "--sample-tokens=0"]) == 0
+    (here / "start").rename(here / "gone")
+    assert main(["train", "--resume=a", "--steps=4", "--tokenizer-path=gone", "--sample-tokens=0"]) == 0
+    assert len(losses(here / "a")) == 4
+    assert main(["generate", "a", "--max-new-tokens=3"]) == 0
+
+
+def test_bf16_weights_are_used_as_stored(here, capsys):
+    """Export after no change at all gives the file's bits: --dtype bf16 with a learning rate of zero."""
+    tensors = write_model(here / "narrow", dtype=ml_dtypes.bfloat16)
+    argv = [each for each in BASE if "init-from" not in each and "--lr" not in each]
+    assert main([*argv, "--init-from=narrow", "--dtype=bf16", "--lr=0", "--run-dir=run"]) == 0
+    assert main(["export", "run", "out"]) == 0
+    found = load_file(here / "out" / "model.safetensors")
+    assert set(found) == set(tensors)
+    for name, value in tensors.items():
+        assert np.array_equal(found[name].view(np.uint16), value.view(np.uint16)), name
+
+
+def test_export_says_what_it_wrote(here, capsys):
+    """Shards, element type and tokenizer; a second one needs --force."""
+    assert main([*BASE, "--run-dir=a"]) == 0
+    capsys.readouterr()
+    assert main(["export", "a", "out", "--dtype=fp16", "--shard-size=8KB"]) == 0
+    out = capsys.readouterr().out
+    index = json.loads((here / "out" / "model.safetensors.index.json").read_text())
+    assert f"{len(set(index['weight_map'].values()))} files, to out" in out
+    code, err = refuse(capsys, ["export", "a", "out"])
+    assert (code, "replace it with --force" in err) == (2, True)
+    assert main(["export", "a", "out", "--force"]) == 0
+    assert (here / "out" / "model.safetensors").exists()
+    assert not (here / "out" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--init-from=nowhere"], 4, "nowhere does not exist"),
+        (["--model=gpt2"], 2, "--init-from start brings its own config and weights, and --model gpt2 names others"),
+        (["--load-checkpoint=x"], 2, "and --load-checkpoint x names others"),
+        (["--init-from=text.txt"], 4, "text.txt is a file"),
+        (["--init-from=weights.bin"], 4, "weights.bin is a torch pickle, which is never loaded here"),
+        (["--init-from=empty"], 4, "config.json cannot be read"),
+        (["--seq-len=17"], 2, "--seq-len must be at most"),
+    ],
+)
+def test_refusals(here, capsys, argv, code, words):
+    """One sentence, before anything is written."""
+    (here / "empty").mkdir()
+    (here / "weights.bin").write_bytes(b"PK\x03\x04")
+    found, err = refuse(capsys, [*BASE, *argv])
+    assert (found, words in err) == (code, True), err
+    assert not (here / "runs").exists()
+
+
+def change_tensor(name, change):
+    """A change of one tensor of the file."""
+
+    def edit(path: Path) -> None:
+        tensors = {key: value.copy() for key, value in load_file(path / "model.safetensors").items()}
+        value = change(tensors.pop(name))
+        save_file({**tensors, **({} if value is None else {name: value})}, path / "model.safetensors")
+
+    return edit
+
+
+def change_config(**values):
+    """A change of config.json."""
+
+    def edit(path: Path) -> None:
+        (path / "config.json").write_text(json.dumps({**json.loads((path / "config.json").read_text()), **values}))
+
+    return edit
+
+
+def poke(value):
+    """Put a value at the end of an array."""
+
+    def change(array):
+        array.reshape(-1)[-1] = value
+        return array
+
+    return change
+
+
+NORM = "transformer.ln_f.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "code", "words"),
+    [
+        (change_tensor(NORM, poke(np.nan)), 4, f"{NORM} in start/model.safetensors holds nan, as float32, and weights must be finite"),
+        (
+            change_tensor("transformer.h.1.attn.c_attn.weight", poke(np.inf)),
+            4,
+            "transformer.h.1.attn.c_attn.weight in start/model.safetensors holds inf",
+        ),
+        (change_tensor(NORM, lambda array: None), 4, f"start has no tensor {NORM} of shape (12,)"),
+        (change_tensor(NORM, lambda array: array[:5].copy()), 4, "has shape (5,), config.json makes it (12,)"),
+        (change_config(activation_function="mish"), 2, "activation_function in start/config.json must be one of"),
+        (change_config(model_type="bert"), 2, "model_type in start/config.json must be one of gpt2"),
+        (change_config(vocab_size=200), 4, "wte.weight in start/model.safetensors has shape (300, 12), config.json makes it (200, 12)"),
+        (lambda path: (path / "tokenizer.json").unlink(), 4, "--init-from start has no tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), 4, "is not a tokenizer file"),
+        (lambda path: train_bpe([TEXT * 9 + "".join(map(chr, range(32, 800)))], 310).save(path), 4, "ids and the model's vocabulary 300"),
+    ],
+)
+def test_directories_that_cannot_be_used(here, capsys, edit, code, words):
+    """Tensor, file, shapes and values are named; nothing but an empty run is left behind."""
+    edit(here / "start")
+    capsys.readouterr()
+    found = main([*BASE, "--run-dir=run"])
+    err = capsys.readouterr().err
+    assert (found, words in err, err.count("\n")) == (code, True, 1), err
+    assert not list(here.glob("run/checkpoints/*"))
+
+
+def test_names_follow_the_directory(here):
+    """An untied head, and the directory's name as that of the run."""
+    write_model(here / "other", replace(CONFIG, tie_word_embeddings=True))
+    assert main([*[each for each in BASE if "init-from" not in each], "--init-from=other/."]) == 0
+    assert [each.name.endswith("-other") for each in (here / "runs").iterdir()] == [True]

@@ -1,0 +1,60 @@
+"""The command that NNTile's users paste: it runs where its data are, and says in one line what is missing where they are not."""
+
+import os
+import random
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nntask.data.tokenizer import train_bpe
+
+ROOT = Path(__file__).parents[2]
+COMMAND = """examples/gpt2_custom_training.py --config-path=examples/gpt2_default_config.json --tokenizer=gpt2
+ --tokenizer-path=data --batch=1024 --minibatch=4 --minibatch-tile=4 --seq-tile=1024 --embd-tile=768 --inner-tile=3072 --head-tile=12 --restrict=cuda
+ --flashattention --nforward=10 --nforward-warmup=10 --nbackward=10 --nbackward-warmup=10 --dataset=WikiText-103 --dataset-path=data
+ --dataset-select=40000 --optimizer=fusedadamw --optimizer-eps=1e-8 --weight-decay=0.1 --loss-reduction=mean --lr=3e-4 --start-lr=0
+ --full-lr-iter=10 --nepochs=1 --nepochs-warmup=1"""
+
+
+def run(here: Path, *, without: str = "", more: tuple[str, ...] = (), **environment: str) -> tuple[int, str, str, float]:
+    """Run the command; exit code, output, errors and seconds."""
+    words = [word.replace("examples/", f"{ROOT}/examples/") for word in shlex.split(COMMAND) if word != without]
+    variables = {"PYTHONPATH": str(ROOT), "NNTASK_CACHE": str(here / "cache"), "CUDA_VISIBLE_DEVICES": "0", "STARPU_NCPU": "2", **environment}
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *words, *more], cwd=here, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout, done.stderr, time.perf_counter() - begin
+
+
+def test_without_a_gpu(tmp_path):
+    """As printed, on a machine without one."""
+    code, _, err, _ = run(tmp_path)
+    assert (code, err) == (2, "nntask: --restrict=cuda needs a GPU and this version uses none; drop --restrict=cuda\n")
+
+
+def test_without_data(tmp_path):
+    """No data, and a hub that has no name: one line within five seconds, with the command for a machine that reaches it."""
+    code, _, err, seconds = run(tmp_path, without="--restrict=cuda", HF_ENDPOINT="http://hub.invalid", HF_HUB_OFFLINE="0")
+    assert (code, err.count("\n"), "Traceback" in err) == (4, 1, False)
+    assert "nntask data prepare --dataset WikiText-103 --dataset-path data --tokenizer gpt2 --tokenizer-path data --dataset-select 40000" in err
+    assert seconds < 5
+
+
+def test_with_data(tmp_path):
+    """Its data in place, as the Hub's files: everything is read and checked. A dry run, and 8 sequences a step instead of 1024, to take seconds."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(500)]
+    rows = [" ".join(rng.choices(words, k=40)) + "\n" for _ in range(2000)]
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"text": rows}), tmp_path / "data" / "train-00000-of-00001.parquet")
+    train_bpe(rows[:500], 600).save(tmp_path / "data")
+    code, out, err, _ = run(tmp_path, without="--restrict=cuda", more=("--batch=8", "--dry-run"), HF_HUB_OFFLINE="1")
+    assert (code, err) == (0, "")
+    assert 'dataset = "WikiText-103"' in out
+    assert "dataset_select = 40000" in out

@@ -1,0 +1,125 @@
+"""PyTorch: tile tensors as torch tensors and back, through DLPack; GPT-2 modules of transformers as models and runs as modules.
+
+torch is imported inside the functions, so importing this module needs none. A tile is lent without a copy, as DLPack does; a whole tensor is one
+copy, because its tiles do not lie beside each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from nntask.checkpoints import MODEL, find_checkpoint
+from nntask.errors import UsageError
+from nntask.hf.families import FAMILIES, family_of
+from nntask.models.gpt2 import GPT2
+from nntask.tensorfile import TensorFile
+from nntask.tiling import ModelTiling
+from scheduler import Handle, Mode, TaskRuntime
+from tiles import TileTensor
+
+if TYPE_CHECKING:
+    import torch
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@contextmanager
+def lend_tile(runtime: TaskRuntime, handle: Handle, mode: Mode = "R") -> Iterator[torch.Tensor]:
+    """Wait for a tile and lend it as a torch tensor over the same memory: ``with lend_tile(runtime, x[0, 0], "RW") as tile``.
+
+    Args:
+        mode: R, W or RW. A tile that is lent to be read must not be written; torch cannot enforce it.
+    """
+    with runtime.acquire(handle, mode) as view:
+        yield _as_torch(view)
+
+
+def to_tensor(tensor: TileTensor) -> torch.Tensor:
+    """The whole tile tensor as a torch tensor of the same shape and element type; waits for whoever writes it."""
+    return _as_torch(tensor.read())
+
+
+def from_tensor(values: torch.Tensor, tensor: TileTensor) -> None:
+    """Overwrite a tile tensor with a torch tensor of its shape, converting to its element type.
+
+    Raises:
+        UsageError: the shapes differ.
+    """
+    array = _as_numpy(values)
+    if array.shape != tensor.shape:
+        raise UsageError(f"{tensor.name or 'the tile tensor'} has shape {tensor.shape}, got a torch tensor of shape {array.shape}; make them equal")
+    tensor.write(array)
+
+
+def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = None, *, dtype: npt.DTypeLike = np.float32) -> GPT2:
+    """A ``GPT2LMHeadModel`` of transformers as a model on a runtime, weights copied.
+
+    Args:
+        tiling: tile sizes; None cuts nothing.
+        dtype: element type of parameters and activations.
+
+    Raises:
+        UsageError: the module is of another family, or its config breaks a rule.
+    """
+    values = module.config.to_dict()
+    family = FAMILIES.get(values.get("model_type"))
+    if family is None:
+        raise UsageError(f"from_torch takes modules of {', '.join(FAMILIES)}, got model_type {values.get('model_type')!r}; use one of these families")
+    config = family.config.from_dict(values, f"the config of {type(module).__name__}")
+    model = GPT2(config, tiling or ModelTiling(), runtime, dtype=dtype, seed=None)
+    model.load(family.from_hf({name: _as_numpy(value) for name, value in module.state_dict().items()}, config))
+    return model
+
+
+def to_torch(source: GPT2 | str | os.PathLike[str]) -> Any:
+    """A model, a run directory or a checkpoint as a module of transformers, in its own element type, in evaluation mode.
+
+    Raises:
+        DataError: there is no checkpoint, or it is broken.
+    """
+    import transformers
+
+    if isinstance(source, GPT2):
+        config, arrays = source.config, {name: tensor.read() for name, tensor in source.tensors().items()}
+    else:
+        checkpoint = find_checkpoint(source)
+        checkpoint.verify(MODEL)
+        config, arrays = checkpoint.config, {}
+        with TensorFile(checkpoint.path / MODEL) as file:
+            for name, place in file.ranges().items():
+                arrays[name] = np.empty(place.shape, place.dtype)
+                place.read(arrays[name])
+    values = config.to_dict()
+    state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in family_of(config).to_hf(arrays, config).items()}
+    module = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**values, bos_token_id=None, eos_token_id=None), dtype=next(iter(state.values())).dtype
+    )
+    module.load_state_dict(state)
+    return module.eval()
+
+
+def _as_torch(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A torch tensor over the memory of an array."""
+    import torch
+
+    if array.dtype == _BF16:  # not an element type of NumPy's DLPack
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _as_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
+    """An array over the memory of a torch tensor on the CPU; a copy from other devices."""
+    import torch
+
+    values = values.detach().cpu()
+    if values.dtype == torch.bfloat16:
+        found: npt.NDArray[Any] = np.from_dlpack(values.contiguous().view(torch.int16)).view(_BF16)
+        return found
+    return np.from_dlpack(values)
