@@ -61,7 +61,7 @@ $(VENV)/created:
 	@touch $@
 
 $(VENV)/installed-train: $(VENV)/created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[text]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[text,onednn]"
 	@touch $@
 
 # The development extra contains what training needs, so one installation serves both.

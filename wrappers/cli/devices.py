@@ -53,7 +53,7 @@ def machine_facts() -> dict[str, Any]:
 
     from scheduler.runtime import usable_cores
     from scheduler.storage.limits import default_ram_budget, memory_limit
-    from tiles.kernels.cpu import onednn
+    from tiles.kernels.cpu import blas, onednn
 
     return {
         "cpu": _cpu_model(),
@@ -62,6 +62,7 @@ def machine_facts() -> dict[str, Any]:
         "ram_bytes": int(psutil.virtual_memory().total),
         "ram_limit_bytes": memory_limit(),
         "default_ram_budget_bytes": default_ram_budget(),
+        "fp32": {"by": blas.fp32_products()},
         "bf16": {"native": onednn.available(), "by": onednn.status()},
     }
 
@@ -116,6 +117,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"ram      {format_size(facts['ram_bytes'])} in the machine, limit {format_size(facts['ram_limit_bytes'])}"
     yield f"budget   {format_size(facts['default_ram_budget_bytes'])} for tiles by default (--ram)"
     bf16 = facts["bf16"]
+    yield f"fp32     products by {facts['fp32']['by']}"
     yield f"bf16     products by {bf16['by']}" if bf16["native"] else f"bf16     computed in fp32: {bf16['by']}"
     yield "gpu      none used by this version; --sim-gpu N simulates devices"
     yield "workers  " + ", ".join(f"{count} x {name}" for name, count in facts["workers"].items())

@@ -1,11 +1,12 @@
-"""bf16 products, conversions and the passes beside them by oneDNN, through its documented C interface (version 3) and ctypes.
+"""bf16 products, conversions and the passes beside them, and fp32 products, by oneDNN: its documented C interface (version 3) through ctypes.
 
 Rules.
 
 - Nothing is loaded before the first question. `available` says no, and `status` why, where the library is not installed, was built for another
   interface or another thread pool, or the processor has no bf16 instructions (AVX512-BF16 or AMX); kernels then get fp32 copies as without it.
+  `sgemm` asks for AVX-512 only; whether it is used decides `blas`.
 - The library is looked for in this order: the file that NNTASK_ONEDNN names ("off": nowhere), the installed package `onednn-cpu-gomp` (the extra
-  `bf16`), ``libdnnl.so.3`` where the system's loader finds it (conda-forge's onednn-cpu-omp, Debian's libdnnl3).
+  `onednn`), ``libdnnl.so.3`` where the system's loader finds it (conda-forge's onednn-cpu-omp, Debian's libdnnl3).
 - One thread per call: parallelism comes from tasks. The number of threads is set for each calling thread, and before its first primitive, because
   blocking (and so the order of sums) may depend on it. Same shapes and strides give the same bits on every thread.
 - A thread prepares each shape once (0.1 to 0.5 ms) and keeps up to `PREPARED` of them; a call costs 9 us.
@@ -45,6 +46,7 @@ _FP32: Final = np.dtype(np.float32)
 _TYPES: Final = {BF16: 2, _FP32: 3}  # dnnl_data_type_t
 _CPU: Final = 1  # dnnl_engine_kind_t
 _OPENMP: Final = 2  # dnnl_version_t.cpu_runtime; 1 is sequential
+_ISA_AVX512: Final = 0x27  # dnnl_cpu_isa_avx512_core
 _ISA_BF16: Final = 0xE7  # dnnl_cpu_isa_avx512_core_bf16; processors with AMX have its bits too
 _SRC, _SRC_1, _DST, _WEIGHTS, _BIAS, _DIFF_SRC, _DIFF_DST = 1, 2, 17, 33, 41, 129, 145  # DNNL_ARG_*
 _MEAN, _VARIANCE, _GAMMA, _BETA, _DIFF_GAMMA, _DIFF_BETA = 49, 50, 51, 52, 255, 256  # DNNL_ARG_*
@@ -108,7 +110,7 @@ class _Library:
     def check(self, status: int, name: str) -> None:
         """Raise `OneDnnError` if a call failed."""
         if status:
-            raise OneDnnError(f"{name} of {self.path} failed with status {status}; set NNTASK_ONEDNN=off to compute 16-bit tiles in fp32")
+            raise OneDnnError(f"{name} of {self.path} failed with status {status}; set NNTASK_ONEDNN=off to do without it")
 
     def use_one_thread(self) -> None:
         """From now on, the calling thread computes alone."""
@@ -148,22 +150,50 @@ def _load() -> tuple[_Library | None, str]:
         version = library.version
         if version.major != 3 or version.cpu_runtime not in (1, _OPENMP):
             reason = f"{library.text()} is not version 3 built for OpenMP or one thread"
-        elif library.isa & _ISA_BF16 != _ISA_BF16:
-            return None, "the processor has no bf16 instructions"
         else:
             library.engine = library.make("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
             return library, library.text()
     return None, reason
 
 
+@cache
 def available() -> bool:
     """Whether 16-bit products can be computed as they are."""
-    return _load()[0] is not None
+    library = _load()[0]
+    return library is not None and library.isa & _ISA_BF16 == _ISA_BF16
+
+
+def name() -> str:
+    """Version and file of the library; empty without one."""
+    library, text = _load()
+    return text if library is not None else ""
 
 
 def status() -> str:
-    """Version and file of the library, or why it is not used."""
-    return _load()[1]
+    """Version and file of the library, or why it does not compute 16-bit products."""
+    library, text = _load()
+    return text if library is None or available() else "the processor has no bf16 instructions"
+
+
+@cache
+def sgemm() -> Callable[..., int] | None:
+    """oneDNN's fp32 product, (transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) over rows, for threads that have called `join`.
+
+    None where there is no library, or the processor has no AVX-512.
+    """
+    library = _load()[0]
+    if library is None or library.isa & _ISA_AVX512 != _ISA_AVX512:
+        return None
+    function: Callable[..., int] = ctypes.CDLL(library.path).dnnl_sgemm
+    size, pointer, scalar = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+    sizes, pair = [size] * 3, [pointer, size]
+    function.argtypes = [ctypes.c_char] * 2 + sizes + [scalar, *pair, *pair, scalar, *pair]  # type: ignore[attr-defined]
+    return function
+
+
+def join() -> None:
+    """From now on, the calling thread computes alone in oneDNN."""
+    _thread()
 
 
 class _Primitive:
