@@ -44,9 +44,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     from nntask.data import Batch
     from nntask.models.config import PRESETS
     from nntask.trainer.flops import flop_counts
-    from nntask.trainer.gpt2 import Gpt2Engine
     from nntask.trainer.machine import open_runtime
     from nntask.trainer.prepare import with_tiles
+    from nntask.trainer.recorded import RecordedEngine
     from nntask.trainer.rules import resolve
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1)).astype(np.int32)
     data = Batch(ids[:, :-1], ids[:, 1:])
     with open_runtime(settings) as runtime:
-        engine = Gpt2Engine(config, tiling, runtime, settings)
+        engine = RecordedEngine(config, tiling, runtime, settings)
         engine.start(1, 1e-4, data).result()
         seconds: list[float] = []
         while len(seconds) < LEAST_STEPS or sum(seconds) < LEAST_SECONDS:

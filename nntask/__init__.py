@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .errors import NntaskError, UsageError
     from .models.config import PRESETS, GPT2Config
     from .models.gpt2 import GPT2
+    from .models.llama import Llama
+    from .models.llama_config import LlamaConfig, RopeScaling
     from .module import Module, Parameter
     from .optim import SGD, Adam, AdamW, Group, decay_groups
     from .schedule import make_schedule
@@ -26,10 +28,13 @@ __all__ = [
     "AdamW",
     "GPT2Config",
     "Group",
+    "Llama",
+    "LlamaConfig",
     "ModelTiling",
     "Module",
     "NntaskError",
     "Parameter",
+    "RopeScaling",
     "Tensor",
     "UsageError",
     "checkpoint",
@@ -42,7 +47,7 @@ __all__ = [
 _HOMES = {
     "autograd": ("Tensor", "checkpoint", "no_grad"),
     "errors": ("NntaskError", "UsageError"),
-    "models": ("GPT2", "PRESETS", "GPT2Config"),
+    "models": ("GPT2", "PRESETS", "GPT2Config", "Llama", "LlamaConfig", "RopeScaling"),
     "module": ("Module", "Parameter"),
     "optim": ("SGD", "Adam", "AdamW", "Group", "decay_groups"),
     "schedule": ("make_schedule",),

@@ -27,7 +27,8 @@ from tiles import TileTensor
 
 from .data import Tokenizer
 from .errors import DataError, Diverged, StorageError, UsageError
-from .models.config import GPT2Config
+from .models.interface import ModelConfig
+from .models.registry import config_from_dict
 from .tensorfile import checksum_of, load_tensors, save_tensors
 
 MODEL: Final = "model.safetensors"
@@ -52,7 +53,7 @@ class Checkpoint:
         return int(self.state["step"])
 
     @property
-    def config(self) -> GPT2Config:
+    def config(self) -> ModelConfig:
         """The model it is of.
 
         Raises:
@@ -60,7 +61,7 @@ class Checkpoint:
         """
         file = self.path / STATE
         try:
-            return GPT2Config.from_dict(self.state["model"], f"model in {file}")
+            return config_from_dict(self.state["model"], f"model in {file}")
         except UsageError as error:
             raise DataError(f"{error}; or use another checkpoint") from None
 

@@ -154,6 +154,45 @@ def residual_layer_norm(x: Tensor, branch: Tensor, gamma: Tensor, beta: Tensor, 
     return out[0], out[1]
 
 
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean of squares + eps) * gamma (C,) over the last axis -> (.., C)."""
+    y, rstd = norm.rms_norm(x.data, gamma.data, eps)
+    x_data, gamma_data, x_edge, gamma_edge = x.data, gamma.data, x.edge, gamma.edge
+
+    def backward(gradients: Gradients) -> None:
+        dx = _rms_norm_backward(x_data, gamma_data, rstd, _only(gradients), gamma_edge, None if x_edge is None else x_edge.take())
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("rms_norm", [x, gamma], [y], backward)[0]
+
+
+def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """s = x + branch (.., C) and rms_norm(s), in one pass -> (s, normed)."""
+    s, y, rstd = norm.residual_rms_norm(x.data, branch.data, gamma.data, eps)
+    gamma_data, gamma_edge = gamma.data, gamma.edge
+    edges = [t.edge for t in (x, branch) if t.edge is not None]
+
+    def backward(gradients: Gradients) -> None:
+        ds, dy = gradients  # (.., C) each: past the norm, through the norm
+        if dy is not None:
+            ds = _rms_norm_backward(s, gamma_data, rstd, dy, gamma_edge, ds)
+        assert ds is not None  # a node without any gradient is not visited
+        for edge in edges:
+            edge.add(ds)
+
+    out = on_tape("residual_rms_norm", [x, branch, gamma], [s, y], backward)
+    return out[0], out[1]
+
+
+def _rms_norm_backward(
+    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None
+) -> TileTensor:
+    """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, or to a discarded one where nobody wants it."""
+    dgamma = gamma.like(name="unused") if edge is None else _accumulator(edge)
+    return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual)
+
+
 def _layer_norm_backward(
     x: TileTensor,
     gamma: TileTensor,
@@ -166,6 +205,35 @@ def _layer_norm_backward(
     """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, or to discarded ones where nobody wants them."""
     dgamma, dbeta = (gamma.like(name="unused") if edge is None else _accumulator(edge) for edge in edges)
     return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, equal shapes and tilings (SwiGLU of Shazeer, 2020, without its products)."""
+    gate_data, up_data, gate_edge, up_edge = gate.data, up.data, gate.edge, up.edge
+
+    def backward(gradients: Gradients) -> None:
+        found = elementwise.silu_gate_backward(gate_data, up_data, _only(gradients))
+        for edge, gradient in zip((gate_edge, up_edge), found, strict=True):
+            if edge is not None:
+                edge.add(gradient)
+
+    return on_tape("silu_gate", [gate, up], [elementwise.silu_gate(gate_data, up_data)], backward)[0]
+
+
+def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int) -> Tensor:
+    """Rotate every head of x (B, T, H*D) by the angles of its position (Su et al., RoFormer, 2021).
+
+    Args:
+        cos, sin: (T, D / 2), of the angles; rows cut like T.
+        head_size: D.
+    """
+    edge = x.edge
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(elementwise.rotary(_only(gradients), cos, sin, head_size, inverse=True))
+
+    return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size)], backward)[0]
 
 
 class _How(TypedDict):
@@ -187,7 +255,9 @@ def attention(
     dropout: attention_ops.Dropout | None = None,
     flash: bool = True,
 ) -> Tensor:
-    """Causal self-attention of q, k, v (B, T, H*D) -> (B, T, H*D).
+    """Causal self-attention of q (B, T, H*D) and k, v (B, T, G*D) -> (B, T, H*D).
+
+    Where G < H, H / G heads of q in a row share each head of k and v (Ainslie et al., GQA, 2023).
 
     Args:
         head_size: D.

@@ -20,7 +20,7 @@ class Linear(Module):
     Args:
         num_in: K.
         num_out: N.
-        tile: extents of a weight tile.
+        tile: features in and out per weight tile.
         std: of the first weights; the bias begins at zero.
         activation: applied in the same pass: gelu_new, gelu, relu, silu, or None.
     """
@@ -35,6 +35,26 @@ class Linear(Module):
         if self.activation is not None:
             return functional.linear_activation(x, self.weight, self.bias, self.activation)
         return functional.linear(x, self.weight, self.bias)
+
+
+class TransposedLinear(Module):
+    """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N): the layout of torch, whose files then map onto tiles as they are.
+
+    Args:
+        num_in: K.
+        num_out: N.
+        tile: features in and out per weight tile.
+        std: of the first weights; the bias begins at zero.
+        has_bias: whether there is one.
+    """
+
+    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool = False) -> None:
+        self.weight = Parameter((num_out, num_in), tile[::-1], normal(std))
+        self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(.., K) -> (.., N)."""
+        return functional.linear(x, self.weight, self.bias, transpose_w=True)
 
 
 class LayerNorm(Module):
@@ -52,6 +72,22 @@ class LayerNorm(Module):
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Module):
+    """RMS norm over the last axis (Zhang and Sennrich, 2019) with weight (C,)."""
+
+    def __init__(self, width: int, tile: int, eps: float) -> None:
+        self.eps = eps
+        self.weight = Parameter((width,), (tile,), constant(1.0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(.., C) -> (.., C)."""
+        return functional.rms_norm(x, self.weight, self.eps)
+
+    def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + branch, its norm), (.., C) each, in one pass."""
+        return functional.residual_rms_norm(x, branch, self.weight, self.eps)
 
 
 class Embedding(Module):

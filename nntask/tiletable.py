@@ -6,6 +6,7 @@
     n_embd = 768             # the shape the row is for
     n_inner = 3072
     n_head = 12
+    n_kv_head = 12
     vocab_size = 50257
     minibatch = 4
     seq_len = 1024
@@ -29,7 +30,7 @@ from typing import Any, Final, NamedTuple
 
 from .checkpoints import write_atomically
 from .errors import DataError, StorageError
-from .models.config import GPT2Config
+from .models.interface import ModelConfig
 from .tiling import ModelTiling
 
 FLAG: Final = "--tile-table"
@@ -42,14 +43,15 @@ class Shape(NamedTuple):
     n_embd: int
     n_inner: int
     n_head: int
+    n_kv_head: int
     vocab_size: int
     minibatch: int
     seq_len: int
 
 
-def shape_of(config: GPT2Config, minibatch: int, seq_len: int) -> Shape:
+def shape_of(config: ModelConfig, minibatch: int, seq_len: int) -> Shape:
     """The shape under which a model and a minibatch of it stand in a table."""
-    return Shape(config.n_embd, config.inner_size, config.n_head, config.vocab_size, minibatch, seq_len)
+    return Shape(config.n_embd, config.inner_size, config.n_head, config.n_kv_head, config.vocab_size, minibatch, seq_len)
 
 
 def read_table(path: str | Path) -> dict[Shape, ModelTiling]:

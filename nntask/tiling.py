@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from .errors import UsageError
 
 if TYPE_CHECKING:
-    from .models.config import GPT2Config
+    from .models.interface import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ModelTiling:
         seq_tile: tokens per tile.
         embd_tile: features of the residual stream per tile.
         inner_tile: features of the feed-forward layer per tile.
-        head_tile: heads per tile.
+        head_tile: heads of queries per tile, with the heads of keys and values that they share: whole groups of them.
         vocab_tile: rows of the embedding and of the head per tile.
 
     Raises:
@@ -48,11 +48,23 @@ class ModelTiling:
                     f"{f.name} must be at least 1, or -1 for the whole dimension, got {size}; the nearest legal value is {1 if size == 0 else -1}"
                 )
 
-    def resolve(self, config: GPT2Config, minibatch: int, seq_len: int) -> ModelTiling:
-        """The same tiling with every size between 1 and its dimension."""
+    def resolve(self, config: ModelConfig, minibatch: int, seq_len: int) -> ModelTiling:
+        """The same tiling with every size between 1 and its dimension.
+
+        Raises:
+            UsageError: a tile of heads of queries would hold a part of the heads that share a head of keys and values.
+        """
         whole = (minibatch, seq_len, config.n_embd, config.inner_size, config.n_head, config.vocab_size)
         sizes = (getattr(self, f.name) for f in fields(self))
-        return ModelTiling(*(n if size == -1 else min(size, n) for size, n in zip(sizes, whole, strict=True)))
+        tiling = ModelTiling(*(n if size == -1 else min(size, n) for size, n in zip(sizes, whole, strict=True)))
+        group = config.n_head // config.n_kv_head
+        if tiling.head_tile % group:
+            near = max(group, (tiling.head_tile + group // 2) // group * group)
+            raise UsageError(
+                f"head_tile must be a multiple of {group}, because {group} heads of queries share each of the {config.n_kv_head} heads of keys and "
+                f"values, got {tiling.head_tile}; the nearest legal value is {near}"
+            )
+        return tiling
 
 
 class Limits(NamedTuple):
@@ -82,7 +94,7 @@ _FEW_TOKENS: Final = 512
 _MULTIPLE: Final = 64
 
 
-def table_limits(config: GPT2Config, minibatch: int, seq_len: int, *, device: str = "cpu") -> Limits:
+def table_limits(config: ModelConfig, minibatch: int, seq_len: int, *, device: str = "cpu") -> Limits:
     """The table's limits for `minibatch` sequences of `seq_len` tokens: at least two tiles of tokens whenever there are two tokens.
 
     Args:
@@ -102,12 +114,12 @@ def table_limits(config: GPT2Config, minibatch: int, seq_len: int, *, device: st
     )
 
 
-def default_tiling(config: GPT2Config, minibatch: int, seq_len: int, *, device: str = "cpu") -> ModelTiling:
+def default_tiling(config: ModelConfig, minibatch: int, seq_len: int, *, device: str = "cpu") -> ModelTiling:
     """The committed table's tiling; see `table_limits`."""
     return cut(config, minibatch, seq_len, table_limits(config, minibatch, seq_len, device=device))
 
 
-def cut(config: GPT2Config, minibatch: int, seq_len: int, limits: Limits) -> ModelTiling:
+def cut(config: ModelConfig, minibatch: int, seq_len: int, limits: Limits) -> ModelTiling:
     """As few tiles within `limits` as possible, of nearly equal size."""
     if seq_len > limits.tokens:
         sequences, seq_tile = 1, even(seq_len, limits.tokens)
@@ -118,9 +130,15 @@ def cut(config: GPT2Config, minibatch: int, seq_len: int, limits: Limits) -> Mod
         seq_tile=seq_tile,
         embd_tile=even(config.n_embd, limits.features),
         inner_tile=even(config.inner_size, limits.features),
-        head_tile=even(config.n_head, max(1, limits.features // config.head_size)),
+        head_tile=whole_groups(config, limits.features // config.head_size),
         vocab_tile=even(config.vocab_size, limits.vocab),
     )
+
+
+def whole_groups(config: ModelConfig, limit: int) -> int:
+    """Heads of queries per tile, at most `limit` where that is possible: all that share a head of keys and values lie in one tile."""
+    group = config.n_head // config.n_kv_head
+    return group * even(config.n_kv_head, max(1, limit // group))
 
 
 def even(extent: int, limit: int) -> int:

@@ -1,4 +1,4 @@
-"""PyTorch: tile tensors as torch tensors and back, through DLPack; GPT-2 modules of transformers as models and runs as modules.
+"""PyTorch: tile tensors as torch tensors and back, through DLPack; GPT-2 and LLaMA modules of transformers as models and runs as modules.
 
 torch is imported inside the functions, so importing this module needs none. A tile is lent without a copy, as DLPack does; a whole tensor is one
 copy, because its tiles do not lie beside each other.
@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from nntask.checkpoints import MODEL, find_checkpoint
 from nntask.errors import UsageError
-from nntask.hf.families import FAMILIES, family_of
-from nntask.models.gpt2 import GPT2
+from nntask.models.language import LanguageModel
+from nntask.models.registry import FAMILIES, build, family_of
 from nntask.tensorfile import TensorFile
 from nntask.tiling import ModelTiling
 from scheduler import Handle, Mode, TaskRuntime
@@ -58,8 +58,8 @@ def from_tensor(values: torch.Tensor, tensor: TileTensor) -> None:
     tensor.write(array)
 
 
-def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = None, *, dtype: npt.DTypeLike = np.float32) -> GPT2:
-    """A ``GPT2LMHeadModel`` of transformers as a model on a runtime, weights copied.
+def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = None, *, dtype: npt.DTypeLike = np.float32) -> LanguageModel:
+    """A ``GPT2LMHeadModel`` or ``LlamaForCausalLM`` of transformers as a model on a runtime, weights copied.
 
     Args:
         tiling: tile sizes; None cuts nothing.
@@ -73,12 +73,12 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
     if family is None:
         raise UsageError(f"from_torch takes modules of {', '.join(FAMILIES)}, got model_type {values.get('model_type')!r}; use one of these families")
     config = family.config.from_dict(values, f"the config of {type(module).__name__}")
-    model = GPT2(config, tiling or ModelTiling(), runtime, dtype=dtype, seed=None)
+    model = build(config, tiling or ModelTiling(), runtime, dtype=dtype, seed=None)
     model.load(family.from_hf({name: _as_numpy(value) for name, value in module.state_dict().items()}, config))
     return model
 
 
-def to_torch(source: GPT2 | str | os.PathLike[str]) -> Any:
+def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
     """A model, a run directory or a checkpoint as a module of transformers, in its own element type, in evaluation mode.
 
     Raises:
@@ -86,7 +86,7 @@ def to_torch(source: GPT2 | str | os.PathLike[str]) -> Any:
     """
     import transformers
 
-    if isinstance(source, GPT2):
+    if isinstance(source, LanguageModel):
         config, arrays = source.config, {name: tensor.read() for name, tensor in source.tensors().items()}
     else:
         checkpoint = find_checkpoint(source)

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -29,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nntask.data import Batch
 from nntask.models.config import PRESETS
 from nntask.trainer.engine import Pending
-from nntask.trainer.gpt2 import Gpt2Engine
 from nntask.trainer.machine import open_runtime
 from nntask.trainer.metrics import Meter
 from nntask.trainer.planning import plan_run
 from nntask.trainer.prepare import with_tiles
+from nntask.trainer.recorded import RecordedEngine
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
 from scheduler import Runtime
@@ -88,7 +87,7 @@ def settings_of(args: argparse.Namespace) -> TrainSettings:
     )
 
 
-def train(runtime: Runtime, engine: Gpt2Engine, batches: Sequence[npt.NDArray[np.int32]]) -> tuple[list[str], list[dict[str, Any]]]:
+def train(runtime: Runtime, engine: RecordedEngine, batches: Sequence[npt.NDArray[np.int32]]) -> tuple[list[str], list[dict[str, Any]]]:
     """Losses, and what happened between the end of each step and the end of the one before; two steps are in flight, as in training."""
     losses: list[str] = []
     laps: list[dict[str, Any]] = []
@@ -115,13 +114,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train and measure."""
     config = PRESETS[args.model]
     if args.dropout is not None:
-        config = replace(config, resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout)
+        config = config.with_dropout(args.dropout)
     settings, tiling = with_tiles(resolve(settings_of(args), config), config)
     watch = Watch()
     watch.start()
     rng = np.random.default_rng(0)
     with open_runtime(settings) as runtime:
-        engine = Gpt2Engine(config, tiling, runtime, settings)
+        engine = RecordedEngine(config, tiling, runtime, settings)
         order = engine.order
         runtime.wait()
         batches = [rng.integers(0, config.vocab_size, (args.batch, config.n_positions + 1)).astype(np.int32) for _ in range(args.steps)]

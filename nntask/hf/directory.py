@@ -23,8 +23,8 @@ from tiles.kernels.registry import scratch
 
 from ..errors import DataError, UsageError
 from ..fileranges import FileRange
+from ..models.registry import FAMILIES, Family
 from ..tensorfile import STORAGE, TensorFile
-from .families import FAMILIES, Family
 from .shadow import Shadow, blanks, shapes_of
 
 CONFIG: Final = "config.json"

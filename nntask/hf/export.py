@@ -22,9 +22,9 @@ from ..checkpoints import MODEL, Checkpoint
 from ..data import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..fileranges import FileRange, OpenFile, strides_of
+from ..models.registry import family_of
 from ..tensorfile import STORAGE, TensorFile, header_of
 from .directory import CONFIG, INDEX, SINGLE
-from .families import family_of
 from .shadow import Shadow, blanks, shapes_of
 from .tokenizers import tokenizer_files
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..fileranges import FileRange
-from .families import Arrays
+from ..models.registry import Arrays
 
 
 class Shadow:

@@ -1,4 +1,4 @@
-"""GPT-2 configurations: the JSON keys of Hugging Face, checked one by one; and the presets by name.
+"""GPT-2 configurations: the JSON keys of Hugging Face, checked one by one; and the presets of every family by name.
 
 Rules: the five keys that fix the shape must be there, everything else has Hugging Face's default, keys we do not know are ignored. A value of
 the wrong JSON type is an error, never converted.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Final
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Final
 
-from ..errors import DataError, UsageError
+from ..errors import UsageError
+from . import llama_config
+from .checks import check_choice, check_count, check_divisible, check_object, check_positive, check_probability, check_switch, read_json
+from .interface import ModelConfig
 
 ACTIVATIONS: Final = {
     "gelu_new": "gelu_new",
@@ -52,6 +54,9 @@ class GPT2Config:
         UsageError: a value breaks its rule.
     """
 
+    model_type: ClassVar[str] = "gpt2"
+    positions_key: ClassVar[str] = "n_positions"
+
     vocab_size: int
     n_positions: int
     n_embd: int
@@ -83,6 +88,16 @@ class GPT2Config:
         return self.n_embd // self.n_head
 
     @property
+    def n_kv_head(self) -> int:
+        """Heads of keys and values: each head of queries has its own."""
+        return self.n_head
+
+    @property
+    def num_inner_matrices(self) -> int:
+        """Matrices of a feed-forward layer: in and out."""
+        return 2
+
+    @property
     def activation(self) -> str:
         """The kernels' name of the activation."""
         return ACTIVATIONS[self.activation_function]
@@ -95,6 +110,14 @@ class GPT2Config:
         heads = 1 if self.tie_word_embeddings else 2
         return heads * self.vocab_size * width + self.n_positions * width + self.n_layer * block + 2 * width
 
+    def with_dropout(self, p: float) -> GPT2Config:
+        """The same config with all three dropout probabilities `p`."""
+        return replace(self, resid_pdrop=p, embd_pdrop=p, attn_pdrop=p)
+
+    def with_layers(self, count: int) -> GPT2Config:
+        """The same config with `count` blocks."""
+        return replace(self, n_layer=count)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "the config") -> GPT2Config:
         """A config from decoded JSON.
@@ -105,8 +128,7 @@ class GPT2Config:
         Raises:
             UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule.
         """
-        if not isinstance(values, Mapping):
-            raise UsageError(f"{source} must be a JSON object with keys like n_embd, got {_json_type(values)}; write {{...}}")
+        check_object(values, source, "n_embd")
         model_type = values.get("model_type", "gpt2")
         if model_type != "gpt2":
             raise UsageError(f'model_type in {source} must be "gpt2", got {json.dumps(model_type)}; use the config of a GPT-2')
@@ -127,20 +149,11 @@ class GPT2Config:
             DataError: the file cannot be read or is not JSON.
             UsageError: see `from_dict`.
         """
-        file = Path(path)
-        if file.is_dir():
-            file = file / "config.json"
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise DataError(f"the config {file} cannot be read: {error.strerror}; check --config-path") from None
-        except ValueError as error:
-            raise DataError(f"the config {file} is not whole JSON: {error}; copy it again") from None
-        return cls.from_dict(values, str(file))
+        return cls.from_dict(*read_json(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Values as Hugging Face's JSON has them; ``GPT2LMHeadModel`` loads them."""
-        return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **asdict(self)}
+        return {"model_type": self.model_type, "architectures": ["GPT2LMHeadModel"], **asdict(self)}
 
 
 _REQUIRED: Final = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
@@ -158,55 +171,17 @@ def _check(values: Mapping[str, Any], source: str) -> None:
     """
     for key in (*_REQUIRED, "n_inner"):
         value = values.get(key, 1)
-        if key == "n_inner" and value is None:
-            continue
-        if type(value) is not int:
-            raise UsageError(f"{key} in {source} must be a whole number, got {_shown(value)}; write for example {_example(key, value)}")
-        if value < 1:
-            raise UsageError(f"{key} in {source} must be at least 1, got {value}; the nearest legal value is 1")
-    for key in _FLOATS:
-        value = values.get(key, 0.5)
-        if type(value) not in (int, float):
-            raise UsageError(f"{key} in {source} must be a number, got {_shown(value)}; write for example {_example(key, value)}")
-        if key in _PROBABILITIES and not 0 <= value < 1:
-            raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {value}; write 0 for no dropout")
-        if key in _POSITIVE and not 0 < value < float("inf"):
-            raise UsageError(f"{key} in {source} must be positive, got {value}; write for example {_example(key, value)}")
+        if key != "n_inner" or value is not None:
+            check_count(key, value, source, _DEFAULTS[key])
+    for key in _PROBABILITIES:
+        check_probability(key, values.get(key, 0.1), source)
+    for key in _POSITIVE:
+        check_positive(key, values.get(key, 1.0), source, _DEFAULTS[key])
     for key in _SWITCHES:
-        if type(values.get(key, True)) is not bool:
-            raise UsageError(f"{key} in {source} must be true or false, got {_shown(values[key])}; write true or false without quotes")
-    name = values.get("activation_function", "gelu_new")
-    if type(name) is not str or name not in ACTIVATIONS:
-        raise UsageError(f"activation_function in {source} must be one of {', '.join(ACTIVATIONS)}, got {_shown(name)}; choose one of them")
-    if "n_embd" in values and "n_head" in values and values["n_embd"] % values["n_head"]:
-        width, heads = values["n_embd"], values["n_head"]
-        near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: (abs(n - heads), n))
-        raise UsageError(f"n_embd in {source} must be divisible by n_head, got n_embd {width} and n_head {heads}; the nearest legal n_head is {near}")
-
-
-def _shown(value: object) -> str:
-    """A value as JSON would have it, and its type."""
-    return f"{value!r} of type {type(value).__name__}" if not _is_json(value) else f"{json.dumps(value)} ({_json_type(value)})"
-
-
-def _is_json(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, list, dict))
-
-
-def _json_type(value: object) -> str:
-    kinds: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return "null" if value is None else kinds.get(type(value), type(value).__name__)
-
-
-def _example(key: str, value: object) -> str:
-    """A legal line of JSON: the received value where its meaning is plain, otherwise GPT-2's."""
-    if key in _FLOATS:
-        return f'"{key}": {_DEFAULTS[key]}'
-    try:
-        number = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError, OverflowError):
-        number = 0
-    return f'"{key}": {number if number > 0 and type(value) is not bool else _DEFAULTS[key]}'
+        check_switch(key, values.get(key, True), source)
+    check_choice("activation_function", values.get("activation_function", "gelu_new"), ACTIVATIONS, source)
+    if "n_embd" in values and "n_head" in values:
+        check_divisible("n_embd", values["n_embd"], "n_head", values["n_head"], source)
 
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -216,16 +191,16 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "n_layer": 12,
     "n_head": 12,
     "n_inner": 3072,
-    **dict.fromkeys(_PROBABILITIES, 0.1),
     "layer_norm_epsilon": 1e-05,
     "initializer_range": 0.02,
 }
 
-PRESETS: Final[dict[str, GPT2Config]] = {
+PRESETS: Final[dict[str, ModelConfig]] = {
     "tiny": GPT2Config(vocab_size=4096, n_positions=256, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "gpt2": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),
     "gpt2-medium": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1024, n_layer=24, n_head=16),
     "gpt2-large": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36, n_head=20),
     "gpt2-xl": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48, n_head=25),
+    **llama_config.PRESETS,
 }
-"""Models by name; `tiny` learns real text in minutes on two cores and drops nothing out, the others are OpenAI's."""
+"""Models by name; `tiny` learns real text in minutes on two cores and drops nothing out, the others with GPT-2 in their name are OpenAI's."""

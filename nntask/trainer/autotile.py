@@ -33,15 +33,15 @@ from scheduler.trace import Accesses, Trace
 from ..checkpoints import Checkpoint
 from ..data import Batch, open_dataset
 from ..errors import StorageError, UsageError
-from ..models.config import GPT2Config
+from ..models.interface import ModelConfig
 from ..tiletable import FLAG, add_row, read_table, shape_of
 from ..tiling import Limits, ModelTiling, cut, table_limits
 from .fitting import capture, count_minibatches, least_needs, no_collections
-from .gpt2 import Gpt2Engine
 from .machine import open_runtime, told
 from .outputs import check_writable
 from .places import this_machine
 from .prepare import Prepared, open_tiles, prepare, with_tiling
+from .recorded import RecordedEngine
 from .rules import resolve
 from .settings import TrainSettings
 from .signals import Interrupts
@@ -91,7 +91,7 @@ class _Lap:
     tasks: Sequence[float]
 
 
-def prepare_in_best_tiles(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | None, say: Say) -> Prepared | int:
+def prepare_in_best_tiles(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, say: Say) -> Prepared | int:
     """`prepare`, and the search where --auto-tile measured asks for one; the exit code instead when a signal ended that.
 
     Raises:
@@ -125,7 +125,7 @@ def prepare_in_best_tiles(settings: TrainSettings, config: GPT2Config, resumed: 
     return replace(prepared, settings=resolved, tiling=tiling)
 
 
-def search(settings: TrainSettings, config: GPT2Config, say: Say, stopped: Stopped = lambda: False) -> ModelTiling:
+def search(settings: TrainSettings, config: ModelConfig, say: Say, stopped: Stopped = lambda: False) -> ModelTiling:
     """The fastest tiling found; the table's, with the sizes that were given, if none fits.
 
     Args:
@@ -194,7 +194,7 @@ def _words(tiling: ModelTiling) -> str:
     return ", ".join(f"{name.removesuffix('_tile')} {getattr(tiling, name)}" for name in tiling.__slots__)
 
 
-def measure(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, stopped: Stopped = lambda: False) -> tuple[float, str]:
+def measure(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, stopped: Stopped = lambda: False) -> tuple[float, str]:
     """Seconds of an optimizer step in these tiles and what was left out in measuring; infinity and the reason if the step does not fit.
 
     Args:
@@ -215,7 +215,7 @@ def measure(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, st
         return inf, "does not fit"
     count = count_minibatches(settings)
     if whole.needed_bytes() <= target.memory:
-        small = replace(config, n_layer=min(config.n_layer, LAYERS))
+        small = config.with_layers(min(config.n_layer, LAYERS))
         count = min(count, 2 * len(target.places))
     else:
         small = config
@@ -230,7 +230,7 @@ def measure(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, st
     return lap.seconds * kernels / sum(lap.tasks), left_out
 
 
-def _run(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, stopped: Stopped) -> tuple[StepPlan, _Lap]:
+def _run(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, stopped: Stopped) -> tuple[StepPlan, _Lap]:
     """The fastest step of a trial."""
     watch = _Stopwatch()
     tokens = np.random.Generator(np.random.PCG64(settings.data.seed)).integers(
@@ -240,7 +240,7 @@ def _run(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, stopp
     runtime = open_runtime(settings, watch)
     try:
         with runtime:
-            engine = Gpt2Engine(config, tiling, runtime, settings)
+            engine = RecordedEngine(config, tiling, runtime, settings)
             runtime.wait()
             plan = engine.order.plan
             return plan, min(_laps(engine, watch, batch, stopped), key=lambda lap: lap.seconds)
@@ -250,7 +250,7 @@ def _run(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, stopp
         raise told(error) from error
 
 
-def _laps(engine: Gpt2Engine, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:
+def _laps(engine: RecordedEngine, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:
     """Steps of a trial without the first."""
     laps: list[_Lap] = []
     total = 0.0

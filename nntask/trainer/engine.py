@@ -1,6 +1,6 @@
 """What the training loop needs of a model on a runtime, and no more.
 
-The loop, evaluation and sampling know this interface only; `gpt2.Gpt2Engine` is the one that trains, tests bring a small one of their own.
+The loop, evaluation and sampling know this interface only; `recorded.RecordedEngine` is the one that trains, tests bring a small one of their own.
 """
 
 from __future__ import annotations

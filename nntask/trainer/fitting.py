@@ -19,11 +19,11 @@ from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, 
 from tiles import TileTensor
 
 from ..errors import DoesNotFit, UsageError
-from ..models.config import GPT2Config
+from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
-from .gpt2 import build_model, build_optimizer, emit_training_step
 from .places import RAM, Target, pace_on, this_machine
 from .prepare import TILE_FLAGS
+from .recorded import build_model, build_optimizer, emit_training_step
 from .settings import TrainSettings
 
 MOST_TASKS: Final = 1_000_000
@@ -95,7 +95,7 @@ class Sketch:
     optimizer: Mapping[str, TileTensor]
 
 
-def check_fit(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling) -> Sketch:
+def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> Sketch:
     """Refuse resolved settings whose step cannot run on this machine within its budgets; takes no memory, and a second for 20,000 tasks.
 
     Raises:
@@ -112,12 +112,12 @@ def check_fit(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling) 
     return found
 
 
-def capture(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, num_minibatches: int | None = None) -> StepPlan:
+def capture(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, num_minibatches: int | None = None) -> StepPlan:
     """The step that resolved settings train with; see `sketch`."""
     return sketch(settings, config, tiling, num_minibatches).plan
 
 
-def sketch(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, num_minibatches: int | None = None) -> Sketch:
+def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, num_minibatches: int | None = None) -> Sketch:
     """Model and step that resolved settings train with, from shapes.
 
     Args:
@@ -179,13 +179,13 @@ def _touched(task: RecordedTask) -> int:
     return sum(handle.size for handle, _ in task.accesses)
 
 
-def work_of(settings: TrainSettings, config: GPT2Config) -> int:
+def work_of(settings: TrainSettings, config: ModelConfig) -> int:
     """Roughly proportional to the tasks of a minibatch: products of a weight tile and a tile of activations."""
     cut = tiling_of(settings)
     width, inner = -(-config.n_embd // cut.embd_tile), -(-config.inner_size // cut.inner_tile)
     heads, vocab = -(-config.n_head // cut.head_tile), -(-config.vocab_size // cut.vocab_tile)
     tokens = -(-settings.tiling.minibatch // cut.minibatch_tile) * -(-(settings.model.seq_len or 1) // cut.seq_tile)
-    return tokens * width * (config.n_layer * (2 * inner + 4 * heads) + 2 * vocab)
+    return tokens * width * (config.n_layer * (config.num_inner_matrices * inner + 4 * heads) + 2 * vocab)
 
 
 def count_minibatches(settings: TrainSettings) -> int:
@@ -233,7 +233,7 @@ def shortage(target: Target, needs: Needs) -> str:
     return f"the step needs {minimum[name]:,} B of {name} at least, more than its budget of {budget:,} B"
 
 
-def advice(settings: TrainSettings, config: GPT2Config, target: Target, needs: Needs) -> list[str]:
+def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: Needs) -> list[str]:
     """Changes of which each would make the step fit, checked where that is quick."""
     minimum = needs.minimum(target)
     place = max(target.places, key=lambda at: target.nodes[at][1])
@@ -266,7 +266,7 @@ def _larger_last(target: Target, needs: Needs) -> list[str]:
     return [f"--ram {size}", f"--disk DIR with {size} free there"]
 
 
-def _smaller_tile(settings: TrainSettings, config: GPT2Config, target: Target, needs: Needs) -> str:
+def _smaller_tile(settings: TrainSettings, config: ModelConfig, target: Target, needs: Needs) -> str:
     """Tile flags halved, one after another, until the hungriest task fits; "" if that does not help."""
     name = needs.hungriest.name
     changed, flags = settings, dict[str, int]()
@@ -275,6 +275,8 @@ def _smaller_tile(settings: TrainSettings, config: GPT2Config, target: Target, n
         best = None
         for flag in tiles:
             size = getattr(changed.tiling, flag) // 2
+            if flag == "head_tile":
+                size -= size % (config.n_head // config.n_kv_head)
             if size < 1:
                 continue
             trial = replace(changed, tiling=replace(changed.tiling, **{flag: size}))

@@ -1,6 +1,7 @@
-"""Floating-point operations of a GPT-2, counted in the two usual ways, and the peak they are compared with.
+"""Floating-point operations of a model, counted in the two usual ways, and the peak they are compared with.
 
-n: tokens per sequence, d: width, i: inner width, L: layers, V: vocabulary, N: parameters.
+n: tokens per sequence, d: width, i: inner width, m: matrices of a feed-forward layer, a: width of all heads of queries together, k: of all heads of
+keys, L: layers, V: vocabulary, N: parameters. A GPT-2 has m = 2 and a = k = d, a LLaMA m = 3, and k < a where queries share keys.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from ..models.interface import ModelConfig
+
 _PEAK_SIZE: Final = 512
 _PEAK_SECONDS: Final = 0.06
 _PEAK_TRIES: Final = 3
@@ -22,9 +25,10 @@ class FlopCounts:
     """What one sequence costs.
 
     Args:
-        forward: of a forward pass, NNTile's formula (counts its recomputation in attention, ignores causality).
-        backward: of a backward pass, NNTile's formula.
-        model: 6N + 12Ldn per token (Chowdhery et al., PaLM, 2022, appendix B), times n: forward and backward, nothing recomputed.
+        forward: of a forward pass, NNTile's formula (counts its recomputation in attention, ignores causality): per layer 2mndi for the
+            feed-forward layer, 4nd(a + k) for the projections of attention, (6 flash | 4) n^2 a for attention itself; 2ndV for the head.
+        backward: of a backward pass: twice the products with weights, (14 flash | 8) n^2 a.
+        model: 6N + 12Lan per token (Chowdhery et al., PaLM, 2022, appendix B), times n: forward and backward, nothing recomputed.
     """
 
     forward: float
@@ -32,11 +36,31 @@ class FlopCounts:
     model: float
 
 
-def flop_counts(*, n: int, d: int, i: int, layers: int, vocab: int, num_parameters: int, flash: bool) -> FlopCounts:
-    """Counts for one sequence of n tokens."""
-    forward = layers * (4 * n * d * i + 8 * n * d**2 + (6 if flash else 4) * n**2 * d) + 2 * n * d * vocab
-    backward = layers * (8 * n * d * i + 16 * n * d**2 + (14 if flash else 8) * n**2 * d) + 4 * n * d * vocab
-    return FlopCounts(float(forward), float(backward), float(n * (6 * num_parameters + 12 * layers * d * n)))
+def flop_counts(
+    *, n: int, d: int, i: int, layers: int, vocab: int, num_parameters: int, flash: bool, a: int | None = None, k: int | None = None, m: int = 2
+) -> FlopCounts:
+    """Counts for one sequence of n tokens; a and k are d unless given."""
+    a, k = d if a is None else a, d if k is None else k
+    products = layers * (2 * m * n * d * i + 4 * n * d * (a + k)) + 2 * n * d * vocab
+    forward = products + layers * (6 if flash else 4) * n**2 * a
+    backward = 2 * products + layers * (14 if flash else 8) * n**2 * a
+    return FlopCounts(float(forward), float(backward), float(n * (6 * num_parameters + 12 * layers * a * n)))
+
+
+def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool) -> FlopCounts:
+    """Counts for one sequence of a model."""
+    return flop_counts(
+        n=seq_len,
+        d=config.n_embd,
+        i=config.inner_size,
+        layers=config.n_layer,
+        vocab=config.vocab_size,
+        num_parameters=config.num_parameters,
+        flash=flash,
+        a=config.n_head * config.head_size,
+        k=config.n_kv_head * config.head_size,
+        m=config.num_inner_matrices,
+    )
 
 
 def gemm_peak(num_workers: int) -> float:

@@ -34,9 +34,9 @@ from scheduler.storage.limits import memory_budgets
 from scheduler.storage.perfstore import PerfStore, machine_fingerprint
 
 from ..errors import DoesNotFit, UsageError
-from ..models.config import GPT2Config
+from ..models.interface import ModelConfig
 from ..sizes import parse_size
-from ..tiling import divisors, even
+from ..tiling import divisors, even, whole_groups
 from .flops import gemm_peak
 from .rules import disk_of
 from .settings import ResourceSettings, TrainSettings
@@ -179,7 +179,7 @@ def imaginary(devices: str, settings: TrainSettings, link: str = "") -> Target:
     return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
 
 
-def with_coarse_tiles(settings: TrainSettings, config: GPT2Config, target: Target) -> TrainSettings:
+def with_coarse_tiles(settings: TrainSettings, config: ModelConfig, target: Target) -> TrainSettings:
     """Resolved settings with large tiles, as accelerators like them, where no tile flag was given."""
     cut, length = settings.tiling, settings.model.seq_len or config.n_positions
     elements = target.largest_place // COARSE_SHARE // 4  # of an fp32 tile
@@ -190,7 +190,7 @@ def with_coarse_tiles(settings: TrainSettings, config: GPT2Config, target: Targe
         "seq_tile": length,
         "embd_tile": width,
         "inner_tile": even(config.inner_size, rows),
-        "head_tile": even(config.n_head, max(1, rows // config.head_size)),
+        "head_tile": whole_groups(config, rows // config.head_size),
         "vocab_tile": even(config.vocab_size, min(rows, -(-config.vocab_size // COARSE_VOCAB))),
     }
     return replace(settings, tiling=replace(cut, **{name: size for name, size in coarse.items() if getattr(cut, name) is None}))

@@ -16,7 +16,8 @@ from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
 
-from ..models.config import PRESETS, GPT2Config
+from ..models.config import PRESETS
+from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
 from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, work_of
 from .places import Target, durations, this_machine, with_coarse_tiles
@@ -32,7 +33,7 @@ MOST_MINIBATCH: Final = 1 << 20
 """Sequences in flight beyond which nobody asks."""
 
 
-def plan_run(settings: TrainSettings, config: GPT2Config, target: Target | None = None, *, reach: bool = True) -> dict[str, Any]:
+def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None = None, *, reach: bool = True) -> dict[str, Any]:
     """The figures of ``nntask plan --json``.
 
     Args:
@@ -88,7 +89,7 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
     return found, ""
 
 
-def _figures(settings: TrainSettings, config: GPT2Config, tiling: ModelTiling, target: Target, order: PlannedOrder, needs: Needs) -> dict[str, Any]:
+def _figures(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, target: Target, order: PlannedOrder, needs: Needs) -> dict[str, Any]:
     """Everything that is known before virtual time."""
     last = target.nodes[target.last][0]
     names = Counter(task.name for task in order.plan.tasks)
@@ -154,7 +155,7 @@ def _costs(found: Simulation, settings: TrainSettings) -> dict[str, Any]:
     }
 
 
-def _reach(settings: TrainSettings, config: GPT2Config, target: Target, num_tasks: int) -> dict[str, Any]:
+def _reach(settings: TrainSettings, config: ModelConfig, target: Target, num_tasks: int) -> dict[str, Any]:
     """The largest preset and the largest minibatch that fit this machine with these flags; None where that would take long to find out."""
     per_minibatch = num_tasks / count_minibatches(settings)
     if settings.resources.order != SUBMISSION:  # other steps have other orders
@@ -180,7 +181,7 @@ def _largest_model(settings: TrainSettings, target: Target, tasks_per_work: floa
     return None
 
 
-def _largest_minibatch(settings: TrainSettings, config: GPT2Config, target: Target) -> int | None:
+def _largest_minibatch(settings: TrainSettings, config: ModelConfig, target: Target) -> int | None:
     """Sequences in flight at once that fit, in whole tiles and with these tiles: what one more tile adds, added as often as there is room."""
     step = settings.tiling.minibatch_tile or 1
     needs = []

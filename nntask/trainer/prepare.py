@@ -9,7 +9,7 @@ from typing import Any, Final
 from ..checkpoints import STATE, Checkpoint, run_of, step_directories
 from ..data import TOKENIZER, DataSpec, check_spec
 from ..errors import DataError, UsageError
-from ..models.config import GPT2Config
+from ..models.interface import ModelConfig
 from ..schedule import make_schedule
 from ..tensorfile import TensorFile
 from ..tiletable import read_table, shape_of
@@ -32,14 +32,14 @@ class Prepared:
     """
 
     settings: TrainSettings
-    config: GPT2Config
+    config: ModelConfig
     tiling: ModelTiling
     data: DataSpec
     run: Path
     resumed: Checkpoint | None
 
 
-def prepare(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | None) -> Prepared:
+def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None) -> Prepared:
     """Resolve and check a run; reads files, writes none.
 
     Raises:
@@ -84,7 +84,7 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     )
 
 
-def with_tiles(settings: TrainSettings, config: GPT2Config) -> tuple[TrainSettings, ModelTiling]:
+def with_tiles(settings: TrainSettings, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:
     """Settings with every tile size a number, from the tables where none was given; and the tiling itself.
 
     Raises:
@@ -97,7 +97,7 @@ def with_tiles(settings: TrainSettings, config: GPT2Config) -> tuple[TrainSettin
     return with_tiling(settings, row.resolve(config, minibatch, length), config)
 
 
-def with_tiling(settings: TrainSettings, tiling: ModelTiling, config: GPT2Config) -> tuple[TrainSettings, ModelTiling]:
+def with_tiling(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:
     """Settings with the sizes of `tiling` where none was given; where they came from matters no longer. And the tiling itself."""
     cut = settings.tiling
     sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
@@ -111,7 +111,7 @@ def open_tiles(settings: TrainSettings) -> list[str]:
     return [name for name in TILE_FLAGS if getattr(settings.tiling, name) is None]
 
 
-def data_spec(settings: TrainSettings, config: GPT2Config) -> DataSpec:
+def data_spec(settings: TrainSettings, config: ModelConfig) -> DataSpec:
     """The data part of the settings."""
     data = settings.data
     return DataSpec(
@@ -145,7 +145,7 @@ def state_of(prepared: Prepared, fingerprint: str, tokenizer: str | None) -> dic
     }
 
 
-def _check_same(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint) -> None:
+def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint) -> None:
     """Check that model, tiling, data and optimizer are those of the run that is continued.
 
     Raises:

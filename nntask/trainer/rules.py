@@ -16,7 +16,12 @@ from ..sizes import LARGEST, parse_size
 from .settings import TrainSettings
 
 DEFAULT_STEPS: Final = 200
+DEFAULT_LENGTH: Final = 4096
+"""Tokens of a sequence where nobody chose, at most: models that reach 131,072 are not trained on so many."""
 TINY: Final = "tiny"
+"""The model that is trained where none is named."""
+_SMALL: Final = (TINY, "llama-tiny")
+"""Presets that learn in minutes, with defaults of their own."""
 _COUNTS: Final = (
     ("tiling", "batch", 1),
     ("tiling", "lanes", 1),
@@ -72,6 +77,10 @@ class ModelShape(Protocol):
     @property
     def n_positions(self) -> int:
         """Longest sequence."""
+
+    @property
+    def positions_key(self) -> str:
+        """How its JSON calls that."""
 
     @property
     def vocab_size(self) -> int:
@@ -204,13 +213,13 @@ def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
         settings.run,
         settings.checkpoints,
     )
-    tiny = model.model in (None, TINY) and model.config_path is None and not checkpoints.init_from
-    if tiny:
+    if model.model is None and model.config_path is None and not checkpoints.init_from:
         model = replace(model, model=TINY)
+    small = model.model in _SMALL
     if model.fp32_fast_tf32:
         model = replace(model, dtype="tf32", fp32_fast_tf32=False)
-    model = replace(model, seq_len=_checked_length(model.seq_len, shape.n_positions))
-    batch = tiling.batch if tiling.batch is not None else (8 if tiny else 1)
+    model = replace(model, seq_len=_checked_length(model.seq_len, shape))
+    batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
     lanes = tiling.lanes if tiling.lanes is not None else (4 if tiling.redux else 1)
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
     _divides("--minibatch", minibatch, "--batch", batch)
@@ -224,7 +233,7 @@ def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
             f"--seq-tile must be at most the sequence length {model.seq_len}, got {tiling.seq_tile}; the nearest legal value is {model.seq_len}"
         )
     tiling = replace(tiling, batch=batch, minibatch=minibatch, minibatch_tile=per_tile, lanes=lanes, redux=False)
-    lr = optimizer.lr if optimizer.lr is not None else (1e-3 if tiny else 3e-4)
+    lr = optimizer.lr if optimizer.lr is not None else (1e-3 if small else 3e-4)
     warmup = optimizer.warmup_steps if optimizer.warmup_steps is not None else (0 if optimizer.full_lr_iter > 1 else 10)
     kind = "adamw" if optimizer.optimizer == "fusedadamw" else optimizer.optimizer
     optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, optimizer=kind)
@@ -234,11 +243,12 @@ def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
     return replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints)
 
 
-def _checked_length(seq_len: int | None, n_positions: int) -> int:
+def _checked_length(seq_len: int | None, shape: ModelShape) -> int:
+    limit = shape.n_positions
     if seq_len is None:
-        return n_positions
-    if seq_len > n_positions:
-        raise UsageError(f"--seq-len must be at most n_positions = {n_positions}, got {seq_len}; the nearest legal value is {n_positions}")
+        return min(limit, DEFAULT_LENGTH)
+    if seq_len > limit:
+        raise UsageError(f"--seq-len must be at most {shape.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
     return seq_len
 
 

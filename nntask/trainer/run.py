@@ -19,7 +19,7 @@ from tiles import TileTensor
 from ..checkpoints import AGAINST_DIVERGENCE, MODEL, OPTIMIZER, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, StorageError, UsageError
-from ..models.config import GPT2Config
+from ..models.interface import ModelConfig
 from ..schedule import make_schedule
 from ..sizes import format_size
 from ..tensorfile import STORAGE, TensorFile, load_tensors, save_tensors
@@ -27,13 +27,13 @@ from .autotile import prepare_in_best_tiles
 from .evaluation import evaluate
 from .explain import Explainer, matching
 from .fitting import check_fit
-from .flops import FlopCounts, flop_counts, gemm_peak
-from .gpt2 import Gpt2Engine
+from .flops import FlopCounts, flop_counts_of, gemm_peak
 from .loop import Loop, Plan
 from .machine import Tracer, does_not_fit, open_runtime, told
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, state_of
+from .recorded import RecordedEngine
 from .rules import trace_range
 from .sampling import Sampling, sample
 from .settings import StorageDtype, TrainSettings
@@ -57,7 +57,7 @@ class _Running:
     dataset: Dataset
     stream: BatchStream
     runtime: Runtime
-    engine: Gpt2Engine
+    engine: RecordedEngine
     counts: FlopCounts
     printer: StepPrinter
     interrupts: Interrupts
@@ -68,7 +68,7 @@ class _Running:
         return self.prepared.settings
 
 
-def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | None = None) -> int:
+def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None) -> int:
     """Run a training; returns 0, or 130 or 143 when it was interrupted.
 
     Raises:
@@ -92,7 +92,7 @@ def train(settings: TrainSettings, config: GPT2Config, resumed: Checkpoint | Non
         runtime = open_runtime(settings)
         try:
             with runtime:  # in the try: it waits at its end for tasks that may have failed
-                engine = Gpt2Engine(prepared.config, prepared.tiling, runtime, settings, model_to_start_from(prepared, runtime))
+                engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, model_to_start_from(prepared, runtime))
                 dataset = open_dataset(prepared.data, printer.say)
                 stream = _stream(prepared, dataset)
                 counts = _counts(prepared)
@@ -244,15 +244,7 @@ def _steps(settings: TrainSettings, stream: BatchStream) -> tuple[int, int]:
 
 def _counts(prepared: Prepared) -> FlopCounts:
     config, model = prepared.config, prepared.settings.model
-    return flop_counts(
-        n=model.seq_len or config.n_positions,
-        d=config.n_embd,
-        i=config.inner_size,
-        layers=config.n_layer,
-        vocab=config.vocab_size,
-        num_parameters=config.num_parameters,
-        flash=model.flashattention,
-    )
+    return flop_counts_of(config, model.seq_len or config.n_positions, flash=model.flashattention)
 
 
 def _check_weights(prepared: Prepared, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> None:
@@ -265,7 +257,7 @@ def _check_weights(prepared: Prepared, model: Mapping[str, TileTensor], optimize
     check_start(prepared, model)
 
 
-def _load_weights(prepared: Prepared, engine: Gpt2Engine) -> None:
+def _load_weights(prepared: Prepared, engine: RecordedEngine) -> None:
     for path, tensors, exact in _weight_files(prepared, engine.model_tensors(), engine.optimizer_tensors()):
         load_tensors(path, tensors, exact=exact)
     files = prepared.settings.checkpoints

@@ -23,17 +23,17 @@ class ModelSettings:
     """What is trained."""
 
     model: str | None = None
-    """preset: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl (default tiny)"""
+    """preset: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-tiny, llama-1b, llama-3b (default tiny)"""
     config_path: str | None = None
-    """GPT-2 config, a JSON file with Hugging Face keys; instead of --model"""
+    """GPT-2 or LLaMA config, a JSON file with Hugging Face keys; instead of --model"""
     seq_len: int | None = None
-    """tokens per sequence, at most n_positions (default n_positions)"""
+    """tokens per sequence, at most n_positions (default n_positions, at most 4096)"""
     dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
     """arithmetic; auto is fp32, tf32 on a CPU computes in fp32, bf16 stores bf16, keeps fp32 masters and sums in fp32"""
     fp32_fast_tf32: bool = False
     """older name of --dtype tf32"""
     dropout: float | None = None
-    """probability for all three dropouts of the config (default: the config's)"""
+    """probability for all dropouts of the config (default: the config's)"""
     flashattention: bool = True
     """attention without the full score matrix; --no-flashattention stores the scores"""
     recompute: Literal["none", "block"] = "none"
@@ -45,7 +45,7 @@ class TilingSettings:
     """How the batch and the tensors are cut. In tile flags -1 means the whole dimension."""
 
     batch: int | None = None
-    """sequences per optimizer step (default 8 for tiny, else 1)"""
+    """sequences per optimizer step (default 8 for tiny and llama-tiny, else 1)"""
     minibatch: int = -1
     """sequences in flight at once, divides --batch; gradients accumulate (-1: the batch)"""
     minibatch_tile: int | None = None
@@ -57,7 +57,7 @@ class TilingSettings:
     inner_tile: int | None = None
     """features of the feed-forward layer per tile"""
     head_tile: int | None = None
-    """heads per tile"""
+    """heads of queries per tile; of those that share keys and values, all or none"""
     vocab_tile: int | None = None
     """rows of the embedding and of the head per tile"""
     auto_tile: Literal["table", "measured"] = "table"
@@ -97,7 +97,7 @@ class OptimizerSettings:
     optimizer: Literal["fusedadamw", "adamw", "adam", "sgd"] = "fusedadamw"
     """fusedadamw is another name of adamw"""
     lr: float | None = None
-    """peak learning rate (default 1e-3 for tiny, else 3e-4)"""
+    """peak learning rate (default 1e-3 for tiny and llama-tiny, else 3e-4)"""
     weight_decay: float = 0.0
     """decay of matrices; vectors are never decayed"""
     optimizer_eps: float = 1e-8
@@ -226,7 +226,7 @@ class ObserveSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """Train a GPT-2. Without flags: a small model on this machine's Python library."""
+    """Train a GPT-2 or a LLaMA. Without flags: a small model on this machine's Python library."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     tiling: TilingSettings = field(default_factory=TilingSettings)

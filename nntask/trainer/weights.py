@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from tiles import TileTensor
 
 from ..hf.directory import ModelDirectory
-from ..models.gpt2 import GPT2
-from .gpt2 import build_model
+from ..models.language import LanguageModel
 from .prepare import Prepared
+from .recorded import build_model
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
@@ -34,7 +34,7 @@ def check_start(prepared: Prepared, model: Mapping[str, TileTensor]) -> None:
         ModelDirectory.open(directory).check({name: tensor.shape for name, tensor in model.items()})
 
 
-def model_to_start_from(prepared: Prepared, runtime: Runtime) -> GPT2 | None:
+def model_to_start_from(prepared: Prepared, runtime: Runtime) -> LanguageModel | None:
     """The directory's model, each tile to be read when it is first used; None where there is no directory."""
     directory = _directory(prepared)
     if directory is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from nntask.environment import VARIABLES
-from nntask.trainer.settings import TrainSettings
+from nntask.models.config import PRESETS
+from nntask.trainer.settings import ModelSettings, TrainSettings
 from wrappers.cli import COMMANDS
 from wrappers.cli.flags import table_of
 
@@ -62,6 +64,13 @@ def test_there_is_an_example() -> None:
 def test_commands_table() -> None:
     """The table of commands is the command line's own."""
     assert rows("Commands") == [[f"`nntask {name}`", text] for name, text in COMMANDS.items()]
+
+
+def test_models_are_named() -> None:
+    """The table of models and the help of --model name every preset, in order."""
+    named = [name for cells in rows("Models") for name in re.findall(r"`([a-z0-9-]+)`", cells[0])]
+    assert named == list(PRESETS)
+    assert f"preset: {', '.join(PRESETS)} (default" in inspect.getsource(ModelSettings)
 
 
 def test_environment_table() -> None:

@@ -67,8 +67,8 @@ def hf_loss(theirs, tokens, targets):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets.astype(np.int64)).flatten())
 
 
-def our_gradients(model):
-    """Our gradients under Hugging Face's names; rows that got no contribution are zero."""
+def gradients_of(model):
+    """Gradients under our names; rows that got no contribution are zero."""
     found = {}
     for name, parameter in model.named_parameters().items():
         out = np.zeros(parameter.shape, parameter.dtype)
@@ -78,7 +78,12 @@ def our_gradients(model):
                 with gradient.runtime.acquire(handle, "R") as view:
                     out[gradient.tiling.slices(index)] = view
         found[name] = out
-    return to_hf(found, model.config)
+    return found
+
+
+def our_gradients(model):
+    """Our gradients under Hugging Face's names."""
+    return to_hf(gradients_of(model), model.config)
 
 
 def hf_gradients(theirs):

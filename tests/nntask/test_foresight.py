@@ -17,11 +17,11 @@ import pytest
 from nntask.data import Batch
 from nntask.models.config import GPT2Config
 from nntask.trainer.fitting import capture, choose_order
-from nntask.trainer.gpt2 import Gpt2Engine
 from nntask.trainer.machine import open_runtime
 from nntask.trainer.places import open_store, this_machine
 from nntask.trainer.planning import plan_run
 from nntask.trainer.prepare import with_tiles
+from nntask.trainer.recorded import RecordedEngine
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, ObserveSettings, ResourceSettings, TilingSettings, TrainSettings
 from scheduler.core.perf import Models, footprint
@@ -57,7 +57,7 @@ def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str,
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (STEPS, 4, CONFIG.n_positions + 1)).astype(np.int32)
     before: dict[str, int] = {}
     with open_runtime(asked) as runtime:
-        engine = Gpt2Engine(CONFIG, tiling, runtime, asked)
+        engine = RecordedEngine(CONFIG, tiling, runtime, asked)
         runtime.wait()
         for step, batch in enumerate(ids):
             before = runtime.stats()["moved_bytes"] if step == 1 else before

@@ -105,7 +105,7 @@ def test_the_largest_model_and_minibatch() -> None:
 
     assert fits(number)
     assert not fits(number + 2 + number // 2)
-    assert plan_run(settings(), CONFIG, reach=True)["largest_model"] == "tiny"
+    assert plan_run(settings(), CONFIG, reach=True)["largest_model"] == "llama-tiny"
 
 
 def test_simulated_devices_have_their_own_budgets() -> None:

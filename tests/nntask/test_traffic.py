@@ -16,10 +16,10 @@ from nntask.errors import UsageError
 from nntask.models.config import GPT2Config
 from nntask.tiling import ModelTiling
 from nntask.trainer.explain import PLACEMENTS, Explainer, matching, table
-from nntask.trainer.gpt2 import Gpt2Engine
 from nntask.trainer.loop import Loop, Plan
 from nntask.trainer.metrics import Journal, StepPrinter, Totals, read_metrics
 from nntask.trainer.outputs import summary_of
+from nntask.trainer.recorded import RecordedEngine
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import TilingSettings, TrainSettings
 from nntask.trainer.signals import Interrupts
@@ -56,7 +56,7 @@ def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> Traine
     settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1)), CONFIG)
     (folder / "train.bin").write_bytes((np.arange(500) % 61).astype("<u2").tobytes())
     stream = BatchStream(TokenFile(folder / "train.bin", vocab_size=61), CONFIG.n_positions, 2, seed=1)
-    engine = Gpt2Engine(CONFIG, TILING, runtime, settings)
+    engine = RecordedEngine(CONFIG, TILING, runtime, settings)
     out = io.StringIO()
     printer = StepPrinter(out)
     explainer = Explainer(runtime, explain, printer.say)

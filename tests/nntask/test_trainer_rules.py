@@ -17,6 +17,7 @@ TABLE = table_of(TrainSettings)
 
 @dataclass(frozen=True)
 class Shape:
+    positions_key: str = "n_positions"
     n_positions: int = 64
     vocab_size: int = 100
 

@@ -69,18 +69,21 @@ def _matmuls(m: Maker, trans_a: bool, trans_b: bool, accumulate: bool, wide: boo
     return [m(*a), m(*b), m.wide(*out) if wide else m(*out)], [2], _product(trans_a, trans_b, accumulate)
 
 
-def _attention(m: Maker, tq: int, tk: int, causal: bool, first: bool, last: bool, p: float = 0.0) -> Case:
-    """Two heads of 12, the query tile behind the key tile."""
+def _attention(m: Maker, tq: int, tk: int, causal: bool, first: bool, last: bool, p: float = 0.0, group: int = 1) -> Case:
+    """Two heads of 12 features, `group` heads of queries for each, the query tile behind the key tile."""
+    h = 2 * group
     at = Pair(12, 0.3, causal, max(0, tk - 20) if causal else 5, 0, 1, 1, 6, 300, p, 3)
-    args = [m(2, tq, 24), m(2, tk, 24), m(2, tk, 24), m(2, tq, 24), m.wide(2, 2, tq), m.positive(2, 2, tq), *([m.wide(2, 2, tq)] if last else [])]
+    args = [m(2, tq, 12 * h), m(2, tk, 24), m(2, tk, 24), m(2, tq, 12 * h)]
+    args += [m.wide(2, h, tq), m.positive(2, h, tq), *([m.wide(2, h, tq)] if last else [])]
     args += [*([np.array([1, 2], np.uint64)] if p else []), np.empty(attention_scratch(tq, tk, 4, p), np.uint8)]
     return args, [3, 4, 5, *([6] if last else [])], {"at": at, "first": first, "last": last}
 
 
-def _attention_backward(m: Maker, tq: int, tk: int, first_k: bool, first_q: bool, p: float = 0.0) -> Case:
+def _attention_backward(m: Maker, tq: int, tk: int, first_k: bool, first_q: bool, p: float = 0.0, group: int = 1) -> Case:
+    h = 2 * group
     at = Pair(12, 0.3, True, max(0, tk - 20), 0, 1, 1, 6, 300, p, 3)
-    inputs = [m(2, tq, 24), m(2, tk, 24), m(2, tk, 24), m(2, tq, 24), m.positive(2, 2, tq) * 5, m.wide(2, 2, tq)]
-    args = [*inputs, m(2, tq, 24), m(2, tk, 24), m(2, tk, 24), *([np.array([1, 2], np.uint64)] if p else [])]
+    inputs = [m(2, tq, 12 * h), m(2, tk, 24), m(2, tk, 24), m(2, tq, 12 * h), m.positive(2, h, tq) * 5, m.wide(2, h, tq)]
+    args = [*inputs, m(2, tq, 12 * h), m(2, tk, 24), m(2, tk, 24), *([np.array([1, 2], np.uint64)] if p else [])]
     constants = {"at": at, "stored": False, "first_k": first_k, "first_q": first_q}
     return [*args, np.empty(attention_scratch(tq, tk, 4, p), np.uint8)], [6, 7, 8], constants
 
@@ -133,12 +136,14 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: _attention(m, 33, 47, False, True, True),
         lambda m: _attention(m, 131, 150, True, False, True, 0.3),
         lambda m: _attention(m, 33, 47, True, True, True, 0.3),
+        *(lambda m, g=g: _attention(m, 131, 150, True, False, True, 0.3, g) for g in (2, 3)),
     ],
     "attention_backward": [
         *(lambda m, k=k, q=q: _attention_backward(m, 131, 150, k, q) for k in BOTH for q in BOTH),
         lambda m: _attention_backward(m, 33, 47, True, True),
         lambda m: _attention_backward(m, 131, 150, True, False, 0.3),
         lambda m: _attention_backward(m, 33, 47, True, True, 0.3),
+        *(lambda m, g=g, q=q: _attention_backward(m, 131, 150, True, q, 0.3, g) for g in (2, 3) for q in BOTH),
     ],
     "batched_matmul": [
         lambda m: ([m(2, 3, 4, 5), m(2, 3, 5, 6), m(2, 3, 4, 6)], [2], _product(False, False, False)),

@@ -83,16 +83,18 @@ def _at(m: Maker, p: float) -> Pair:
     return Pair(size, 0.125, True, max(0, tk - tq), 0, 0, 0, num_heads, max(tq, tk), p, 3)
 
 
-def _attention(m: Maker, p: float, first: bool) -> Call:
-    tq, tk, h, size = _attention_sizes(m)
-    args = [m(1, tq, h * size), m(1, tk, h * size), m(1, tk, h * size), m(1, tq, h * size), *(m(1, h, tq) for _ in range(3))]
+def _attention(m: Maker, p: float, first: bool, group: int = 1) -> Call:
+    tq, tk, g, size = _attention_sizes(m)
+    h = g * group
+    args = [m(1, tq, h * size), m(1, tk, g * size), m(1, tk, g * size), m(1, tq, h * size), *(m(1, h, tq) for _ in range(3))]
     room = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
     return [*args, *([KEY] if p else []), room], {"at": _at(m, p), "first": first, "last": True}
 
 
-def _attention_backward(m: Maker, p: float, stored: bool) -> Call:
-    tq, tk, h, size = _attention_sizes(m)
-    q, k, v, do = m(1, tq, h * size), m(1, tk, h * size), m(1, tk, h * size), m(1, tq, h * size)
+def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Call:
+    tq, tk, g, size = _attention_sizes(m)
+    h = g * group
+    q, k, v, do = m(1, tq, h * size), m(1, tk, g * size), m(1, tk, g * size), m(1, tq, h * size)
     kept = m(1, h, tq, tk) if stored else 5 * m(1, h, tq)
     args = [q, k, v, do, kept, m(1, h, tq), np.empty_like(q), np.empty_like(k), np.empty_like(v)]
     room = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
@@ -220,9 +222,9 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "add_into": [*_tiles(2, accumulate=False), *_tiles(2, accumulate=True)],
     "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
     "add_rows_backward": [lambda m, a=a: ([m(2, m.rows, m.columns), m(m.rows + 1, m.columns)], {"accumulate": a}) for a in (False, True)],
-    "attention": [lambda m, p=p, f=f: _attention(m, p, f) for p in (0.0, 0.3) for f in (False, True)],
+    "attention": [lambda m, p=p, f=f, g=1 + f: _attention(m, p, f, g) for p in (0.0, 0.3) for f in (False, True)],
     "attention_apply": [lambda m, p=p: _attention_apply(m, p) for p in (0.0, 0.3)],
-    "attention_backward": [lambda m, p=p, s=s: _attention_backward(m, p, s) for p in (0.0, 0.3) for s in (False, True)],
+    "attention_backward": [lambda m, p=p, s=s, g=2 - s: _attention_backward(m, p, s, g) for p in (0.0, 0.3) for s in (False, True)],
     "attention_delta": [_attention_delta],
     "attention_lse": [_attention_lse],
     "attention_scores": [_attention_scores],
@@ -251,9 +253,11 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "random_normal": [lambda m, f=f: ([m.tile()], _place(m, f, std=0.02, seed=5)) for f in (False, True)],
     "random_uniform": [lambda m, f=f: ([m.tile()], _place(m, f, low=-1.0, high=2.0, seed=5)) for f in (False, True)],
     "residual_layer_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.row(), m.tile(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
+    "residual_rms_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.tile(), m.tile(), m.column()], {"eps": 1e-5})],
     "rms_norm": [lambda m: ([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5})],
     "rms_norm_backward": [lambda m: _norm_backward(m, True)],
     "rotary": [lambda m: _rotary(m, 1), lambda m: _rotary(m, m.rows)],
+    "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
     "row_dots": [lambda m, a=a: ([m.tile(), m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
     "row_squares": [lambda m: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"width": 70, "accumulate": True})],
     "row_sums": [lambda m, a=a: ([m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],

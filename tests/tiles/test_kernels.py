@@ -47,21 +47,24 @@ def _pair(p: float = 0.0, q_start: int = 4, k_start: int = 0, causal: bool = Tru
     return Pair(4, 0.5, causal, q_start, k_start, 1, 1, 6, 20, p, 3)
 
 
-def _attention(make: Maker, *, first: bool, last: bool, p: float = 0.0) -> Case:
-    q, k, v, o = make(2, 7, 12), make(2, 9, 12), make(2, 9, 12), make(2, 7, 12)
-    peak, total, lse = make(2, 3, 7), make.positive(2, 3, 7), make(2, 3, 7)
+def _attention(make: Maker, *, first: bool, last: bool, p: float = 0.0, group: int = 1) -> Case:
+    """Three heads of keys; `group` heads of queries share each."""
+    h, width = 3 * group, 12 * group
+    q, k, v, o = make(2, 7, width), make(2, 9, 12), make(2, 9, 12), make(2, 7, width)
+    peak, total, lse = make(2, h, 7), make.positive(2, h, 7), make(2, h, 7)
     args = [q, k, v, o, peak, total, *([lse] if last else []), *([np.array([1, 2], np.uint64)] if p else [])]
     outputs = ([3, 4, 5] if first else []) + ([6] if last else [])
     return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], outputs, {"at": _pair(p), "first": first, "last": last}
 
 
-def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.0) -> Case:
-    q, k, v, do = make(2, 7, 12), make(2, 9, 12), make(2, 9, 12), make(2, 7, 12)
-    kept = make.positive(2, 3, 7, 9) if stored else make.positive(2, 3, 7) * 5
+def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.0, group: int = 1) -> Case:
+    h, width = 3 * group, 12 * group
+    q, k, v, do = make(2, 7, width), make(2, 9, 12), make(2, 9, 12), make(2, 7, width)
+    kept = make.positive(2, h, 7, 9) if stored else make.positive(2, h, 7) * 5
     if stored:
         kept[:, :, np.arange(9)[None, :] > 4 + np.arange(7)[:, None]] = 0  # weights of masked keys are zero
-    grads = [make(2, 7, 12), make(2, 9, 12), make(2, 9, 12)]
-    args = [q, k, v, do, kept, make(2, 3, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
+    grads = [make(2, 7, width), make(2, 9, 12), make(2, 9, 12)]
+    args = [q, k, v, do, kept, make(2, h, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
     constants = {"at": _pair(p), "stored": stored, "first_k": first, "first_q": first}
     return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
 
@@ -131,7 +134,10 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(3, 5, 7), m(6, 7)], [1], {"accumulate": False}),
         lambda m: ([m(3, 5, 7), m(6, 7)], [], {"accumulate": True}),
     ],
-    "attention": [lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
+    "attention": [
+        *[lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
+        *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
+    ],
     "attention_apply": [
         lambda m, a=a, p=p: (
             [
@@ -146,16 +152,18 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         )
         for a in (False, True)
         for p in (0.0, 0.3)
-    ],
+    ]
+    + [lambda m: ([m(2, 6, 7, 9), m.positive(2, 6, 7) * 3, m(2, 9, 12), m(2, 7, 24)], [3], {"at": _pair(), "accumulate": False})],
     "attention_backward": [
-        lambda m, f=f, p=p, s=s: _attention_backward(m, first=f, stored=s, p=p) for f in (False, True) for p in (0.0, 0.3) for s in (False, True)
+        *[lambda m, f=f, p=p, s=s: _attention_backward(m, first=f, stored=s, p=p) for f in (False, True) for p in (0.0, 0.3) for s in (False, True)],
+        *[lambda m, s=s, g=g: _attention_backward(m, first=s, stored=s, p=0.3, group=g) for s in (False, True) for g in (2, 3)],
     ],
     "attention_delta": [lambda m: ([m(2, 7, 12), m(2, 7, 12), m(2, 3, 7)], [2], {"head_size": 4})],
     "attention_lse": [
         lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [1, 2], {"first": True}),
         lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), m(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [3], {"first": False}),
     ],
-    "attention_scores": [lambda m: ([m(2, 7, 12), m(2, 9, 12), m(2, 3, 7, 9)], [2], {"at": _pair()})],
+    "attention_scores": [lambda m, g=g: ([m(2, 7, 12 * g), m(2, 9, 12), m(2, 3 * g, 7, 9)], [2], {"at": _pair()}) for g in (1, 2)],
     "batched_matmul": [
         lambda m: ([m(2, 3, 4, 5), m(2, 3, 5, 6), m(2, 3, 4, 6)], [2], _product(False, False, False)),
         lambda m: ([m(2, 3, 5, 4), m(2, 3, 6, 5), m(2, 3, 4, 6)], [], _product(True, True, True)),
@@ -216,9 +224,11 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "residual_layer_norm": [
         lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9), m(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
     ],
+    "residual_rms_norm": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "rms_norm": [lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})],
     "rms_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
     "rotary": [lambda m, i=i: ([m(2, 5, 12), m(5, 2), m(5, 2), m(2, 5, 12)], [3], {"head_size": 4, "inverse": i}) for i in (False, True)],
+    "rotary_angles": [lambda m, t=t: ([m.positive(5), m(t, 5), m(t, 5)], [1, 2], {"start": 7}) for t in (4, 1100)],
     "row_dots": [
         lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [2], {"accumulate": False}),
         lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [], {"accumulate": True}),

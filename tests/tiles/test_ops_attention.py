@@ -68,6 +68,43 @@ def test_attention(runtime: TaskRuntime, tile: tuple[int, int, int], p: float, c
         np.testing.assert_allclose(found.read(), expected.grad.numpy(), atol=1e-12)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(("shared", "tile"), [(1, (-1, -1, -1)), (2, (2, 3, 1)), (2, (1, 4, 2)), (3, (2, 6, 2)), (3, (3, 2, 3))], ids=str)
+def test_attention_with_grouped_queries(runtime: TaskRuntime, shared: int, tile: tuple[int, int, int], p: float, stored: bool) -> None:
+    """Six heads of queries share one, two or three of keys, in ragged tiles of so many heads of keys; gradients sum over each group."""
+    b, t, g = tile
+    group = 6 // shared
+    q, k, v, do = (random(B, T, n * D, seed=i) for i, n in enumerate((6, shared, shared, 6)))
+    key = data(runtime, (2,), np.array([5, 9], np.uint64))
+    mask = torch.ones(B, 6, T, T, dtype=torch.float64)
+    if p:
+        mask = torch.from_numpy(survivors(key.read(), (B, 6, T, T), Pair(D, 0.5, True, 0, 0, 0, 0, 6, T, p, 3)))
+    tall = [x.view(B, T, -1, D).transpose(1, 2) for x in (q, k, v)]
+    many = [tall[0], *(x.repeat_interleave(group, 1) for x in tall[1:])]
+    s = (0.5 * many[0] @ many[1].mT).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    want = ((torch.softmax(s, -1) * mask) @ many[2]).transpose(1, 2).reshape(B, T, 6 * D)
+    want.backward(do)
+    cuts = ((b, t, group * g * D if g > 0 else -1), (b, t, g * D if g > 0 else -1))
+    tq, tk, tv, tdo = (data(runtime, cuts[i in (1, 2)], x.detach().numpy()) for i, x in enumerate((q, k, v, do)))
+    options = {"head_size": D, "scale": 0.5, "dropout": attention.Dropout(p, key, stream=3)}
+    o, kept = (attention.stored_attention if stored else attention.attention)(tq, tk, tv, **options)
+    np.testing.assert_allclose(o.read(), want.detach().numpy(), atol=1e-12)
+    backward = attention.stored_attention_backward if stored else attention.attention_backward
+    for found, expected in zip(backward(tq, tk, tv, o, kept, tdo, **options), (q, k, v), strict=True):
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found.read(), expected.grad.numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize(("keys", "tile_q", "tile_k"), [(2, 8, 8), (4, 4, 4), (4, -1, 8)])
+def test_tiles_that_split_a_group_are_refused(keys: int, tile_q: int, tile_k: int) -> None:
+    """A tile of queries and its tile of keys hold the same groups."""
+    runtime = InlineRuntime()
+    q, k = (data(runtime, (-1, -1, tile), np.zeros((1, 4, n * D))) for n, tile in ((8, tile_q), (keys, tile_k)))
+    with pytest.raises(ValueError, match="must hold"):
+        attention.attention(q, k, k, head_size=D, scale=1.0)
+
+
 def test_masked_tiles_emit_no_tasks() -> None:
     """Of 4 x 4 pairs of tiles only the 10 on and below the diagonal become tasks."""
     seen: list[str] = []

@@ -1,6 +1,8 @@
 """Attention over sequence tiles: chains over key tiles forward, one task per pair of tiles backward; fully masked pairs are not emitted.
 
-Legend: q, k, v, o (B, T, H * D) cut into (b, t, h * D); lse (B, H, T).
+Legend: q, o (B, T, H * D) cut into (b, t, h * D); k, v (B, T, G * D) cut into (b, t, g * D), where H / G = h / g heads of queries in a row share each
+head of keys and values (Ainslie et al., GQA, 2023): a task gets the tiles of k and v as they are, and adds the gradients of a shared head in the
+order of its heads of queries; lse (B, H, T).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..kernels.cpu.attention import lse_scratch_nbytes, scratch_nbytes
 from ..kernels.reference.attention import Pair
 from ..kernels.registry import emit, scratch
 from ..tensor import TileTensor
-from .grid import chained, same_tiling
+from .grid import chained, same_axis, same_tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,14 @@ class _Attention:
 
 
 def _describe(q: TileTensor, k: TileTensor, v: TileTensor, head_size: int, scale: float, causal: bool, dropout: Dropout | None) -> _Attention:
-    same_tiling(q, k, v)
-    if q.shape[2] % head_size or q.tile[2] % head_size:
-        raise ValueError(f"attention tiles must hold whole heads; got head size {head_size} and {q!r}")
+    same_tiling(k, v)
+    for axis in (0, 1):
+        same_axis(q, axis, k, axis)
+    if any(x.shape[2] % head_size or x.tile[2] % head_size for x in (q, k)):
+        raise ValueError(f"attention tiles must hold whole heads; got head size {head_size} and {q!r} with {k!r}")
+    group, rest = divmod(q.shape[2], k.shape[2])
+    if rest or q.tile[2] != group * k.tile[2]:
+        raise ValueError(f"a tile of queries must hold the heads that share the heads of a tile of keys, got head size {head_size}, {q!r} with {k!r}")
     return _Attention(q, k, head_size, scale, causal, dropout if dropout and dropout.p > 0 else None)
 
 

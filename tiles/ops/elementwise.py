@@ -132,6 +132,23 @@ def silu_gate_backward(gate: TileTensor, up: TileTensor, dy: TileTensor) -> tupl
     return dgate, dup
 
 
+def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[TileTensor, TileTensor]:
+    """cos and sin of position * frequency, for positions from 0 to length - 1  # (D / 2,) -> (T, D / 2) each.
+
+    Args:
+        frequencies: (D / 2,), one tile, in radians per position.
+        length: T.
+        tile: positions per tile.
+    """
+    if frequencies.grid != (1,):
+        raise ValueError(f"frequencies must be one tile of one axis, got {frequencies!r}")
+    shape, width = (length, frequencies.shape[0]), frequencies.shape[0]
+    cos, sin = (TileTensor(frequencies.runtime, shape, (tile, width), frequencies.dtype, name=name) for name in ("cos", "sin"))
+    for t in range(cos.grid[0]):
+        emit(cos.runtime, "rotary_angles", [(frequencies[0,], R), (cos[t, 0], W), (sin[t, 0], W)], start=t * cos.tile[0])
+    return cos, sin
+
+
 def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, *, inverse: bool = False) -> TileTensor:
     """Rotary position embedding of every head; the inverse rotation is its backward pass.
 

@@ -66,6 +66,21 @@ def rms_norm(x: TileTensor, gamma: TileTensor, eps: float) -> tuple[TileTensor, 
     return y, rstd
 
 
+def residual_rms_norm(x: TileTensor, r: TileTensor, gamma: TileTensor, eps: float) -> tuple[TileTensor, TileTensor, TileTensor]:
+    """s = x + r; y = rms_norm(s). Returns (s, y, rstd)."""
+    same_tiling(x, r)
+    if x.grid[-1] > 1:
+        s = add(x, r)
+        return s, *rms_norm(s, gamma, eps)
+    _check(x, gamma)
+    s, y, rstd = x.like(name="residual"), x.like(name="rms_norm"), statistics(x, "rstd")
+    for row in leading(x):
+        tile = (*row, 0)
+        accesses: list[Access] = [(x[tile], R), (r[tile], R), (gamma[0,], R), (s[tile], W), (y[tile], W), (rstd[row], W)]
+        emit(x.runtime, "residual_rms_norm", accesses, eps=eps)
+    return s, y, rstd
+
+
 def _norm_row(
     x: TileTensor, gamma: TileTensor, beta: TileTensor | None, y: TileTensor, mean: TileTensor, rstd: TileTensor, row: Index, eps: float
 ) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 COMMANDS: Final = {
-    "train": "train a GPT-2, or continue a run",
+    "train": "train a GPT-2 or a LLaMA, or continue a run",
     "generate": "sample text from a run or a checkpoint",
     "data": "prepare train.bin and val.bin from a dataset",
     "export": "write a run or a checkpoint as a Hugging Face model directory",

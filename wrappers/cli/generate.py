@@ -113,8 +113,8 @@ def tokenizer_of(checkpoint: Checkpoint, path: str = "") -> Tokenizer:
 
 def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     from nntask.checkpoints import STATE
-    from nntask.trainer.gpt2 import Inference
     from nntask.trainer.prepare import with_tiles
+    from nntask.trainer.recorded import Inference
     from nntask.trainer.sampling import Sampling, sample
     from nntask.trainer.settings import from_dict
 

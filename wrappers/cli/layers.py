@@ -13,7 +13,7 @@ from .flags import Flag, Table, build, from_toml, merge, scan, table_of
 
 if TYPE_CHECKING:
     from nntask.checkpoints import Checkpoint
-    from nntask.models.config import GPT2Config
+    from nntask.models.interface import ModelConfig
     from nntask.trainer.settings import TrainSettings
 
 CONFIG: Final = "config"
@@ -34,7 +34,7 @@ class Request:
     """
 
     settings: TrainSettings
-    config: GPT2Config
+    config: ModelConfig
     resumed: Checkpoint | None
     extra: Mapping[str, Any]
     sources: Mapping[str, str]
@@ -133,20 +133,21 @@ def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
     return values
 
 
-def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> GPT2Config:
+def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> ModelConfig:
     """The model that the settings name, with --dropout applied; of a resumed run its own, unless a flag names another.
 
     Raises:
         UsageError: there is no such preset.
         DataError: the config cannot be read.
     """
-    import dataclasses
     import difflib
 
     from nntask.errors import UsageError
-    from nntask.models.config import PRESETS, GPT2Config
+    from nntask.models.config import PRESETS
+    from nntask.models.registry import config_from_json
 
     model = settings.model
+    config: ModelConfig
     if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
         config = resumed.config
     elif settings.checkpoints.init_from:
@@ -154,7 +155,7 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
 
         config = read_config(Path(settings.checkpoints.init_from))
     elif model.config_path is not None:
-        config = GPT2Config.from_json(model.config_path)
+        config = config_from_json(model.config_path)
     else:
         name = model.model or "tiny"
         if name not in PRESETS:
@@ -164,5 +165,5 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
             )
         config = PRESETS[name]
     if model.dropout is not None:
-        config = dataclasses.replace(config, resid_pdrop=model.dropout, embd_pdrop=model.dropout, attn_pdrop=model.dropout)
+        config = config.with_dropout(model.dropout)
     return config

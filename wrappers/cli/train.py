@@ -17,7 +17,7 @@ PROGRAM = "nntask train"
 
 @dataclass(frozen=True, slots=True)
 class _Help:
-    """Train a GPT-2. Without flags: a small model on this machine's Python library."""
+    """Train a GPT-2 or a LLaMA. Without flags: a small model on this machine's Python library."""
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""

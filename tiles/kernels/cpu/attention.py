@@ -42,13 +42,14 @@ def lse_scratch_nbytes(num_rows: int, num_keys: int, itemsize: int) -> int:
 
 
 class Block(NamedTuple):
-    """A block of queries of one head: row range, number of keys any of them sees, and its place in the running statistics."""
+    """A block of queries of one head: its place in the running statistics, number of keys any of them sees, and heads of queries in the tile."""
 
     b: int
     h: int
     first: int
     last: int
     num_keys: int
+    num_heads: int
 
 
 def _blocks(batch: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[Block]:
@@ -58,7 +59,7 @@ def _blocks(batch: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[
                 last = min(first + QUERIES, tq)
                 seen = min(tk, at.q_start + last - at.k_start) if at.causal else tk
                 if seen > 0:
-                    yield Block(b, h, first, last, seen)
+                    yield Block(b, h, first, last, seen, num_heads)
 
 
 def _rooms(scratch: Array, dtype: np.dtype[Any], block: Block) -> tuple[Array, Array]:
@@ -69,8 +70,9 @@ def _rooms(scratch: Array, dtype: np.dtype[Any], block: Block) -> tuple[Array, A
 
 
 def _columns(x: Array, block: Block, size: int, rows: slice) -> Array:
-    """One head's rows of a (b, t, h * D) tile, a strided view."""
-    return x[block.b, rows, block.h * size : (block.h + 1) * size]
+    """One head's rows of a (b, t, h * D) tile, a strided view; where `x` has fewer heads than the queries, the head that the block's shares."""
+    head = block.h * (x.shape[2] // size) // block.num_heads
+    return x[block.b, rows, head * size : (head + 1) * size]
 
 
 def _scores(q: Array, k: Array, s: Array, block: Block, at: Pair, *, masked: bool = True) -> None:
@@ -132,9 +134,9 @@ def _flops(factor: float) -> Any:
 
 
 def _apply_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Of stored weights (B, H, Tq, Tk) by values (B, Tk, W)."""
-    b, _, tq, tk = views[0].shape
-    return float(2.0 * b * tq * tk * views[1].shape[2])
+    """Of stored weights (B, H, Tq, Tk) by values of H heads."""
+    b, h, tq, tk = views[0].shape
+    return float(2.0 * b * h * tq * tk * constants["at"].head_size)
 
 
 @register("attention", "cpu", flops=_flops(2.0))

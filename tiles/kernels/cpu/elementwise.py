@@ -325,3 +325,13 @@ def add_into(part: Array, total: Array, *, accumulate: bool) -> None:
         np.add(total, part, out=total)
     else:
         np.copyto(total, part, casting="unsafe")
+
+
+@register("rotary_angles", "cpu")
+def rotary_angles(frequencies: Array, cos: Array, sin: Array, *, start: int) -> None:
+    """cos and sin of position * frequency  # (D / 2,) -> (t, D / 2) each, positions from `start`; the angles lie in `sin` until their turn."""
+    for rows in cut(cos.shape[0], MOST_ROWS):
+        positions = np.arange(start + rows.start, start + rows.stop, dtype=cos.dtype)
+        np.multiply(positions[:, None], frequencies, out=sin[rows])
+        np.cos(sin[rows], out=cos[rows])
+        np.sin(sin[rows], out=sin[rows])

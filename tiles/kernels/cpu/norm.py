@@ -364,3 +364,14 @@ def softmax_backward_apply(y: Array, dy: Array, dots: Array, dx: Array) -> None:
     """dx = y * (dy - dots)."""
     np.subtract(dy, dots[..., None], out=dx)
     dx *= y
+
+
+@register("residual_rms_norm", "cpu")
+def residual_rms_norm(x: Array, r: Array, gamma: Array, s: Array, y: Array, rstd: Array, *, eps: float) -> None:
+    """s = x + r; y = rms_norm(s)."""
+    x, r, s, y, rstd = rows(x), rows(r), rows(s), rows(y), rstd.reshape(-1)
+    for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
+        a = np.add(x[block], r[block], out=s[block])
+        rstd[block] = 1.0 / np.sqrt(_dots(a, a) / x.shape[1] + eps)
+        np.multiply(a, rstd[block][:, None], out=y[block])
+        y[block] *= gamma

@@ -1,6 +1,7 @@
 """Attention over pairs of query and key tiles, readable: online softmax forward (Dao 2023, algorithm 1), recomputation backward (algorithm 2).
 
-Legend: q (b, tq, h * D) with k, v (b, tk, h * D): tiles of whole heads; o like q; peak, total, lse, delta (b, h, tq): running row maximum, sum of
+Legend: q (b, tq, h * D) with k, v (b, tk, g * D): tiles of whole heads, g divides h and h / g heads of queries in a row share each head of keys and
+values (Ainslie et al. 2023); o like q; peak, total, lse, delta (b, h, tq): running row maximum, sum of
 exponentials, their log-sum-exp, and the row sum of do * o. Scores are scale * q k^T, masked where the key is later than the query. Dropout acts
 on the normalised weights; its counter is the element's index in (B, H, T, T).
 """
@@ -52,9 +53,21 @@ def heads(x: Array, head_size: int) -> Array:
     return x.reshape(*x.shape[:2], -1, head_size).transpose(0, 2, 1, 3)
 
 
+def shared(x: Array, num_heads: int, head_size: int) -> Array:
+    """(b, t, g * D) -> (b, h, t, D): each head of keys or values as often as heads of queries share it."""
+    return np.repeat(heads(x, head_size), num_heads * head_size // x.shape[2], axis=1)
+
+
+def over_groups(x: Array, num_heads: int) -> Array:
+    """(b, h, t, D) -> (b, g, t, D): sums over the heads of queries that share a head."""
+    b, h, t, d = x.shape
+    result: Array = x.reshape(b, num_heads, h // num_heads, t, d).sum(axis=2)
+    return result
+
+
 def scores(q: Array, k: Array, at: Pair) -> Array:
     """Masked scores of a pair of tiles  # (b, h, tq, tk)."""
-    s = at.scale * (heads(q, at.head_size) @ heads(k, at.head_size).swapaxes(-1, -2))
+    s = at.scale * (heads(q, at.head_size) @ shared(k, q.shape[2] // at.head_size, at.head_size).swapaxes(-1, -2))
     if at.causal:
         later = (at.k_start + np.arange(s.shape[3]))[None, :] > (at.q_start + np.arange(s.shape[2]))[:, None]
         s[..., later] = -np.inf
@@ -91,7 +104,7 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
         target[...] = 0
     weights = np.exp(s - top[..., None])
     total += weights.sum(axis=-1)
-    target += (weights * survivors(parts[0] if parts else None, s.shape, at)) @ heads(v, at.head_size)
+    target += (weights * survivors(parts[0] if parts else None, s.shape, at)) @ shared(v, s.shape[1], at.head_size)
     peak[...] = top
     if lse is not None:
         target[...] = target / total[..., None]
@@ -132,12 +145,13 @@ def attention_backward(
         dv[...] = 0
     weights = kept if stored else np.exp(scores(q, k, at) - kept[..., None])
     mask = survivors(rest[0] if len(rest) > 1 else None, weights.shape, at)
-    tq, tk, tv, tdo = (heads(x, at.head_size) for x in (q, k, v, do))
+    tq, tdo = (heads(x, at.head_size) for x in (q, do))
+    tk, tv = (shared(x, tq.shape[1], at.head_size) for x in (k, v))
     gq, gk, gv = (heads(x, at.head_size) for x in (dq, dk, dv))
-    gv += (weights * mask).swapaxes(-1, -2) @ tdo
+    gv += over_groups((weights * mask).swapaxes(-1, -2) @ tdo, gv.shape[1])
     ds = at.scale * weights * ((tdo @ tv.swapaxes(-1, -2)) * mask - delta[..., None])
     gq += ds @ tk
-    gk += ds.swapaxes(-1, -2) @ tq
+    gk += over_groups(ds.swapaxes(-1, -2) @ tq, gk.shape[1])
 
 
 @register("attention_scores", "reference")
@@ -151,7 +165,7 @@ def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: 
     """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v; `rest` is [key, scratch]."""
     s[...] = np.exp(s - lse[..., None])
     target = heads(o, at.head_size)
-    product = (s * survivors(rest[0] if rest else None, s.shape, at)) @ heads(v, at.head_size)
+    product = (s * survivors(rest[0] if rest else None, s.shape, at)) @ shared(v, s.shape[1], at.head_size)
     target[...] = target + product if accumulate else product
 
 

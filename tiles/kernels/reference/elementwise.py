@@ -145,3 +145,11 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
 def add_into(part: Array, total: Array, *, accumulate: bool) -> None:
     """total (+)= part."""
     total[...] = total + part if accumulate else part
+
+
+@register("rotary_angles", "reference")
+def rotary_angles(frequencies: Array, cos: Array, sin: Array, *, start: int) -> None:
+    """cos and sin of position * frequency  # (D / 2,) -> (t, D / 2) each, positions from `start`."""
+    angles = np.arange(start, start + cos.shape[0], dtype=cos.dtype)[:, None] * frequencies
+    cos[...] = np.cos(angles)
+    sin[...] = np.sin(angles)

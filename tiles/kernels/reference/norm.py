@@ -175,3 +175,10 @@ def row_dots(a: Array, b: Array, dots: Array, *, accumulate: bool) -> None:
 def softmax_backward_apply(y: Array, dy: Array, dots: Array, dx: Array) -> None:
     """dx = y * (dy - dots)."""
     dx[...] = y * (dy - dots[..., None])
+
+
+@register("residual_rms_norm", "reference")
+def residual_rms_norm(x: Array, r: Array, gamma: Array, s: Array, y: Array, rstd: Array, *, eps: float) -> None:
+    """s = x + r; y = rms_norm(s)."""
+    s[...] = x + r
+    rms_norm(s, gamma, y, rstd, eps=eps)

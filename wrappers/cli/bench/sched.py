@@ -29,7 +29,7 @@ class SchedSettings:
     model: str = "gpt2"
     """preset"""
     config_path: str = ""
-    """GPT-2 config, a JSON file with Hugging Face keys; instead of --model"""
+    """GPT-2 or LLaMA config, a JSON file with Hugging Face keys; instead of --model"""
     batch: int = 64
     """sequences per step"""
     minibatch: int = 8
@@ -84,7 +84,9 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     import gc
 
     from nntask.errors import UsageError
-    from nntask.models.config import PRESETS, GPT2Config
+    from nntask.models.config import PRESETS
+    from nntask.models.interface import ModelConfig
+    from nntask.models.registry import config_from_json
     from nntask.trainer.fitting import order_on
     from nntask.trainer.places import durations, imaginary, parse_rate
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
@@ -95,7 +97,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
 
     if not settings.config_path and settings.model not in PRESETS:
         raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {settings.model!r}; use --model gpt2")
-    config = GPT2Config.from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
+    config: ModelConfig = config_from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
     train = TrainSettings(
         model=ModelSettings(model=settings.model, seq_len=settings.seq_len),
         tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from nntask.models.config import PRESETS, GPT2Config
+from nntask.models.config import PRESETS
+from nntask.models.interface import ModelConfig
 from nntask.trainer.fitting import capture
 from nntask.trainer.places import Target, with_coarse_tiles
 from nntask.trainer.prepare import with_tiles
@@ -20,7 +21,7 @@ STANDARD: Final = TrainSettings(
 """``--model gpt2 --batch 8 --minibatch 1 --minibatch-tile 1 --vocab-tile 6283``: the job that the claims about memory are measured on."""
 
 
-def captured(settings: TrainSettings, config: GPT2Config | None = None, target: Target | None = None) -> StepPlan:
+def captured(settings: TrainSettings, config: ModelConfig | None = None, target: Target | None = None) -> StepPlan:
     """The step that `nntask train` would record with these settings.
 
     Args:

@@ -1,4 +1,4 @@
-"""GPT-2 behind the interface of the training loop: recorded steps for training, validation, timing and sampling.
+"""A language model behind the interface of the training loop: recorded steps for training, validation, timing and sampling.
 
 A training step is the whole batch: every minibatch forward and backward, and the optimizer. Steps are recorded when they are first needed.
 """
@@ -18,8 +18,9 @@ from tiles import TileTensor
 
 from ..autograd import accumulation, no_grad
 from ..data import Batch
-from ..models.config import GPT2Config
-from ..models.gpt2 import GPT2
+from ..models.interface import ModelConfig
+from ..models.language import LanguageModel
+from ..models.registry import build
 from ..optim import SGD, Adam, AdamW, Optimizer, decay_groups, norm_of
 from ..tiling import ModelTiling
 from .engine import Outcome
@@ -56,9 +57,9 @@ class _Recorded:
         return value
 
 
-def build_model(config: GPT2Config, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings, *, fill: bool = True) -> GPT2:
+def build_model(config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings, *, fill: bool = True) -> LanguageModel:
     """The model that `settings` ask for, its first weights on the way, or without `fill` unwritten, for weights that are loaded."""
-    return GPT2(
+    return build(
         config,
         tiling,
         runtime,
@@ -69,7 +70,7 @@ def build_model(config: GPT2Config, tiling: ModelTiling, runtime: TaskRuntime, s
     )
 
 
-def build_optimizer(model: GPT2, settings: TrainSettings) -> Optimizer:
+def build_optimizer(model: LanguageModel, settings: TrainSettings) -> Optimizer:
     """The optimizer that `settings` ask for."""
     chosen = settings.optimizer
     groups = decay_groups(model, chosen.weight_decay)
@@ -80,7 +81,9 @@ def build_optimizer(model: GPT2, settings: TrainSettings) -> Optimizer:
     return kind(groups, lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.optimizer_eps, max_norm=chosen.grad_clip)
 
 
-def emit_training_step(model: GPT2, optimizer: Optimizer, inputs: list[tuple[TileTensor, TileTensor]]) -> tuple[list[TileTensor], TileTensor]:
+def emit_training_step(
+    model: LanguageModel, optimizer: Optimizer, inputs: list[tuple[TileTensor, TileTensor]]
+) -> tuple[list[TileTensor], TileTensor]:
     """Emit forward and backward of every minibatch and the update.
 
     Returns:
@@ -101,7 +104,9 @@ def emit_training_step(model: GPT2, optimizer: Optimizer, inputs: list[tuple[Til
 class Inference:
     """A model that scores text: validation and sampling."""
 
-    def __init__(self, config: GPT2Config, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: GPT2 | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: LanguageModel | None = None
+    ) -> None:
         self.config, self.tiling, self.runtime, self.settings = config, tiling, runtime, settings
         self.context = settings.model.seq_len or config.n_positions
         self.model = build_model(config, tiling, runtime, settings) if model is None else model
@@ -174,10 +179,12 @@ class _InFlight:
         return Outcome(loss, norm_of(self.ticket.read(self.squares)))
 
 
-class Gpt2Engine(Inference):
-    """A GPT-2, its optimizer and their recorded step."""
+class RecordedEngine(Inference):
+    """A language model, its optimizer and their recorded step."""
 
-    def __init__(self, config: GPT2Config, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: GPT2 | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: LanguageModel | None = None
+    ) -> None:
         super().__init__(config, tiling, runtime, settings, model)
         self.optimizer = build_optimizer(self.model, settings)
         self._minibatch = settings.tiling.minibatch

@@ -1,0 +1,133 @@
+"""Rules that values of a JSON config obey, one function each, and how messages show a value.
+
+Each error names the key, the source, the rule, the value with its JSON type, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, UsageError
+
+
+def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """Decoded JSON of a file, or of the ``config.json`` of a directory; and the file's name for messages.
+
+    Raises:
+        DataError: the file cannot be read or is not JSON.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8")), str(file)
+    except OSError as error:
+        raise DataError(f"the config {file} cannot be read: {error.strerror}; check --config-path") from None
+    except ValueError as error:
+        raise DataError(f"the config {file} is not whole JSON: {error}; copy it again") from None
+
+
+def check_object(values: object, source: str, key: str) -> None:
+    """Check that `values` is a JSON object; `key` is one that it would have.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{source} must be a JSON object with keys like {key}, got {json_type(values)}; write {{...}}")
+
+
+def check_count(key: str, value: object, source: str, usual: int) -> None:
+    """Check for a whole number of at least 1.
+
+    Args:
+        usual: a legal value, for the message.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if type(value) is not int:
+        try:
+            near = int(value)  # type: ignore[call-overload]
+        except (TypeError, ValueError, OverflowError):
+            near = 0
+        near = near if near > 0 and type(value) is not bool else usual
+        raise UsageError(f'{key} in {source} must be a whole number, got {shown(value)}; write for example "{key}": {near}')
+    if value < 1:
+        raise UsageError(f"{key} in {source} must be at least 1, got {value}; the nearest legal value is 1")
+
+
+def check_positive(key: str, value: object, source: str, usual: float) -> None:
+    """Check for a finite number above 0.
+
+    Raises:
+        UsageError: it is none.
+    """
+    number = _number(key, value, source, usual)
+    if not 0 < number < float("inf"):
+        raise UsageError(f'{key} in {source} must be positive, got {value}; write for example "{key}": {usual}')
+
+
+def check_probability(key: str, value: object, source: str) -> None:
+    """Check for a number in [0, 1).
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not 0 <= _number(key, value, source, 0.1) < 1:
+        raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {value}; write 0 for no dropout")
+
+
+def _number(key: str, value: object, source: str, usual: float) -> float:
+    if type(value) not in (int, float):
+        raise UsageError(f'{key} in {source} must be a number, got {shown(value)}; write for example "{key}": {usual}')
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_switch(key: str, value: object, source: str) -> None:
+    """Check for true or false.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if type(value) is not bool:
+        raise UsageError(f"{key} in {source} must be true or false, got {shown(value)}; write true or false without quotes")
+
+
+def check_choice(key: str, value: object, names: Collection[str], source: str) -> None:
+    """Check for one of some strings.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if type(value) is not str or value not in names:
+        raise UsageError(f"{key} in {source} must be one of {', '.join(names)}, got {shown(value)}; choose one of them")
+
+
+def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> None:
+    """Check that `value` is a multiple of `by`; the message names the divisor of `value` nearest to `by`.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if value % by:
+        near = min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: (abs(n - by), n))
+        raise UsageError(
+            f"{key} in {source} must be divisible by {by_key}, got {key} {value} and {by_key} {by}; the nearest legal {by_key} is {near}"
+        )
+
+
+def shown(value: object) -> str:
+    """A value as JSON would have it, and its type."""
+    is_json = value is None or isinstance(value, (bool, int, float, str, list, dict))
+    return f"{json.dumps(value)} ({json_type(value)})" if is_json else f"{value!r} of type {type(value).__name__}"
+
+
+def json_type(value: object) -> str:
+    """The JSON type of a value in words."""
+    kinds: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -1,0 +1,331 @@
+"""LLaMA configurations: the JSON keys of Hugging Face, checked one by one; and the presets.
+
+Rules: the six keys that fix the shape must be there, everything else has Hugging Face's default, keys we do not know are ignored. Rotary scaling is
+read as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters`` (transformers 5), and written the first way, which both read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Final
+
+from ..errors import UsageError
+from .checks import check_choice, check_count, check_divisible, check_object, check_positive, check_probability, check_switch, read_json, shown
+
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3")
+"""Kinds of rotary scaling; yarn and longrope are not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How the angles of a rotary embedding are stretched for longer sequences; field names as in ``rope_scaling``.
+
+    Args:
+        rope_type: "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides those with long
+            wavelengths (Llama 3.1). "dynamic" changes nothing up to max_position_embeddings, which no sequence here exceeds; beyond it,
+            transformers' angles depend on the longest sequence seen so far.
+        factor: at least 1.
+        low_freq_factor, high_freq_factor: of llama3. Wavelengths above original / low are divided, those below original / high are not, and
+            those between are blended.
+        original_max_position_embeddings: of llama3, the longest sequence of the first training.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values as JSON has them; what the kind does not use is left out."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape and numbers of a LLaMA; field names and meaning as in ``transformers.LlamaConfig``.
+
+    Args:
+        vocab_size: V, number of token ids.
+        hidden_size: C, width of the residual stream.
+        intermediate_size: I, width inside the feed-forward layer.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: H, heads of queries.
+        num_key_value_heads: G, heads of keys and values; divides H, and None is H.
+        max_position_embeddings: P, longest sequence.
+        hidden_act: "silu", or "swish", which is the same.
+        initializer_range: standard deviation of initial weights.
+        rms_norm_eps: added to the mean of squares.
+        tie_word_embeddings: the head is the token embedding.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: None for the angles as they are.
+        attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases.
+        attention_dropout: of attention probabilities.
+        head_dim: D, even; None for C / H.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    model_type: ClassVar[str] = "llama"
+    positions_key: ClassVar[str] = "max_position_embeddings"
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    mlp_bias: bool = False
+    head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        _check(values, "the config")
+        if self.rope_scaling is not None:
+            _scaling(self.rope_scaling.to_dict(), self.max_position_embeddings, "the config")
+
+    @property
+    def n_positions(self) -> int:
+        """P: longest sequence."""
+        return self.max_position_embeddings
+
+    @property
+    def n_embd(self) -> int:
+        """C: width of the residual stream."""
+        return self.hidden_size
+
+    @property
+    def n_layer(self) -> int:
+        """Number of blocks."""
+        return self.num_hidden_layers
+
+    @property
+    def n_head(self) -> int:
+        """H: heads of queries."""
+        return self.num_attention_heads
+
+    @property
+    def n_kv_head(self) -> int:
+        """G: heads of keys and values."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def head_size(self) -> int:
+        """D: width of one head."""
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def inner_size(self) -> int:
+        """I: width inside the feed-forward layer."""
+        return self.intermediate_size
+
+    @property
+    def num_inner_matrices(self) -> int:
+        """Matrices of a feed-forward layer: gate, up and down."""
+        return 3
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; a tied head counts once."""
+        width, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.n_head * self.head_size, self.n_kv_head * self.head_size
+        block = 2 * width * (queries + keys) + 3 * width * inner + 2 * width
+        block += (queries + 2 * keys + width) * self.attention_bias + (2 * inner + width) * self.mlp_bias
+        heads = 1 if self.tie_word_embeddings else 2
+        return heads * self.vocab_size * width + self.n_layer * block + width
+
+    def with_dropout(self, p: float) -> LlamaConfig:
+        """The same config with dropout probability `p`, which acts on attention alone."""
+        return replace(self, attention_dropout=p)
+
+    def with_layers(self, count: int) -> LlamaConfig:
+        """The same config with `count` blocks."""
+        return replace(self, num_hidden_layers=count)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "the config") -> LlamaConfig:
+        """A config from decoded JSON.
+
+        Args:
+            source: what the values came from, for messages.
+
+        Raises:
+            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule.
+        """
+        check_object(values, source, "hidden_size")
+        model_type = values.get("model_type", "llama")
+        if model_type != "llama":
+            raise UsageError(f'model_type in {source} must be "llama", got {json.dumps(model_type)}; use the config of a LLaMA')
+        if missing := [key for key in _REQUIRED if key not in values]:
+            raise UsageError(f"{source} lacks {', '.join(missing)}; a LLaMA config needs {', '.join(_REQUIRED)}")
+        known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        known.update(_rope_of(values, source))
+        if known.get("attention_dropout", 0.0) is None:
+            known["attention_dropout"] = 0.0
+        _check(known, source)
+        known["rope_scaling"] = _scaling(known.get("rope_scaling"), known["max_position_embeddings"], source)
+        known.update({key: float(known[key]) for key in ("attention_dropout", *_POSITIVE) if key in known})
+        return cls(**known)
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> LlamaConfig:
+        """A config from a file in Hugging Face's format, or from a directory with a ``config.json``.
+
+        Raises:
+            DataError: the file cannot be read or is not JSON.
+            UsageError: see `from_dict`.
+        """
+        return cls.from_dict(*read_json(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values as Hugging Face's JSON has them; ``LlamaForCausalLM`` loads them."""
+        values = {**asdict(self), "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_dict()}
+        return {"model_type": self.model_type, "architectures": ["LlamaForCausalLM"], **values}
+
+
+_REQUIRED: Final = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_OPTIONAL: Final = ("num_key_value_heads", "head_dim")
+_POSITIVE: Final = ("initializer_range", "rms_norm_eps", "rope_theta")
+_SWITCHES: Final = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_EXAMPLES: Final[dict[str, Any]] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Llama 3.2 1B, for messages."""
+
+
+def _check(values: Mapping[str, Any], source: str) -> None:
+    """Check the type and range of every key that is there, rotary scaling apart, then the rules between them.
+
+    Raises:
+        UsageError: the first rule that is broken.
+    """
+    for key in (*_REQUIRED, *_OPTIONAL):
+        value = values.get(key)
+        if key in _REQUIRED or value is not None:
+            check_count(key, value, source, _EXAMPLES[key])
+    for key in _POSITIVE:
+        check_positive(key, values.get(key, 1.0), source, _EXAMPLES[key])
+    check_probability("attention_dropout", values.get("attention_dropout", 0.0), source)
+    for key in _SWITCHES:
+        check_switch(key, values.get(key, True), source)
+    check_choice("hidden_act", values.get("hidden_act", "silu"), ("silu", "swish"), source)
+    heads, shared, size = (values.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if shared is not None:
+        check_divisible("num_attention_heads", values["num_attention_heads"], "num_key_value_heads", shared, source)
+    if size is None:
+        check_divisible("hidden_size", values["hidden_size"], "num_attention_heads", values["num_attention_heads"], source)
+        size = values["hidden_size"] // values["num_attention_heads"]
+    if size % 2:
+        where = f"head_dim in {source}" if values.get("head_dim") else f"hidden_size / num_attention_heads in {source}, the head size,"
+        raise UsageError(f"{where} must be even, because rotary embeddings turn pairs, got {size} with {heads} heads; use {size + 1} or {size - 1}")
+
+
+def _rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` of either format, where they are there."""
+    found = {key: values[key] for key in ("rope_theta", "rope_scaling") if key in values}
+    parameters = values.get("rope_parameters")
+    if parameters is not None:
+        check_object(parameters, f"rope_parameters in {source}", "rope_theta")
+        found["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        found |= {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+    return found
+
+
+def _scaling(values: object, longest: int, source: str) -> RopeScaling | None:
+    """Checked rotary scaling from decoded JSON; None for none.
+
+    Args:
+        longest: max_position_embeddings, the default of the original one.
+
+    Raises:
+        UsageError: it is of no kind that is implemented, or a value breaks its rule.
+    """
+    if values is None:
+        return None
+    where = f"rope_scaling in {source}"
+    check_object(values, where, "rope_type")
+    assert isinstance(values, Mapping)
+    kind = values.get("rope_type", values.get("type", "default"))
+    check_choice("rope_type", kind, ROPE_TYPES, where)
+    if values.get("partial_rotary_factor") not in (None, 1):
+        raise UsageError(f"partial_rotary_factor in {where} must be 1, got {shown(values['partial_rotary_factor'])}; use a config without it")
+    if kind == "default":
+        return None
+    needed = ("factor",) if kind != "llama3" else ("factor", "low_freq_factor", "high_freq_factor")
+    if missing := [key for key in needed if key not in values]:
+        raise UsageError(f"{where} lacks {', '.join(missing)}; rope_type {kind} needs {', '.join(needed)}")
+    for key in needed:
+        check_positive(key, values[key], where, _EXAMPLES[key])
+    if values["factor"] < 1:
+        raise UsageError(f"factor in {where} must be at least 1, got {values['factor']}; the nearest legal value is 1")
+    if kind != "llama3":
+        return RopeScaling(rope_type=kind, factor=float(values["factor"]))
+    original = values.get("original_max_position_embeddings", longest)
+    check_count("original_max_position_embeddings", original, where, _EXAMPLES["original_max_position_embeddings"])
+    low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
+    if low >= high:
+        raise UsageError(f"low_freq_factor in {where} must be below high_freq_factor, got {low} and {high}; write for example 1.0 and 4.0")
+    return RopeScaling(
+        rope_type=kind, factor=float(values["factor"]), low_freq_factor=low, high_freq_factor=high, original_max_position_embeddings=original
+    )
+
+
+def _llama_3_2(*, hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> LlamaConfig:
+    """One of Meta's small text models of September 2024, which differ in three numbers."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        intermediate_size=8192,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
+    )
+
+
+PRESETS: Final[dict[str, LlamaConfig]] = {
+    "llama-tiny": LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+    ),
+    "llama-1b": _llama_3_2(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32),
+    "llama-3b": _llama_3_2(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24),
+}
+"""Models by name; `llama-tiny` learns real text in minutes on two cores, the others are Llama 3.2 1B and 3B."""

@@ -1,0 +1,52 @@
+"""Names of LLaMA weights: ours and Hugging Face's, both ways. Pure functions on arrays; the same for weights and gradients.
+
+Theirs: ``model.`` in front of everything but the head. Layouts are equal: matrices (out, in), embedding and head (V, C), so nothing is transposed
+or joined. Older checkpoints hold the rotary frequencies (``rotary_emb.inv_freq``), which follow from the config. Some hold a head although it is
+tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy.typing as npt
+
+from ..errors import DataError
+from .llama_config import LlamaConfig
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_PREFIX: Final = "model."
+_HEAD: Final = "lm_head.weight"
+_FREQUENCIES: Final = "rotary_emb.inv_freq"
+
+
+def to_hf(arrays: Mapping[str, npt.NDArray[Any]], config: LlamaConfig) -> Arrays:
+    """Arrays under our names -> the state dict of a ``LlamaForCausalLM``.
+
+    Args:
+        arrays: as `Module.named_parameters` names them; a tied head is not among them.
+    """
+    state = {_HEAD if name == "lm_head" else _PREFIX + name: array for name, array in arrays.items()}
+    if config.tie_word_embeddings:
+        state[_HEAD] = state[_PREFIX + "embed_tokens.weight"]
+    return state
+
+
+def from_hf(state: Mapping[str, npt.NDArray[Any]], config: LlamaConfig) -> Arrays:
+    """A state dict of a ``LlamaForCausalLM`` (or of its ``model`` alone) -> arrays under our names.
+
+    Raises:
+        DataError: an untied head is missing.
+    """
+    arrays: Arrays = {}
+    for theirs, array in state.items():
+        if theirs == _HEAD:
+            if not config.tie_word_embeddings:
+                arrays["lm_head"] = array
+        elif not theirs.endswith(_FREQUENCIES):
+            arrays[theirs.removeprefix(_PREFIX)] = array
+    if not config.tie_word_embeddings and "lm_head" not in arrays:
+        raise DataError(f"the weights lack {_HEAD}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
+    return arrays
