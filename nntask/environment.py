@@ -42,7 +42,7 @@ VARIABLES: Final = (
     Variable("NNTASK_ORDER", "order", "in which order a step is executed when memory is short"),
     Variable("NNTASK_TILE_TABLE", "tile-table", "TOML file of tilings for single shapes"),
     Variable("NNTASK_CACHE", "", "directory for tokenizers and tokenised text (default ~/.cache/nntask)"),
-    Variable("NNTASK_ONEDNN", "", "file of oneDNN 3 (libdnnl.so.3) for bf16 on the CPU, or off (default: found by itself)"),
+    Variable("NNTASK_ONEDNN", "", "file of oneDNN 3 (libdnnl.so.3), or off (default: found by itself)"),
 )
 
 
