@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         i=config.inner_size,
         layers=config.n_layer,
         vocab=config.vocab_size,
-        num_parameters=config.num_parameters,
+        num_parameters=config.num_parameters - config.n_positions * config.n_embd,
         flash=True,
     )
     return {"seconds": statistics.median(seconds), "flops": counts.model * batch}

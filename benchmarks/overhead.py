@@ -5,7 +5,7 @@
 
 Ours: empty tasks with three handles on one worker, wall seconds / tasks, with tracing off and on; then kernels of about 200 microseconds on two
 workers, (wall seconds x workers - processor seconds inside kernels) / tasks: submitted, replayed, and mixed, where the program submits as many
-tasks as are replayed meanwhile, so the bar lies midway. Budgets are on everywhere. Bars: empty tasks 25 us submitted and 5 replayed; with kernels
+tasks as are replayed meanwhile: an average of the two, which carries no bar. Budgets are on everywhere. Bars: empty tasks 25 us submitted and 5 replayed; with kernels
 30 and 10.
 
 Dask: the same empty tasks, each with three dependencies; wall seconds / tasks, so its second thread is not charged. Twice: as it comes, which
@@ -35,7 +35,7 @@ FIGURES: Final = (
     ("traced_replayed_us_per_task", "empty task, replayed, one worker, traced", "ours <= 5"),
     ("submitted_us_two_workers", "200 us kernels, submitted, two workers", "ours <= 30"),
     ("replayed_us_two_workers", "200 us kernels, replayed, two workers", "ours <= 10"),
-    ("mixed_us_two_workers", "200 us kernels, half replayed, half submitted meanwhile, two workers", "ours <= 20"),
+    ("mixed_us_two_workers", "200 us kernels, half replayed, half submitted meanwhile, two workers", ""),
 )
 AGAINST_DASK: Final = "ratio <= 0.2"
 """Dask's threaded scheduler, as it comes, is at least five times slower; the same empty tasks."""

@@ -9,11 +9,10 @@ interrupt inside it leaves it half advanced: either breaks the engine for good, 
 from __future__ import annotations
 
 import itertools
-import platform
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
@@ -71,6 +70,7 @@ class Engine:
         prefetch: whether data moves ahead of the tasks that ask for it.
         trace: records what runs when; None for no tracing.
         inspect: called after each kernel.
+        kernels: versions of what computes; durations that were measured with others are not used.
 
     Attributes:
         inbox: handles whose finalizer has run.
@@ -89,6 +89,7 @@ class Engine:
         prefetch: bool,
         trace: Trace | None,
         inspect: Inspect | None,
+        kernels: Mapping[str, str],
     ) -> None:
         self.trace = trace
         self.inspect = inspect
@@ -99,7 +100,7 @@ class Engine:
         if disk is not None:
             nodes.append(MemoryNode("disk", disk[1] or disk[0].free_bytes(), is_storage=True))
         self.models = Models()
-        self._store = PerfStore(machine_fingerprint(blas_threads=1, versions={"python": platform.python_version()}), [node.name for node in nodes])
+        self._store = PerfStore(machine_fingerprint(blas_threads=1, versions=kernels), [node.name for node in nodes])
         self._store.load(self.models)
         self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
         self.models.memory = self.machine.residency

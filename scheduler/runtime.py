@@ -51,6 +51,7 @@ class Runtime(RecordingRuntime):
         lanes: L of REDUX accesses.
         trace: records what runs when; None for no tracing.
         inspect: called after each kernel with the task's name, views, modes and handle names; what it raises fails the task.
+        kernels: versions of what computes; durations that earlier runs have measured with others are not used.
 
     Raises:
         ValueError: no worker, an unknown policy, or a budget that is not positive.
@@ -74,6 +75,7 @@ class Runtime(RecordingRuntime):
         lanes: int = 1,
         trace: Trace | None = None,
         inspect: Inspect | None = None,
+        kernels: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(lanes)
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
@@ -91,6 +93,7 @@ class Runtime(RecordingRuntime):
             prefetch=prefetch,
             trace=trace,
             inspect=inspect,
+            kernels=kernels or {},
         )
         self.inbox = self._engine.inbox
         self._abilities: dict[tuple[bool, bool], tuple[tuple[WorkerKind, ...], int]] = {}

@@ -148,8 +148,11 @@ def search(settings: TrainSettings, config: ModelConfig, say: Say, stopped: Stop
 
     seconds: dict[ModelTiling, list[float]] = {}
     limits = table_limits(config, minibatch, length)
-    while measured(best := tiling_within(limits)) == inf and limits != SMALLEST:
-        limits = Limits(*(max(size // 2, least) for size, least in zip(limits, SMALLEST, strict=True)))
+    while measured(best := tiling_within(limits)) == inf:
+        smaller = Limits(*(min(size, max(size // 2, least)) for size, least in zip(limits, SMALLEST, strict=True)))
+        if smaller == limits:
+            break
+        limits = smaller
     for axis in Limits._fields:
         start = best
         for neighbours in (_smaller, _larger):

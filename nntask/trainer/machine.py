@@ -10,6 +10,7 @@ import numpy as np
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.runtime import Runtime
 from scheduler.trace import Trace
+from tiles.kernels.cpu import kernel_versions
 
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from ..sizes import parse_size
@@ -63,6 +64,7 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
             lanes=settings.tiling.lanes or 1,
             trace=trace or (Trace(active=not observe.trace_steps) if observe.trace else None),
             inspect=check_finite if settings.run.check_finite else None,
+            kernels=kernel_versions(),
         )
     except (MemoryError, OverflowError) as error:
         raise cannot_reserve(resources, error) from error

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from tiles.kernels.cpu import kernel_versions
+
 from ..checkpoints import write_atomically
 from ..errors import DataError, StorageError, UsageError
 from .metrics import Totals, around, to_json
@@ -110,12 +112,12 @@ def write_file(path: Path, text: str) -> None:
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in ("nntask", "numpy", "ml_dtypes", "tokenizers"):
+    for package in ("nntask", "ml_dtypes", "tokenizers"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return found | kernel_versions()
 
 
 def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us: float) -> dict[str, Any]:

@@ -8,7 +8,6 @@ that reach their peak, links of the given rate, and host memory without workers.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import threading
@@ -32,6 +31,7 @@ from scheduler.ordering import pace_of
 from scheduler.runtime import usable_cores
 from scheduler.storage.limits import memory_budgets
 from scheduler.storage.perfstore import PerfStore, machine_fingerprint
+from tiles.kernels.cpu import kernel_versions
 
 from ..errors import DoesNotFit, UsageError
 from ..models.interface import ModelConfig
@@ -229,7 +229,7 @@ def open_store(names: Sequence[str]) -> PerfStore:
     Args:
         names: of the memory nodes.
     """
-    return PerfStore(machine_fingerprint(blas_threads=1, versions={"python": platform.python_version()}), names)
+    return PerfStore(machine_fingerprint(blas_threads=1, versions=kernel_versions()), names)
 
 
 def free_bytes(directory: Path) -> int:

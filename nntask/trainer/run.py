@@ -15,6 +15,7 @@ from scheduler.core import errors as scheduler_errors
 from scheduler.core.errors import TaskError
 from scheduler.ordering import SUBMISSION
 from tiles import TileTensor
+from tiles.kernels.cpu import kernel_versions
 
 from ..checkpoints import AGAINST_DIVERGENCE, MODEL, OPTIMIZER, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
@@ -304,6 +305,11 @@ def _print_header(running: _Running) -> None:
             f"(submission: {plain.total / 1e9:.2f} GB, {plain.seconds:.1f} s)"
         )
     say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
+    if prepared.resumed is not None:
+        for name, version in kernel_versions().items():
+            was = prepared.resumed.state.get("versions", {}).get(name, version)
+            if was != version:
+                say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")
 
 
 def _print_totals(stream: BatchStream, printer: StepPrinter) -> None:

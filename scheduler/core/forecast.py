@@ -85,9 +85,9 @@ class _Clock:
                 self.writes = max(self.writes, self._horizon) + writing
             if read:
                 self.reads = max(self.reads, self._horizon, self.writes - spare) + reading
-        elif read or written:  # reads go first
-            self.reads = max(self.reads, self.writes, self._horizon) + reading
-            self.writes = self.reads + writing
+        elif read or written:  # one after the other until `writes`; reads overtake what still waits to be written
+            self.reads = max(self.reads, self._horizon, self.writes - spare) + reading
+            self.writes = max(self.writes, self._horizon) + reading + writing
         ready = self.reads if read else self.writes - spare if written else 0.0
         start = max(self.now, ready)
         self.now = start + pace.seconds[task] * pace.parts

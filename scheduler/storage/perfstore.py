@@ -24,7 +24,7 @@ from typing import Any, Final
 from ..core.perf import KEPT, KEPT_COPIES, Key, LinkModel, Models, Series
 from ..core.records import NodeId
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the format; files of another version are ignored."""
 
 LONGEST_SECONDS: Final = 1e6

@@ -10,11 +10,11 @@ import pytest
 from nntask.errors import UsageError
 from nntask.models.config import GPT2Config
 from nntask.trainer import fitting, planning
+from nntask.trainer.machine import open_runtime
 from nntask.trainer.places import imaginary, open_store, parse_devices, parse_rate, this_machine
 from nntask.trainer.prepare import with_tiles
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
-from scheduler import Runtime
 from scheduler.core.orders import candidates, repetition
 from scheduler.core.perf import Models
 from scheduler.engine import SIM_DEPTH
@@ -175,7 +175,7 @@ def test_the_machine_is_the_one_that_a_run_would_use() -> None:
     """Workers, budgets, policy and the file of measurements are the runtime's."""
     asked = settings(sim_gpu=2, gpu_memory="8MiB", ram="16MiB")
     target = this_machine(asked)
-    with Runtime(2, sim_gpus=2, gpu_memory=8 << 20, ram=16 << 20) as runtime:
+    with open_runtime(asked) as runtime:
         crew = [(worker.kind, worker.node, worker.depth) for worker in runtime._engine.machine.dispatch.crew]
         assert list(target.workers) == crew
         assert dict(target.nodes) == runtime.stats()["budget_bytes"]

@@ -23,15 +23,10 @@ TRIED = re.compile(r"auto-tile: (minibatch \d+, .*): (does not fit|([\d.e-]+) s 
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(folder, text):
     """A directory of its own with a small config and some text."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "small.json").write_text(json.dumps(SMALL))
-    (tmp_path / "text").mkdir()
-    for i in range(25):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"line {i} of a text about the number {i * i}\n" * 40)
-    return tmp_path
+    (folder / "small.json").write_text(json.dumps(SMALL))
+    return folder
 
 
 def sizes_of(config: Path) -> dict[str, int]:

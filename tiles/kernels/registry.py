@@ -6,7 +6,7 @@ A kernel is a plain function on arrays: ``kernel(*tiles, **constants)``, writing
     def scale(x, out, *, alpha): ...
 
 Arrays of 16-bit floats do not reach such a kernel: a task that touches any is given fp32 copies in scratch memory declared to the
-scheduler, and its outputs are rounded back. So a kernel is written once, for fp32 and fp64.
+scheduler, and its outputs are rounded back. So no operation needs a kernel for 16 bits.
 
 Where it pays, an operation has a second kernel, registered with `register_bf16`, that takes bf16 tiles as they are. It is used where
 oneDNN and the processor can multiply bf16 (`cpu.onednn`), and the copies everywhere else.

@@ -4,7 +4,14 @@ Importing them sets NumPy's BLAS to one thread for the whole process: workers ar
 many cores happen to be free.
 """
 
+from importlib.metadata import version
+
 from . import attention, bf16, bf16_attention, elementwise, embedding, loss, matmul, norm, optimizer, random, select  # noqa: F401
-from .blas import set_blas_threads
+from .blas import fp32_products, set_blas_threads
 
 set_blas_threads(1)
+
+
+def kernel_versions() -> dict[str, str]:
+    """Versions of what computes on the CPU, by name: with others, durations and last bits differ."""
+    return {**{package: version(package) for package in ("numpy", "numba")}, "fp32_products": fp32_products()}

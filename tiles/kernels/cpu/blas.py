@@ -106,6 +106,11 @@ def _choose_address() -> Callable[[Array], int]:
 _address: Final = _choose_address()
 
 
+def _are_rows(size: int, shapes: tuple[Pair, Pair, Pair], strides: tuple[Pair, Pair, Pair]) -> bool:
+    """Whether every matrix has contiguous rows that lie one behind the other: what a leading dimension can say."""
+    return all(last == size and (rows < 2 or step >= columns * size) for (rows, columns), (step, last) in zip(shapes, strides, strict=True))
+
+
 @lru_cache(_PREPARED)
 def _prepared(
     size: int, shapes: tuple[Pair, Pair, Pair], strides: tuple[Pair, Pair, Pair], trans_a: bool, trans_b: bool, alpha: float, beta: float
@@ -115,7 +120,7 @@ def _prepared(
     Fortran stores columns first and so computes out^T = op(b)^T op(a)^T.
     """
     found = _SGEMM if size == 4 else _DGEMM
-    if found is None or any(last != size for _, last in strides):
+    if found is None or not _are_rows(size, shapes, strides):
         return None
     function, integer = found
     (rows_a, columns_a), _, (m, n) = shapes
@@ -149,7 +154,7 @@ def _quick_call(
 ) -> tuple[Callable[..., int], bytes, bytes, int, int, int, int, int, int] | None:
     """What an fp32 product by oneDNN passes besides addresses and factors; None where it goes to BLAS."""
     function = quick_sgemm()
-    if function is None or any(last != 4 for _, last in strides) or not all(all(shape) for shape in shapes):
+    if function is None or not _are_rows(4, shapes, strides) or not all(all(shape) for shape in shapes):
         return None
     (rows_a, columns_a), _, (m, n) = shapes
     lda, ldb, ldc = (max(step // 4, columns) for (step, _), (_, columns) in zip(strides, shapes, strict=True))
@@ -160,7 +165,7 @@ def gemm(a: Array, b: Array, out: Array, *, trans_a: bool = False, trans_b: bool
     """out = alpha * op(a) @ op(b) + beta * out.
 
     Args:
-        a: (M, K), or (K, M) with `trans_a`; the last axis contiguous, any stride between rows, fp32 or fp64.
+        a: (M, K), or (K, M) with `trans_a`; fp32 or fp64. Quick where the last axis is contiguous and rows do not overlap, right everywhere.
         b: (K, N), or (N, K) with `trans_b`; likewise.
         out: (M, N), likewise; with beta = 0 its contents are never read.
     """
@@ -177,12 +182,11 @@ def gemm(a: Array, b: Array, out: Array, *, trans_a: bool = False, trans_b: bool
                 raise onednn.OneDnnError(f"dnnl_sgemm failed with status {status}; set NNTASK_ONEDNN=off to do without it")
             return
     call = _prepared(out.itemsize, shapes, strides, trans_a, trans_b, alpha, beta)
-    if call is None or _SGEMM is None:
+    if call is None:
         _fallback(a.T if trans_a else a, b.T if trans_b else b, out, alpha, beta)
         return
-    function, first, at_ldb, at_lda, at_beta, at_ldc, memory = call
+    function, first, at_ldb, at_lda, at_beta, at_ldc, _ = call
     function(*first, _address(b), at_ldb, _address(a), at_lda, at_beta, _address(out), at_ldc)
-    del memory  # kept until here, whatever the cache forgets meanwhile
 
 
 def _fallback(a: Array, b: Array, out: Array, alpha: float, beta: float) -> None:

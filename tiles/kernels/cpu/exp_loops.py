@@ -33,7 +33,7 @@ def _bounded_exp(x: Any) -> Any:
     p = ((((_C5 * r + _C4) * r + _C3) * r + _C2) * r + _C1) * r + _C0
     p = p * (r * r) + r + ONE
     bits = np.int32(np.float32(p).view(np.int32) + (np.float32(shifted).view(np.int32) << np.int32(23)))
-    return bits.view(np.float32)
+    return bits.view(np.float32) if x == x else x
 
 
 @compiled(EXACT)

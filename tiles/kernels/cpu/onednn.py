@@ -151,7 +151,11 @@ def _load() -> tuple[_Library | None, str]:
         if version.major != 3 or version.cpu_runtime not in (1, _OPENMP):
             reason = f"{library.text()} is not version 3 built for OpenMP or one thread"
         else:
-            library.engine = library.make("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
+            try:
+                library.engine = library.make("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
+            except OneDnnError as error:
+                reason = str(error)
+                continue
             return library, library.text()
     return None, reason
 
@@ -164,9 +168,9 @@ def available() -> bool:
 
 
 def name() -> str:
-    """Version and file of the library; empty without one."""
-    library, text = _load()
-    return text if library is not None else ""
+    """oneDNN and its version; empty without one."""
+    library = _load()[0]
+    return library.text().partition(" (")[0] if library is not None else ""
 
 
 def status() -> str:
@@ -193,7 +197,7 @@ def sgemm() -> Callable[..., int] | None:
 
 def join() -> None:
     """From now on, the calling thread computes alone in oneDNN."""
-    _thread()
+    _thread().library.use_one_thread()
 
 
 class _Primitive:
@@ -314,6 +318,8 @@ def gemm(
 
 def _described(x: Array, transposed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides (in elements) of a matrix, or of a stack of them, as it takes part in a product."""
+    if x.strides[-1] != x.itemsize or (x.shape[-2] > 1 and x.strides[-2] < x.shape[-1] * x.itemsize):
+        raise ValueError(f"rows must be contiguous and must not overlap, got shape {x.shape} with strides {x.strides} of {x.itemsize} B each")
     shape, steps = x.shape, (*(int(stride) // x.itemsize for stride in x.strides[:-2]), _row_step(x), 1)
     if not transposed:
         return shape, steps
