@@ -5,8 +5,8 @@
 
 Ours: empty tasks with three handles on one worker, wall seconds / tasks, with tracing off and on; then kernels of about 200 microseconds on two
 workers, (wall seconds x workers - processor seconds inside kernels) / tasks: submitted, replayed, and mixed, where the program submits as many
-tasks as are replayed meanwhile: an average of the two, which carries no bar. Budgets are on everywhere. Bars: empty tasks 25 us submitted and 5 replayed; with kernels
-30 and 10.
+tasks as are replayed meanwhile: an average of the two, which carries no bar. Budgets are on everywhere. Bars: empty tasks 25 us submitted and 5
+replayed; with kernels 30 and 10.
 
 Dask: the same empty tasks, each with three dependencies; wall seconds / tasks, so its second thread is not charged. Twice: as it comes, which
 must be at least 5 times slower than our replayed and submitted tasks, and handing tasks to its threads 50 at a time (`chunksize`), which is the

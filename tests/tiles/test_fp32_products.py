@@ -89,3 +89,43 @@ def test_an_empty_sum_is_zero() -> None:
     assert (out == 7).all()
     gemm(a, b, out)
     assert not out.any()
+
+
+@needs_onednn
+def test_one_thread_of_openmp_in_every_thread() -> None:
+    """Without OMP_NUM_THREADS in the environment, each thread that multiplies computes alone."""
+    code = """
+import ctypes, threading
+import numpy as np
+from tiles.kernels.cpu import onednn
+from tiles.kernels.cpu.blas import gemm
+found = []
+def run():
+    a = np.ones((64, 64), np.float32)
+    gemm(a, a, np.empty_like(a))
+    found.append(ctypes.CDLL(onednn._load()[0].path).omp_get_max_threads())
+for _ in range(2):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+run()
+assert found == [1, 1, 1], found
+"""
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NNTASK_ONEDNN")}
+    subprocess.run([sys.executable, "-c", code], env={**kept, "PYTHONPATH": str(ROOT), "OPENBLAS_CORETYPE": "Haswell"}, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("how", ["reversed rows", "one row for all", "columns apart", "one row of many"])
+def test_strides_that_no_leading_dimension_can_say(how: str) -> None:
+    """Such operands give the right numbers, too."""
+    rng = np.random.default_rng(0)
+    whole = rng.standard_normal((20, 24), np.float32)
+    a = {
+        "reversed rows": whole[::-1, :12],
+        "one row for all": np.broadcast_to(whole[0, :12], (20, 12)),
+        "columns apart": whole[:, ::2],
+        "one row of many": whole[::20, :12],
+    }[how]
+    b, out = rng.standard_normal((12, 9), np.float32), np.empty((len(a), 9), np.float32)
+    gemm(a, b, out)
+    np.testing.assert_allclose(out, a.astype(np.float64) @ b, rtol=1e-4, atol=1e-4)
