@@ -337,6 +337,7 @@ def test_a_second_signal_before_a_continuation_has_begun(here):
 
 WHEN_IMPORTED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background inherits that it is ignored
 class Finder:
     def find_spec(name, path=None, target=None):
         if name == {name!r}:
