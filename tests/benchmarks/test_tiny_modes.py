@@ -19,7 +19,12 @@ LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.]+")
             "--large=256 --extent=128 --tiles 64 32 --repetitions=1",
             ["replayed GEMM tasks of 64 x", "replayed GEMM tasks of 32 x"],
         ),
-        ("growth", "--tiny --batches 1 2 4 --most=32 --lengths 16 64 --tokens=64", ["a step's speed", "a step of", "seconds per 10^12 model flops"]),
+        pytest.param(
+            "growth",
+            "--tiny --batches 1 2 4 --most=32 --lengths 16 64 --tokens=64",
+            ["a step's speed", "a step of", "seconds per 10^12 model flops"],
+            marks=pytest.mark.long,
+        ),
         ("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"]),
     ],
 )

@@ -78,7 +78,7 @@ def test_losses_are_bit_identical(workers: int, sched: str, sim_gpus: int) -> No
         assert losses(runtime) == truth(4)
 
 
-@pytest.mark.parametrize("gpu_memory", [1 << 18, 1 << 20])
+@pytest.mark.parametrize("gpu_memory", [1 << 18, pytest.param(1 << 20, marks=pytest.mark.long)])
 def test_losses_do_not_change_under_eviction(gpu_memory: int) -> None:
     """Two simulated devices too small for the model, and no CPU worker, move tiles all the time."""
     with Runtime(0, sim_gpus=2, ram=1 << 28, gpu_memory=gpu_memory) as runtime:

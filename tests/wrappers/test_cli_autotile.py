@@ -93,6 +93,7 @@ def test_a_table_of_ones_own(here, capsys, monkeypatch):
     assert "entered" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_search_keeps_to_the_budget(here, capsys):
     """Where the table's tiles do not fit --ram, smaller ones that do are found; where none fits, the run is refused as always."""
     given = ["--minibatch-tile=1", "--seq-tile=32", "--embd-tile=-1", "--inner-tile=64", "--head-tile=-1"]
