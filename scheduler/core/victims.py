@@ -109,7 +109,7 @@ class Shelf:
     def _least_cost(self, victims: Sequence[Replica], drawn: Drawn) -> float:
         """What as many bytes as the victims have would cost if they need not lie side by side: of those drawn, the first ones."""
         cost, missing = 0.0, sum(replica.handle.size for replica in victims)
-        for _, (_, _, replica) in drawn:
+        for replica in dict.fromkeys(entry[2] for _, entry in drawn):  # one that went as a twin may have come up again
             if missing <= 0:
                 break
             cost += self._cost_of(replica)
