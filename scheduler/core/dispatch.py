@@ -122,27 +122,19 @@ class Dispatch:
             if task is None:
                 return
             self.num_ready -= 1
-            if line:
-                self._assign(task, worker)
-            elif not self._admit(task, worker):
-                self._block(task, worker)
+            self._assign(task, worker)
 
     def _assign(self, task: Task, worker: Worker) -> None:
         """Admit the task for the worker, or let it wait for memory."""
         line = self.blocked[worker.node]
         is_behind = line and line[0].order < task.order and not self.residency.is_at_home(task, worker.node)
         if is_behind or not self._admit(task, worker):
-            self._block(task, worker)
-
-    def _block(self, task: Task, worker: Worker) -> None:
-        """Let the task wait for memory of the worker's node."""
-        task.state = "blocked"
-        task.worker = worker.id
-        task.node = worker.node
-        line = self.blocked[worker.node]
-        line.append(task)
-        line.sort(key=_order)
-        self.num_blocked += 1
+            task.state = "blocked"
+            task.worker = worker.id
+            task.node = worker.node
+            line.append(task)
+            line.sort(key=_order)
+            self.num_blocked += 1
 
     def _admit(self, task: Task, worker: Worker) -> bool:
         """Admit the task to the worker's node if it fits; a task found to have nothing to read counts as dealt with."""
@@ -158,10 +150,8 @@ class Dispatch:
         worker.assigned.append(task)
         if task.num_arriving:
             task.state = "fetching"
-        elif worker.running is None:
-            self._run(task, worker)
         else:
-            task.state = "staged"
+            self.stage(task, worker)
         return True
 
     def stage(self, task: Task, worker: Worker) -> None:

@@ -161,8 +161,8 @@ class Machine:
         for handle, _ in task.accesses:
             handle.num_uses += 1
         graph.link(task)
-        if not task.num_waiting and not (self.num_lost and self._reads_lost_data(task)):
-            self.dispatch.push(task, None)
+        if not task.num_waiting:
+            self._make_ready(task, None)
             if self.dispatch.num_ready:
                 self.dispatch.feed()
 
@@ -193,8 +193,8 @@ class Machine:
             self.residency.claims.promise(replay)
         graph.link_step(replay.shared)
         for task in replay.roots:
-            if not task.num_waiting and not (self.num_lost and self._reads_lost_data(task)):
-                self.dispatch.push(task, None)
+            if not task.num_waiting:
+                self._make_ready(task, None)
         if not replay.tasks:
             self._actions.append(ReportStepDone(replay, replay.number))
         self.dispatch.feed()
@@ -287,8 +287,13 @@ class Machine:
         if not handle.num_uses:
             self._free(handle)
 
+    def _make_ready(self, task: Task, worker: Worker | None) -> None:
+        """The task waits for nobody; `worker` ran the last one it waited for."""
+        if not (self.num_lost and self._reads_lost_data(task)):
+            self.dispatch.push(task, worker)
+
     def _reads_lost_data(self, task: Task) -> bool:
-        """Whether the task, which waits for nobody, has nothing to read; it is doomed then."""
+        """Whether the task has nothing to read; it is doomed then."""
         for handle, mode in task.accesses:
             if handle.lost is not None and (mode == R or mode == RW):
                 reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {handle.lost}"
@@ -322,8 +327,8 @@ class Machine:
                 task.late_successors = []
         for after in successors:
             after.num_waiting -= 1
-            if not after.num_waiting and not (self.num_lost and self._reads_lost_data(after)):
-                self.dispatch.push(after, worker)
+            if not after.num_waiting:
+                self._make_ready(after, worker)
         if replay is not None:
             replay.num_unfinished -= 1
             if task.position == replay.frontier:

@@ -88,8 +88,9 @@ class Residency(Replicas):
                     raise NothingToRead(handle)
                 fetch = True
             replica.pins += 1
-            replica.last_use = clock
             replicas.append(replica)
+        for replica in replicas:
+            replica.last_use = clock
         task.replicas = replicas
         if grows:
             self.nodes[node_id].mark()
