@@ -178,9 +178,9 @@ class Step:
         self._number = 0
         self._kept: dict[HandleRecord, Handle] = {}
 
-    def complete(self, recorder: Recorder) -> None:
-        """Take over what was captured, and plan its order."""
-        self.order = self._runtime.plan_order(recorder.finish())
+    def complete(self, recorder: Recorder, order: str) -> None:
+        """Take over what was captured, and plan the order of that name."""
+        self.order = self._runtime.plan_order(recorder.finish(), order)
         self.plan = self.order.plan
         self._kept = recorder.kept
 

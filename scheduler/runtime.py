@@ -46,7 +46,6 @@ class Runtime(RecordingRuntime):
         disk: directory of the disk tier, or it and the tier's size in bytes (default: what is free there); None for no disk tier.
         sched: a policy's name, or "auto".
         evict: an eviction policy's name.
-        order: in which order recorded steps execute: "auto", "submission", or another candidate of `core.orders`.
         prefetch: whether data moves ahead of the tasks that ask for it.
         lanes: L of REDUX accesses.
         trace: records what runs when; None for no tracing.
@@ -70,7 +69,6 @@ class Runtime(RecordingRuntime):
         disk: str | Path | tuple[str | Path, int | None] | None = None,
         sched: str = "auto",
         evict: str = DEFAULT_EVICTION,
-        order: str = "auto",
         prefetch: bool = True,
         lanes: int = 1,
         trace: Trace | None = None,
@@ -84,7 +82,6 @@ class Runtime(RecordingRuntime):
         ram, gpu_memory = memory_budgets(ram, gpu_memory, sim_gpus)
         budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory) for i in range(sim_gpus)]
         self.policy_name = choose(sim_gpus) if sched == "auto" else sched
-        self.order = order
         self._engine = Engine(
             budgets,
             None if place is None else (DiskTier(place), size),
@@ -233,11 +230,14 @@ class Runtime(RecordingRuntime):
             raise failure
 
     @contextmanager
-    def record(self) -> Iterator[Step]:
+    def record(self, order: str = "auto") -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
+        Args:
+            order: in which its tasks execute: "auto", "submission", or another candidate of `core.orders`.
+
         Raises:
-            RecordingError: another step is being recorded, or the captured tasks read data nobody writes.
+            RecordingError: another step is being recorded, the captured tasks read data nobody writes, or the step has no order of that name.
         """
         if self._recorder is not None:
             raise RecordingError("a step is already being recorded; recordings do not nest")
@@ -249,10 +249,10 @@ class Runtime(RecordingRuntime):
             self._combine_all()
         finally:
             self._recorder = None
-        step.complete(recorder)
+        step.complete(recorder, order)
 
-    def plan_order(self, plan: StepPlan) -> PlannedOrder:
-        """The order in which a recorded step will execute here.
+    def plan_order(self, plan: StepPlan, order: str) -> PlannedOrder:
+        """The order of that name in which a recorded step will execute here.
 
         Raises:
             RecordingError: the step has no order of the name that was asked for.
@@ -266,7 +266,7 @@ class Runtime(RecordingRuntime):
         try:
             return plan_order(
                 plan,
-                self.order,
+                order,
                 memory=memory,
                 last=nodes[last].budget,
                 computes_on_last=self._engine.machine.computes_on_last,

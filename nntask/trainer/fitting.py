@@ -95,12 +95,14 @@ class Sketch:
     optimizer: Mapping[str, TileTensor]
 
 
-def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> Sketch:
-    """Refuse resolved settings whose step cannot run on this machine within its budgets; takes no memory, and a second for 20,000 tasks.
+def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> tuple[Sketch, PlannedOrder]:
+    """Refuse resolved settings whose step cannot run on this machine within its budgets, and choose the order of one that can.
+
+    Takes no memory, and a second for 20,000 tasks; more where budgets are short, to compare orders.
 
     Raises:
         DoesNotFit: a budget is too small; says by how much, and what would fit.
-        UsageError: the step has too many tasks.
+        UsageError: the step has too many tasks, or no order of the name that was asked for.
     """
     with no_collections():
         found = sketch(settings, config, tiling)
@@ -109,7 +111,7 @@ def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling)
         if not needs.fit(target):
             changes = advice(settings, config, target, needs)
             raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
-    return found
+        return found, choose_order(found.plan, settings, target)
 
 
 def capture(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, num_minibatches: int | None = None) -> StepPlan:

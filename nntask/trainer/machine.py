@@ -59,7 +59,6 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
             disk=disk,
             sched=resources.sched,
             evict=resources.evict,
-            order=resources.order,
             prefetch=resources.prefetch,
             lanes=settings.tiling.lanes or 1,
             trace=trace or (Trace(active=not observe.trace_steps) if observe.trace else None),

@@ -180,12 +180,23 @@ class _InFlight:
 
 
 class RecordedEngine(Inference):
-    """A language model, its optimizer and their recorded step."""
+    """A language model, its optimizer and their recorded step.
+
+    Args:
+        order: in which the step executes, as planned before; None for the one that the settings name. Other steps choose their own.
+    """
 
     def __init__(
-        self, config: ModelConfig, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: LanguageModel | None = None
+        self,
+        config: ModelConfig,
+        tiling: ModelTiling,
+        runtime: Runtime,
+        settings: TrainSettings,
+        model: LanguageModel | None = None,
+        order: str | None = None,
     ) -> None:
         super().__init__(config, tiling, runtime, settings, model)
+        self._order_name = settings.resources.order if order is None else order
         self.optimizer = build_optimizer(self.model, settings)
         self._minibatch = settings.tiling.minibatch
         count = (settings.tiling.batch or 1) // self._minibatch
@@ -244,7 +255,7 @@ class RecordedEngine(Inference):
 
     def _training_step(self) -> Step:
         if self._step is None:
-            with self.runtime.record() as step:
+            with self.runtime.record(self._order_name) as step:
                 self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs)
             self._step = step
         return self._step

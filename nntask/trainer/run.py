@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from scheduler.core import errors as scheduler_errors
 from scheduler.core.errors import TaskError
-from scheduler.ordering import SUBMISSION
+from scheduler.ordering import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 from tiles.kernels.cpu import kernel_versions
 
@@ -80,7 +80,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
     if isinstance(prepared, int):
         return prepared
     settings = prepared.settings
-    sketch = check_fit(settings, prepared.config, prepared.tiling)
+    sketch, order = check_fit(settings, prepared.config, prepared.tiling)
     _check_weights(prepared, sketch.model, sketch.optimizer)
     explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})
     if settings.run.dry_run:
@@ -93,12 +93,13 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         runtime = open_runtime(settings)
         try:
             with runtime:  # in the try: it waits at its end for tasks that may have failed
-                engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, model_to_start_from(prepared, runtime))
+                start = model_to_start_from(prepared, runtime)
+                engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, order.name)
                 dataset = open_dataset(prepared.data, printer.say)
                 stream = _stream(prepared, dataset)
                 counts = _counts(prepared)
                 running = _Running(prepared, dataset, stream, runtime, engine, counts, printer, interrupts)
-                _print_header(running)
+                _print_header(running, order)
                 write_file(prepared.run / CONFIG, to_toml(settings))
                 _load_weights(prepared, engine)
                 return _go(running, Explainer(runtime, explained, printer.say))
@@ -280,7 +281,7 @@ def _weight_files(
     return files
 
 
-def _print_header(running: _Running) -> None:
+def _print_header(running: _Running, order: PlannedOrder) -> None:
     """What is trained, on what, where."""
     prepared, settings, stats = running.prepared, running.settings, running.runtime.stats()
     config, cut = prepared.config, running.prepared.tiling
@@ -297,7 +298,6 @@ def _print_header(running: _Running) -> None:
     )
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
     say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
-    order = running.engine.order
     if order.forecasts:
         plain = order.forecasts[SUBMISSION]
         say(

@@ -31,7 +31,7 @@ class Job:
         self.inputs = [self.model.input_tensors(1) for _ in range(2)]
         self.losses: list[TileTensor] = []
         self.step: Step
-        with runtime.record() as self.step:
+        with runtime.record("submission") as self.step:
             self.model.train()
             for number, (tokens, targets) in enumerate(self.inputs):
                 loss = self.model(tokens, targets, scale=0.5, minibatch=number)
@@ -62,7 +62,7 @@ class Job:
 @cache
 def with_room() -> tuple[StepPlan, list[bytes]]:
     """The step's plan, and the losses where everything fits."""
-    with Runtime(1, ram=1 << 28, order="submission") as runtime:
+    with Runtime(1, ram=1 << 28) as runtime:
         job = Job(runtime)
         losses = job.train(STEPS)
         assert job.step.plan is not None
@@ -73,7 +73,7 @@ def machine(layout: str, workers: int, folder: Path, *, missing: int = 0, missin
     """A runtime whose memories are at the minimum; or, where tasks run or on the last tier, so many bytes below it."""
     plan = with_room()[0]
     on_device, has_disk = layout.startswith("device"), layout.endswith("disk")
-    options: dict[str, Any] = {"cpu_workers": workers, "order": "submission"}
+    options: dict[str, Any] = {"cpu_workers": workers}
     ram = plan.minimum_bytes(is_last=not has_disk, computes=not on_device)
     if on_device:
         options.update(cpu_workers=0, sim_gpus=workers, gpu_memory=plan.minimum_bytes(is_last=False, computes=True) - missing)

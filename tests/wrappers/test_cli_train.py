@@ -432,6 +432,18 @@ def test_a_budget_that_is_too_small_ends_with_3(here, capsys):
     assert not (here / "a").exists()
 
 
+def test_an_order_is_that_of_the_training_step_alone(here, capsys):
+    """Validation and the sample have no such order and run all the same; the plan names the order of the run."""
+    (here / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2}))
+    flags = [*FLAGS.split(), "--minibatch=1", "--ram=600KB", "--disk=disk:100MB", "--order=turn:2/8"]
+    assert main(["train", *flags, "--steps=2", "--run-dir=r", "--val-path=text", "--eval-every=1", "--eval-batches=1", "--sample-tokens=4"]) == 0
+    out = capsys.readouterr().out
+    assert "order: turn:2/8" in out
+    assert "--- sample" in out
+    assert main(["plan", *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["order"] == "turn:2/8"
+
+
 def test_dry_runs_and_plans_write_nothing(here, capsys):
     """--dry-run prints the resolved configuration; plan prints JSON with the documented fields."""
     assert main([*TRAIN, "--steps=2", "--dry-run"]) == 0
