@@ -75,12 +75,11 @@ def _columns(x: Array, block: Block, size: int, rows: slice) -> Array:
     return x[block.b, rows, head * size : (head + 1) * size]
 
 
-def _scores(q: Array, k: Array, s: Array, block: Block, at: Pair, *, masked: bool = True) -> None:
+def _scores(q: Array, k: Array, s: Array, block: Block, at: Pair) -> None:
+    """s = scores of a block, those of later keys too."""
     size = at.head_size
     queries, keys = slice(block.first, block.last), slice(0, block.num_keys)
     gemm(_columns(q, block, size, queries), _columns(k, block, size, keys), s, trans_b=True, alpha=at.scale)
-    if at.causal and masked:
-        _mask(s, block, at)
 
 
 def _seen(block: Block, at: Pair) -> int:
@@ -90,6 +89,8 @@ def _seen(block: Block, at: Pair) -> int:
 
 def _mask(s: Array, block: Block, at: Pair) -> None:
     """-inf where the key is later than the query; only the last columns can be."""
+    if not at.causal:
+        return
     start = max(0, at.q_start + block.first + 1 - at.k_start)
     if start < block.num_keys:
         keys = at.k_start + np.arange(start, block.num_keys)
@@ -115,7 +116,7 @@ def _mixed(key: Array, at: Pair) -> tuple[int, int]:
     return mix(int(key[0]), int(key[1]), at.stream)
 
 
-def _thin(s: Array, key: Array, block: Block, at: Pair, scratch: Array) -> None:
+def drop(s: Array, key: Array, scratch: Array, block: Block, at: Pair) -> None:
     """s = dropout(s) of a block of weights."""
     if single(s):
         thin_rows(s, _bases(block, at), _mixed(key, at), at.p)
@@ -150,9 +151,10 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
         rows = slice(block.first, block.last)
         s, _ = _rooms(scratch, q.dtype, block)
         out = _columns(o, block, size, rows)
-        _weigh(q, k, s, out, peak[block.b, block.h, rows], total[block.b, block.h, rows], block, at, first)
+        _scores(q, k, s, block, at)
+        weigh(s, out, peak[block.b, block.h, rows], total[block.b, block.h, rows], block, at, first)
         if key is not None:
-            _thin(s, key, block, at, scratch)
+            drop(s, key, scratch, block, at)
         gemm(s, _columns(v, block, size, slice(0, block.num_keys)), out, beta=float(not first))
     if lse is not None:
         _finish(o, total, size)
@@ -160,11 +162,12 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
         lse += peak
 
 
-def _weigh(q: Array, k: Array, s: Array, out: Array, peak: Array, total: Array, block: Block, at: Pair, first: bool) -> None:
-    """s = exp(scores - running maximum) of a block; older sums and outputs shrink to the new maximum (Milakov and Gimelshein 2018)."""
-    fast = single(s, peak, total)
-    _scores(q, k, s, block, at, masked=not fast)
-    if fast:
+def weigh(s: Array, out: Array, peak: Array, total: Array, block: Block, at: Pair, first: bool) -> None:
+    """s = exp(s - running maximum) for the scores of a block, 0 where the key is later than the query.
+
+    Older sums and outputs shrink to the new maximum (Milakov and Gimelshein 2018).
+    """
+    if single(s, peak, total):
         from . import exp_loops
 
         shrink = np.empty(len(s), s.dtype)
@@ -172,6 +175,7 @@ def _weigh(q: Array, k: Array, s: Array, out: Array, peak: Array, total: Array, 
         if not first:
             out *= shrink[:, None]
         return
+    _mask(s, block, at)
     top = np.maximum.reduce(s, axis=1)
     if not first:
         np.maximum(top, peak, out=top)
@@ -239,19 +243,19 @@ def attention_backward(
         if stored:
             s[...] = kept[block.b, block.h, queries, : block.num_keys]
         else:
-            _weigh_again(q, k, s, kept[block.b, block.h, queries], block, at)
+            _scores(q, k, s, block, at)
+            weigh_again(s, kept[block.b, block.h, queries], block, at)
         _pair_backward(q, k, v, do, s, ds, delta, dq, dk, dv, keys[0] if keys else None, scratch, block, at)
 
 
-def _weigh_again(q: Array, k: Array, s: Array, lse: Array, block: Block, at: Pair) -> None:
-    """s = the weights of a block, from the log-sum-exp of its rows."""
-    fast = single(s, lse)
-    _scores(q, k, s, block, at, masked=not fast)
-    if fast:
+def weigh_again(s: Array, lse: Array, block: Block, at: Pair) -> None:
+    """s = the weights of a block, from its scores and the log-sum-exp of its rows."""
+    if single(s, lse):
         from . import exp_loops
 
         exp_loops.attention_weights_again(s, _seen(block, at), lse)
         return
+    _mask(s, block, at)
     s -= lse[:, None]
     np.exp(s, out=s)
 
@@ -285,25 +289,25 @@ def _pair_backward(
     rows, keys = slice(block.first, block.last), slice(0, block.num_keys)
     tdo, tv = _columns(do, block, size, rows), _columns(v, block, size, keys)
     gemm(tdo, tv, ds, trans_b=True)  # (queries, D) @ (D, keys)
-    if key is not None:
-        _thin(ds, key, block, at, scratch)
-    _times_difference(ds, s, delta[block.b, block.h, rows])
-    if key is not None:
-        _thin(s, key, block, at, scratch)
+    slopes(s, ds, delta[block.b, block.h, rows], key, scratch, block, at)
     gemm(s, tdo, _columns(dv, block, size, keys), trans_a=True, beta=1.0)
     gemm(ds, _columns(k, block, size, keys), _columns(dq, block, size, rows), alpha=at.scale, beta=1.0)
     gemm(ds, _columns(q, block, size, rows), _columns(dk, block, size, keys), trans_a=True, alpha=at.scale, beta=1.0)
 
 
-def _times_difference(ds: Array, s: Array, delta: Array) -> None:
-    """ds = (ds - delta) * s."""
+def slopes(s: Array, ds: Array, delta: Array, key: Array | None, scratch: Array, block: Block, at: Pair) -> None:
+    """From weights s and their gradients ds: ds = gradients of the scores, s = what of the weights dropout has kept."""
+    if key is not None:
+        drop(ds, key, scratch, block, at)
     if single(ds, s, delta):
         from . import loops
 
         loops.scaled_difference(ds, s, delta)
-        return
-    ds -= delta[:, None]
-    ds *= s
+    else:
+        ds -= delta[:, None]
+        ds *= s
+    if key is not None:
+        drop(s, key, scratch, block, at)
 
 
 @register("attention_scores", "cpu", flops=_flops(1.0))
@@ -312,7 +316,9 @@ def attention_scores(q: Array, k: Array, s: Array, *, at: Pair) -> None:
     if at.causal:
         s.fill(-np.inf)
     for block in _blocks(q.shape[0], q.shape[2] // at.head_size, q.shape[1], k.shape[1], at):
-        _scores(q, k, s[block.b, block.h, block.first : block.last, : block.num_keys], block, at)
+        scores = s[block.b, block.h, block.first : block.last, : block.num_keys]
+        _scores(q, k, scores, block, at)
+        _mask(scores, block, at)
 
 
 @register("attention_lse", "cpu")

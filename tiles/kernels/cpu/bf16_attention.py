@@ -5,6 +5,7 @@ values, over all its blocks.
 
 Ladder (1024 positions, 12 heads of 64, causal, one core, forward / backward): on fp32 copies 26 / 54 ms; here head by head, read in place, in
 blocks of 64 queries 20 / 42 ms, of 128 16 / 27 ms, of 256 17 / 28 ms; heads packed, in groups of 1 MiB of scores 14 / 25 ms, of 3 MiB 12 / 21 ms.
+On a later day 13.6 / 23 ms; weights in the compiled passes that fp32 tiles go through, head by head, 9.2 / 21 ms.
 For 512 queries and the 512 keys before them, alone / beside a second worker, backward: head by head 13.6 / 20 ms, in groups of 1 MiB 11.7 / 14 ms,
 of 6 MiB 10.8 / 13 ms, for a tile on the diagonal 11.5 / 31, 8.0 / 12 and 7.2 / 9.5 ms: every call is a turn at the interpreter, which two workers
 share. The scale as a factor of the product costs more than a pass over scores, and together with accumulation 7 s: oneDNN has only reference loops
@@ -21,12 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reference.attention import Pair
-from ..reference.random import mix
 from ..registry import BF16, register_bf16
-from .attention import QUERIES
-from .elementwise import PIECE_BYTES, WORK_BYTES, cells, cut
+from .attention import QUERIES, Block, drop, slopes, weigh, weigh_again
+from .elementwise import cut
 from .onednn import convert, gemm
-from .random import survivors, thin
 
 Array = npt.NDArray[Any]
 Views = Sequence[Any]
@@ -37,7 +36,7 @@ GROUP_BYTES: Final = 3 << 20
 
 
 class _Block(NamedTuple):
-    """Queries [first, last) of heads [h, g) of sequence `b`, and the keys [0, num_keys) that any of them sees."""
+    """Queries [first, last) of heads [h, g) of sequence `b`, the keys [0, num_keys) that any of them sees, and heads of queries in the tile."""
 
     b: int
     h: int
@@ -45,6 +44,12 @@ class _Block(NamedTuple):
     first: int
     last: int
     num_keys: int
+    num_heads: int
+
+    def by_head(self) -> Iterator[tuple[int, Block]]:
+        """(place in the group, the same queries of one head)."""
+        for h in range(self.h, self.g):
+            yield h - self.h, Block(self.b, h, self.first, self.last, self.num_keys, self.num_heads)
 
     @property
     def heads(self) -> slice:
@@ -72,7 +77,7 @@ def _blocks(b: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[_Blo
         seen = min(tk, at.q_start + last - at.k_start) if at.causal else tk
         if seen > 0:
             for heads in cut(num_heads, _most_heads(num_heads, last - first, seen)):
-                yield _Block(b, heads.start, heads.stop, first, last, seen)
+                yield _Block(b, heads.start, heads.stop, first, last, seen, num_heads)
 
 
 class _Rooms:
@@ -108,39 +113,9 @@ def _groups(x: Array, num_heads: int) -> Array:
 
 
 def _scores(q: Array, k: Array, s: Array, block: _Block, at: Pair) -> None:
-    """s = masked scores of packed heads; only the last keys can be later than a query."""
+    """s = scores of packed heads, those of later keys too."""
     gemm(q[block.heads, block.queries], k[block.heads, : block.num_keys], s, trans_b=True)
     s *= np.float32(at.scale)
-    start = max(0, at.q_start + block.first + 1 - at.k_start)
-    if at.causal and start < block.num_keys:
-        keys = at.k_start + np.arange(start, block.num_keys)
-        queries = at.q_start + np.arange(block.first, block.last)
-        for piece, columns in cells(queries.size, keys.size, 1, WORK_BYTES // 2):
-            np.copyto(s[:, piece, start:][:, :, columns], -np.inf, where=keys[None, columns] > queries[piece, None])
-
-
-def _survivors(key: Array, block: _Block, at: Pair, scratch: Array) -> Iterator[tuple[tuple[int, slice, slice], Array]]:
-    """(head of the block, rows, columns, which of their weights survive dropout), piece by piece; drawn in the end of the scratch."""
-    for h in range(block.g - block.h):
-        row = ((at.b_start + block.b) * at.num_heads + at.h_start + block.h + h) * at.length + at.q_start
-        base = (row + np.arange(block.first, block.last, dtype=np.uint64)) * np.uint64(at.length) + np.uint64(at.k_start)
-        for piece, columns, keep in survivors(mix(int(key[0]), int(key[1]), at.stream), base, block.num_keys, at.p, scratch[-2 * PIECE_BYTES :]):
-            yield (h, piece, columns), keep
-
-
-def _softmax_step(s: Array, peak: Array, total: Array, out: Array, first: bool) -> None:
-    """Scores to weights relative to the running maximum, which with the running sum and the output so far is brought up to date."""
-    top = np.maximum.reduce(s, axis=-1)
-    if not first:
-        np.maximum(top, peak, out=top)
-        shrink = np.exp(peak - top)
-        total *= shrink
-        out *= shrink[..., None]
-    s -= top[..., None]
-    np.exp(s, out=s)
-    sums = np.add.reduce(s, axis=-1)
-    total[...] = sums if first else total + sums
-    peak[...] = top
 
 
 def _sizes(views: Views, at: Pair) -> tuple[int, int, int, int]:
@@ -180,10 +155,10 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
             _scores(hq, hk, s, block, at)
             if not first:
                 convert(target, out)
-            _softmax_step(s, peak[b][place], total[b][place], out, first)
-            if key is not None:
-                for piece, keep in _survivors(key, block, at, scratch):
-                    thin(s[piece], keep, at.p, s[piece])
+            for n, head in block.by_head():
+                weigh(s[n], out[n], peak[b, head.h, block.queries], total[b, head.h, block.queries], head, at, first)
+                if key is not None:
+                    drop(s[n], key, scratch, head, at)
             convert(s, short)
             gemm(short, hv[block.heads, seen], out, accumulate=not first)
             if last:
@@ -250,10 +225,10 @@ def attention_backward(
             s, ds = (_cut(room, block.shape) for room in rooms_s)
             short, dshort = (_cut(room, block.shape) for room in rooms_short)
             _scores(hq, hk, s, block, at)
-            s -= lse[b][place][..., None]
-            np.exp(s, out=s)
             gemm(hdo[place], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
-            _slopes(s, ds, delta[b][place][..., None], keys[0] if keys else None, block, at, scratch)
+            for n, head in block.by_head():
+                weigh_again(s[n], lse[b, head.h, block.queries], head, at)
+                slopes(s[n], ds[n], delta[b, head.h, block.queries], keys[0] if keys else None, scratch, head, at)
             ds *= np.float32(at.scale)
             convert(s, short)
             convert(ds, dshort)
@@ -266,17 +241,3 @@ def attention_backward(
             for member in range(1, groups.shape[1]):
                 groups[:, 0] += groups[:, member]
             convert(groups[:, 0], heads)
-
-
-def _slopes(s: Array, ds: Array, delta: Array, key: Array | None, block: _Block, at: Pair, scratch: Array) -> None:
-    """From weights s and their gradients ds: ds = gradients of the scores, s = what of the weights dropout has kept."""
-    if key is None:
-        ds -= delta
-        ds *= s
-        return
-    for piece, keep in _survivors(key, block, at, scratch):
-        weights, slope = s[piece], ds[piece]
-        thin(slope, keep, at.p, slope)
-        slope -= delta[piece[:2]]
-        slope *= weights
-        thin(weights, keep, at.p, weights)
