@@ -79,6 +79,14 @@ def _run(side: Side) -> Measurement:
     return {key: float(value) for key, value in json.loads(done.stdout[start:]).items()}
 
 
+def model_flops(config: Any, length: int) -> float:
+    """Of one sequence: 6N + 12Ldn per token, N without positions (`nntask.trainer.flops`)."""
+    from nntask.trainer.flops import flop_counts_of
+
+    positions = config.n_positions * config.n_embd
+    return flop_counts_of(config, length, flash=True).model - 6.0 * length * positions
+
+
 def medians(rounds: Sequence[Measurement]) -> Measurement:
     """Median of every figure over the rounds."""
     return {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}

@@ -43,7 +43,6 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     from nntask import GPT2Config
     from nntask.data import Batch
     from nntask.models.config import PRESETS
-    from nntask.trainer.flops import flop_counts
     from nntask.trainer.machine import open_runtime
     from nntask.trainer.prepare import with_tiles
     from nntask.trainer.recorded import RecordedEngine
@@ -72,16 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             begin = perf_counter()
             engine.start(2 + len(seconds), 1e-4, data).result()
             seconds.append(perf_counter() - begin)
-    counts = flop_counts(
-        n=length,
-        d=config.n_embd,
-        i=config.inner_size,
-        layers=config.n_layer,
-        vocab=config.vocab_size,
-        num_parameters=config.num_parameters - config.n_positions * config.n_embd,
-        flash=True,
-    )
-    return {"seconds": statistics.median(seconds), "flops": counts.model * batch}
+    return {"seconds": statistics.median(seconds), "flops": common.model_flops(config, length) * batch}
 
 
 def comparisons(found: dict[str, common.Measurement], options: argparse.Namespace) -> list[dict[str, Any]]:

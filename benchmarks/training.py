@@ -100,18 +100,9 @@ def measure(side: str, case: Case, warmup: int, steps: int, workers: int) -> dic
 
 def peak_tokens(config: Any, length: int, workers: int) -> float:
     """Tokens per second that sgemm on every worker at once would allow, the best of a few tries."""
-    from nntask.trainer.flops import flop_counts, gemm_peak
+    from nntask.trainer.flops import gemm_peak
 
-    counts = flop_counts(
-        n=length,
-        d=config.n_embd,
-        i=config.inner_size,
-        layers=config.n_layer,
-        vocab=config.vocab_size,
-        num_parameters=config.num_parameters - config.n_positions * config.n_embd,
-        flash=True,
-    )
-    return max(gemm_peak(workers) for _ in range(PEAK_TRIES)) / (counts.model / length)
+    return max(gemm_peak(workers) for _ in range(PEAK_TRIES)) / (common.model_flops(config, length) / length)
 
 
 def run_ours(side: str, config: Any, data: list[tuple[Any, Any]], warmup: int, workers: int) -> tuple[float, float]:

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from ..errors import UsageError
+from ..models.interface import ModelConfig
 from ..sizes import LARGEST, parse_size
 from .settings import TrainSettings
 
@@ -69,22 +70,6 @@ _RANGES: Final = (
 )
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
-
-
-class ModelShape(Protocol):
-    """What the rules need to know of a model's config."""
-
-    @property
-    def n_positions(self) -> int:
-        """Longest sequence."""
-
-    @property
-    def positions_key(self) -> str:
-        """How its JSON calls that."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
 
 
 def check_values(settings: TrainSettings) -> None:
@@ -200,7 +185,7 @@ def trace_range(text: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
+def resolve(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
     """Fill in what was left open, except tile sizes, and check the values against each other and the model; repeating it changes nothing.
 
     Raises:
@@ -218,7 +203,7 @@ def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
     small = model.model in _SMALL
     if model.fp32_fast_tf32:
         model = replace(model, dtype="tf32", fp32_fast_tf32=False)
-    model = replace(model, seq_len=_checked_length(model.seq_len, shape))
+    model = replace(model, seq_len=_checked_length(model.seq_len, config))
     batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
     lanes = tiling.lanes if tiling.lanes is not None else (4 if tiling.redux else 1)
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
@@ -243,12 +228,12 @@ def resolve(settings: TrainSettings, shape: ModelShape) -> TrainSettings:
     return replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints)
 
 
-def _checked_length(seq_len: int | None, shape: ModelShape) -> int:
-    limit = shape.n_positions
+def _checked_length(seq_len: int | None, config: ModelConfig) -> int:
+    limit = config.n_positions
     if seq_len is None:
         return min(limit, DEFAULT_LENGTH)
     if seq_len > limit:
-        raise UsageError(f"--seq-len must be at most {shape.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
+        raise UsageError(f"--seq-len must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
     return seq_len
 
 

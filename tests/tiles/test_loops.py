@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tiles.kernels.cpu import exp_loops
-from tiles.kernels.registry import kernel
+from tiles.kernels.cpu.elementwise import convert
+from tiles.kernels.registry import BF16, kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,3 +120,11 @@ def test_nothing_is_compiled_before_a_kernel_runs() -> None:
     """Importing the kernels, as `nntask plan` and `--help` may, does not import Numba."""
     code = "import sys, wrappers.cli, tiles.kernels.cpu; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("x", "out"), [(BF16, np.float32), (np.float32, BF16)])
+def test_conversion_of_strided_tiles_reaches_the_output(x: type, out: type) -> None:
+    """A column of a matrix is no flat array: it is converted in place, not in a copy."""
+    source, target = np.arange(12, dtype=np.float32).reshape(3, 4).astype(x), np.zeros((3, 4), out)
+    convert(source[:, 1:3], target[:, 1:3])
+    np.testing.assert_array_equal(target.astype(np.float32), [[0, 1, 2, 0], [0, 5, 6, 0], [0, 9, 10, 0]])

@@ -31,7 +31,7 @@ f32 = np.float32
 
 
 def _larger(context: Any, a: Any, b: Any) -> Any:
-    """LLVM's maxnum, the one maximum that it takes in vector lanes; of a NaN and a number either may come out."""
+    """LLVM's maxnum, the one maximum that it takes in vector lanes; nothing is promised for NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = arguments[0].type

@@ -118,12 +118,13 @@ def copy(x: Array, out: Array) -> None:
 
 
 def convert(x: Array, out: Array) -> None:
-    """out = x: between bf16 and fp32 in one compiled pass (ml_dtypes converts number by number), all else by NumPy."""
-    if x.dtype == _BF16 and out.dtype == np.float32:
+    """out = x: between bf16 and fp32 in one compiled pass (ml_dtypes converts number by number), all else, and what is strided, by NumPy."""
+    flat = x.flags.c_contiguous and out.flags.c_contiguous
+    if flat and x.dtype == _BF16 and out.dtype == np.float32:
         from . import loops
 
         loops.widen(x.reshape(-1).view(np.uint16), out.reshape(-1).view(np.uint32))
-    elif x.dtype == np.float32 and out.dtype == _BF16:
+    elif flat and x.dtype == np.float32 and out.dtype == _BF16:
         from . import loops
 
         loops.narrow(x.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
