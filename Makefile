@@ -2,6 +2,7 @@
 # make test    create .venv with the development tools; lint, types, contracts, the whole suite
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out
+# make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results and the table in README.md
 # make clean   remove .venv and caches; runs/ stays
 #
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
 
-.PHONY: train test test-long lint style types contracts suite bench clean
+.PHONY: train test test-long test-docker lint style types contracts suite bench clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -23,6 +24,9 @@ test: style types contracts suite
 
 test-long: MARK := -m long
 test-long: suite
+
+test-docker:
+	docker/test.sh
 
 lint: style types contracts
 

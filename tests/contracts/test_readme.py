@@ -37,8 +37,12 @@ OTHER_FLAGS = {
     "fastest",
     "force",
     "shard-size",
+    "target",
+    "rm",
+    "init",
+    "build-arg",
 }
-"""Flags of make, of the other commands and of the benchmark scripts."""
+"""Flags of make, of docker, of the other commands and of the benchmark scripts."""
 
 
 def rows(heading: str) -> list[list[str]]:
