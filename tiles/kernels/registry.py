@@ -132,7 +132,7 @@ def native_kernels() -> dict[str, Native]:
 @cache
 def load() -> None:
     """Import the kernel modules, which register themselves."""
-    from . import cpu, reference  # noqa: F401
+    from . import cpu, cuda, reference  # noqa: F401
 
 
 @cache

@@ -1,0 +1,130 @@
+// Makes a kernel source run on a CPU, to test its arithmetic and its barriers without a GPU: g++ -std=c++17 -shared -DEMULATED -DELEMENT=float -include emulation.hpp
+//
+// The threads of a block are coroutines that one thread runs in turn: each goes on until its next barrier. A block in which some threads have ended
+// and others wait at a barrier is an error, and so is memory behind the shared memory that was asked for. What it cannot show: races between
+// barriers beyond those that show when threads run backwards.
+
+#pragma once
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <tuple>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define __device__
+#define __global__
+#define INFINITE HUGE_VALF
+#define SHARED(type, name) type *name = (type *)emulated.shared.data()
+
+struct Dim {
+    int x, y, z;
+};
+
+static Dim blockIdx, blockDim, gridDim;
+
+struct Index {
+    int x;
+};
+
+static Index threadIdx;
+
+struct Emulated {
+    std::vector<char> shared;
+    ucontext_t scheduler;
+    std::vector<ucontext_t> threads;
+    std::vector<char> stacks, ended;
+};
+
+static Emulated emulated;
+
+static inline void __syncthreads() { swapcontext(&emulated.threads[threadIdx.x], &emulated.scheduler); }
+
+static inline float __uint_as_float(u32 bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline u32 __float_as_uint(float x) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static const size_t STACK = 64 << 10, GUARD = 64;
+
+// One kernel launch, whose arguments are behind the pointers `arguments`.
+template <class... A> struct Launch {
+    void (*kernel)(A...);
+    std::tuple<A...> arguments;
+
+    template <size_t... I> static std::tuple<A...> unpack(void **from, std::index_sequence<I...>) { return std::tuple<A...>(*(A *)from[I]...); }
+
+    static Launch *running;
+
+    static void thread() {
+        std::apply(running->kernel, running->arguments);
+        emulated.ended[threadIdx.x] = 1;
+        for (;;) swapcontext(&emulated.threads[threadIdx.x], &emulated.scheduler);
+    }
+
+    void block(bool backwards) {
+        int count = blockDim.x, left = count;
+        emulated.ended.assign(count, 0);
+        for (int t = 0; t < count; t++) {
+            getcontext(&emulated.threads[t]);
+            emulated.threads[t].uc_stack.ss_sp = emulated.stacks.data() + t * STACK;
+            emulated.threads[t].uc_stack.ss_size = STACK;
+            emulated.threads[t].uc_link = nullptr;
+            makecontext(&emulated.threads[t], thread, 0);
+        }
+        while (left) {
+            int before = left;
+            for (int n = 0; n < count; n++) {
+                threadIdx.x = backwards ? count - 1 - n : n;
+                if (emulated.ended[threadIdx.x]) continue;
+                swapcontext(&emulated.scheduler, &emulated.threads[threadIdx.x]);
+                left -= emulated.ended[threadIdx.x];
+            }
+            if (left && left != before) {
+                fprintf(stderr, "%d threads of a block wait at a barrier that the others have not reached\n", left);
+                abort();
+            }
+        }
+    }
+};
+
+template <class... A> Launch<A...> *Launch<A...>::running;
+
+template <class... A> void emulate(void (*kernel)(A...), const int *dims, void **arguments) {
+    Launch<A...> launch{kernel, Launch<A...>::unpack(arguments, std::index_sequence_for<A...>())};
+    Launch<A...>::running = &launch;
+    gridDim = {dims[0], dims[1], dims[2]};
+    blockDim = {dims[3], 1, 1};
+    size_t nbytes = dims[4];
+    bool backwards = dims[5];
+    emulated.threads.resize(blockDim.x);
+    emulated.stacks.resize(blockDim.x * STACK);
+    for (int z = 0; z < dims[2]; z++)
+        for (int y = 0; y < dims[1]; y++)
+            for (int x = 0; x < dims[0]; x++) {
+                blockIdx = {x, y, z};
+                emulated.shared.assign(nbytes + GUARD, (char)0xff);  // NaN, as garbage
+                launch.block(backwards);
+                for (size_t at = nbytes; at < nbytes + GUARD; at++)
+                    if (emulated.shared[at] != (char)0xff) {
+                        fprintf(stderr, "a block wrote behind its %zu bytes of shared memory\n", nbytes);
+                        abort();
+                    }
+            }
+}
+
+#define EXPORT(name) \
+    extern "C" void emulate_##name(const int *dims, void **arguments) { emulate(name, dims, arguments); }

@@ -1,0 +1,126 @@
+"""CUDA kernels without a GPU: their sources run on the CPU (`cuda_emulator`) beside the reference, and NVRTC compiles them for real devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_emulator import COMPILER, Emulator, on_device
+from nvrtc import compile_source, library
+from test_kernels import CASES, Maker
+
+from tiles.kernels.cuda import launch
+from tiles.kernels.registry import kernel, operations
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = {
+    "adam": (1, 2, 3),
+    "add_rows_backward": (1,),
+    "attention": (4, 5, 6),
+    "attention_apply": (1,),
+    "attention_backward": (4, 5),
+    "attention_delta": (2,),
+    "attention_lse": (1, 2, 3),
+    "column_sums": (1,),
+    "embedding_backward": (2,),
+    "head_backward": (5, 8, 9),
+    "head_forward": (5, 6, 7),
+    "layer_norm": (4, 5),
+    "layer_norm_backward": (2, 3, -2, -1),
+    "norm_apply": (1, 2),
+    "norm_backward_apply": (2, 3, 5, 6, 9, 10),
+    "norm_backward_sums": (2, 3, 5, 6),
+    "residual_layer_norm": (6, 7),
+    "residual_rms_norm": (5,),
+    "rms_norm": (3,),
+    "rms_norm_backward": (2, -1),
+    "rotary": (1, 2),
+    "row_dots": (2,),
+    "row_squares": (1, 2),
+    "row_sums": (1,),
+    "sgd": (1, 3, 4),
+    "softmax_apply": (1, 2),
+    "softmax_backward_apply": (2,),
+    "softmax_sums": (1, 2),
+}
+"""Arguments that stay fp32 where activations and parameters are bf16: statistics, gradients of weights, moments, masters."""
+ONLY_FLOATS = {"head_finish", "norm_finish", "rotary_angles", "sum_scalars"}
+LOOSE = {"rotary_angles": 2e-4}
+"""Angles of late positions are rounded in fp32 before their cosine is taken."""
+ORDERS = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """The device of these tests."""
+    found = Emulator(tmp_path_factory.mktemp("cuda"))
+    launch.use(found)
+    return found
+
+
+def all_cases(skipped: set[str]) -> list[tuple[str, int]]:
+    """(operation, number of its case)."""
+    return [(op, number) for op in operations("cuda") if op not in skipped for number in range(len(CASES[op]))]
+
+
+def arguments(op: str, number: int, short: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Arguments of a case, pure outputs full of NaN, and its constants."""
+    args, outputs, constants = CASES[op][number](Maker(np.float32))
+    kept = {place % len(args) for place in FLOATS.get(op, ()) if place < len(args)}
+    if constants.get("stored"):
+        kept.discard(4)  # stored weights are like activations
+    for place, arg in enumerate(args):
+        if short and arg.dtype == np.float32 and place not in kept:
+            args[place] = arg.astype(BF16)
+    for place in outputs:
+        args[place].fill(np.nan)
+    return args, constants
+
+
+def check(op: str, args: list[np.ndarray], constants: dict[str, Any], rtol: float, atol: float) -> None:
+    """The emulated kernel writes what the reference does in fp64."""
+    wide = [arg.astype(np.float64) if arg.dtype in (np.float32, BF16) else arg.copy() for arg in args]
+    kernel(op, "reference")(*wide, **constants)
+    kernel(op, "cuda")(*map(on_device, args), **constants)
+    for want, found in zip(wide, args, strict=True):
+        if found.dtype != np.uint8:  # scratch
+            np.testing.assert_allclose(found.astype(want.dtype), want, rtol=rtol, atol=atol, equal_nan=False)
+
+
+@needs_compiler
+@ORDERS
+@pytest.mark.parametrize(("op", "number"), all_cases(set()))
+def test_fp32_is_the_reference(op: str, number: int, backwards: bool, emulator: Emulator) -> None:
+    """Whatever the order in which threads run between barriers."""
+    emulator.backwards = backwards
+    args, constants = arguments(op, number, short=False)
+    check(op, args, constants, rtol=2e-4, atol=LOOSE.get(op, 2e-5))
+
+
+@needs_compiler
+@ORDERS
+@pytest.mark.parametrize(("op", "number"), all_cases(ONLY_FLOATS))
+def test_bf16_is_the_reference_within_its_rounding(op: str, number: int, backwards: bool, emulator: Emulator) -> None:
+    """From the rounded inputs: sums are fp32, and each output is rounded once or twice."""
+    emulator.backwards = backwards
+    args, constants = arguments(op, number, short=True)
+    check(op, args, constants, rtol=1.6e-2, atol=1.6e-2)
+
+
+def test_every_operation_has_a_kernel() -> None:
+    """None falls back to the CPU."""
+    assert operations("cuda") == operations("cpu")
+
+
+@pytest.mark.skipif(library() is None, reason="the NVRTC wheel is not installed")
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("element", launch.ELEMENTS.values())
+@pytest.mark.parametrize("source", launch.NAMES)
+def test_sources_compile_for_devices(source: str, element: str, architecture: int) -> None:
+    """Ampere, Hopper, Blackwell."""
+    compiles, log = compile_source(source, element, architecture)
+    assert compiles, log

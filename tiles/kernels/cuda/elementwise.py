@@ -1,0 +1,170 @@
+"""Elementwise operations on a device, and products, which have their additions with them."""
+
+from __future__ import annotations
+
+from itertools import product as grid_of
+from typing import Any
+
+import numpy as np
+
+from ..reference.elementwise import ACTIVATIONS
+from ..registry import register
+from .array import DeviceArray
+from .launch import Source, device
+
+_source = Source("elementwise")
+_FLOAT = np.dtype(np.float32)
+
+
+@register("accumulate", "cuda")
+def accumulate(total: DeviceArray, part: DeviceArray) -> None:
+    """total += part."""
+    add(total, part, total)
+
+
+@register("add", "cuda")
+def add(a: DeviceArray, b: DeviceArray, out: DeviceArray) -> None:
+    """out = a + b."""
+    _source.each("add", out.dtype, out.size, a, b, out)
+
+
+@register("multiply", "cuda")
+def multiply(a: DeviceArray, b: DeviceArray, out: DeviceArray) -> None:
+    """out = a * b."""
+    _source.each("multiply", out.dtype, out.size, a, b, out)
+
+
+@register("scale", "cuda")
+def scale(x: DeviceArray, out: DeviceArray, *, alpha: float) -> None:
+    """out = alpha * x."""
+    _source.each("scale", out.dtype, out.size, x, out, np.float32(alpha))
+
+
+@register("copy", "cuda")
+def copy(x: DeviceArray, out: DeviceArray) -> None:
+    """out = x, converted to out's dtype."""
+    if x.dtype == out.dtype:
+        scale(x, out, alpha=1.0)
+    elif out.dtype == _FLOAT:
+        _source.each("to_float", x.dtype, x.size, x, out)
+    else:
+        _source.each("from_float", out.dtype, x.size, x, out)
+
+
+@register("fill", "cuda")
+def fill(out: DeviceArray, *, value: float) -> None:
+    """out = value everywhere."""
+    _source.each("fill", out.dtype, out.size, out, np.float32(value))
+
+
+@register("add_into", "cuda")
+def add_into(part: DeviceArray, total: DeviceArray, *, accumulate: bool) -> None:
+    """total (+)= part."""
+    if accumulate:
+        add(total, part, total)
+    else:
+        copy(part, total)
+
+
+@register("add_rows", "cuda")
+def add_rows(x: DeviceArray, p: DeviceArray, out: DeviceArray) -> None:
+    """out[b] = x[b] + p[:t]  # (mb, t, c) + (>= t, c)."""
+    _source.each("add_rows", x.dtype, x.size, x, p, out, np.int64(x.shape[1] * x.shape[2]))
+
+
+@register("add_rows_backward", "cuda")
+def add_rows_backward(dy: DeviceArray, dp: DeviceArray, *, accumulate: bool) -> None:
+    """dp[:t] (+)= sum of dy over b; rows beyond t receive nothing."""
+    row = np.int64(dy.shape[1] * dy.shape[2])
+    _source.each("add_rows_backward", dy.dtype, dp.size, dy, dp, np.int32(dy.shape[0]), row, np.int32(accumulate))
+
+
+@register("activation", "cuda")
+def activation(x: DeviceArray, y: DeviceArray, *, kind: str) -> None:
+    """y = activation(x)."""
+    _source.each("activation", x.dtype, x.size, x, y, _number(kind))
+
+
+@register("activation_backward", "cuda")
+def activation_backward(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, kind: str) -> None:
+    """dx = dy * activation'(x)."""
+    _source.each("activation_backward", x.dtype, x.size, x, dy, dx, _number(kind))
+
+
+def _number(kind: str) -> np.int32:
+    return np.int32(ACTIVATIONS.index(kind))
+
+
+@register("silu_gate", "cuda")
+def silu_gate(gate: DeviceArray, up: DeviceArray, y: DeviceArray) -> None:
+    """y = silu(gate) * up."""
+    _source.each("silu_gate", y.dtype, y.size, gate, up, y)
+
+
+@register("silu_gate_backward", "cuda")
+def silu_gate_backward(gate: DeviceArray, up: DeviceArray, dy: DeviceArray, dgate: DeviceArray, dup: DeviceArray) -> None:
+    """Gradients of `silu_gate`."""
+    _source.each("silu_gate_backward", dy.dtype, dy.size, gate, up, dy, dgate, dup)
+
+
+@register("rotary", "cuda")
+def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
+    """Rotate pairs (i, i + D/2) of each head by the position's angles  # x, y (mb, t, h * D); cos, sin (t, D / 2)."""
+    sign = np.float32(-1.0 if inverse else 1.0)
+    _source.each("rotary", x.dtype, x.size // 2, x, cos, sin, y, np.int32(x.shape[1]), np.int32(x.shape[2]), np.int32(head_size // 2), sign)
+
+
+@register("rotary_angles", "cuda")
+def rotary_angles(frequencies: DeviceArray, cos: DeviceArray, sin: DeviceArray, *, start: int) -> None:
+    """cos and sin of position * frequency  # (D / 2,) -> (t, D / 2) each, positions from `start`."""
+    _source.each("rotary_angles", _FLOAT, cos.size, frequencies, cos, sin, np.int32(start), np.int32(cos.shape[1]))
+
+
+@register("column_sums", "cuda")
+def column_sums(dy: DeviceArray, db: DeviceArray, *, accumulate: bool) -> None:
+    """db (+)= sum of dy over rows  # (..., N) -> (N,)."""
+    matrix = dy.rows()
+    _source.by_column("column_sums", matrix, matrix, db, np.int32(matrix.shape[0]), np.int32(matrix.shape[1]), np.int32(accumulate))
+
+
+@register("select_rows", "cuda")
+def select_rows(x: DeviceArray, positions: DeviceArray, out: DeviceArray, *, start: int, length: int) -> None:
+    """out[b, 0] = x[b, positions[b] - start] where that lies in this tile; the first tile's task makes the rest 0."""
+    _source.each("select_rows", x.dtype, out.size, x, positions, out, np.int32(start), np.int32(x.shape[1]), np.int32(x.shape[2]))
+
+
+@register("matmul", "cuda")
+def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * op(a) @ op(b) over rows."""
+    device().gemm(a.rows(), b.rows(), out.rows(), trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+
+
+@register("batched_matmul", "cuda")
+def batched_matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
+    """The same for each index of the leading axes, which all three share."""
+    for index in grid_of(*map(range, out.shape[:-2])):
+        parts = [_matrix(x, index) for x in (a, b, out)]
+        device().gemm(*parts, trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+
+
+def _matrix(x: DeviceArray, index: tuple[int, ...]) -> DeviceArray:
+    """One matrix of a stack."""
+    number = 0
+    for at, extent in zip(index, x.shape, strict=False):
+        number = number * extent + at
+    return x.reshape(-1, *x.shape[-2:])[number : number + 1].reshape(*x.shape[-2:])
+
+
+@register("linear_bias", "cuda")
+def linear_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray, y: DeviceArray, *, trans_b: bool) -> None:
+    """y = x @ op(w) + bias  # (R, K) @ (K, N) + (N,) -> (R, N)."""
+    matmul(x, w, y, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
+    _source.each("add_bias", y.dtype, y.size, y, bias, np.int32(y.shape[-1]))
+
+
+@register("linear_activation", "cuda")
+def linear_activation(x: DeviceArray, w: DeviceArray, *rest: Any, kind: str, trans_b: bool, accumulate: bool) -> None:
+    """pre (+)= x @ op(w) [+ bias]; y = activation(pre as rounded); rest is [bias,] pre, y."""
+    *bias, pre, y = rest
+    matmul(x, w, pre, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
+    _source.each("bias_activation", pre.dtype, pre.size, pre, bias[0] if bias else None, y, _number(kind), np.int32(pre.shape[-1]))

@@ -1,0 +1,189 @@
+"""Normalisations and softmax on a device: a block of threads for each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..registry import register
+from .array import DeviceArray
+from .launch import Source
+
+_source = Source("norm")
+
+
+def _width(x: DeviceArray) -> np.int32:
+    return np.int32(x.shape[-1])
+
+
+@register("layer_norm", "cuda")
+def layer_norm(x: DeviceArray, gamma: DeviceArray, beta: DeviceArray, y: DeviceArray, mean: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
+    """y = (x - mean) * rstd * gamma + beta, rstd = 1 / sqrt(var + eps)."""
+    _source.by_row("normalise", x, x, None, gamma, beta, None, y, mean, rstd, np.float32(eps), _width(x))
+
+
+@register("residual_layer_norm", "cuda")
+def residual_layer_norm(
+    x: DeviceArray,
+    r: DeviceArray,
+    gamma: DeviceArray,
+    beta: DeviceArray,
+    s: DeviceArray,
+    y: DeviceArray,
+    mean: DeviceArray,
+    rstd: DeviceArray,
+    *,
+    eps: float,
+) -> None:
+    """s = x + r; y = layer_norm(s as rounded)."""
+    _source.by_row("normalise", x, x, r, gamma, beta, s, y, mean, rstd, np.float32(eps), _width(x))
+
+
+@register("rms_norm", "cuda")
+def rms_norm(x: DeviceArray, gamma: DeviceArray, y: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
+    """y = x * rstd * gamma, rstd = 1 / sqrt(mean(x^2) + eps)."""
+    _source.by_row("normalise", x, x, None, gamma, None, None, y, None, rstd, np.float32(eps), _width(x))
+
+
+@register("residual_rms_norm", "cuda")
+def residual_rms_norm(x: DeviceArray, r: DeviceArray, gamma: DeviceArray, s: DeviceArray, y: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
+    """s = x + r; y = rms_norm(s as rounded)."""
+    _source.by_row("normalise", x, x, r, gamma, None, s, y, None, rstd, np.float32(eps), _width(x))
+
+
+@register("layer_norm_backward", "cuda")
+def layer_norm_backward(
+    x: DeviceArray,
+    gamma: DeviceArray,
+    mean: DeviceArray,
+    rstd: DeviceArray,
+    dy: DeviceArray,
+    *rest: DeviceArray,
+    accumulate: bool,
+    residual: bool,
+) -> None:
+    """dx, dgamma and dbeta of `layer_norm`; `rest` is [dresidual,] dx, dgamma, dbeta."""
+    *extra, dx, dgamma, dbeta = rest
+    _source.by_row("norm_backward", x, x, gamma, mean, rstd, dy, extra[0] if residual else None, dx, _width(x))
+    _gradients(x, mean, rstd, dy, dgamma, dbeta, accumulate)
+
+
+@register("rms_norm_backward", "cuda")
+def rms_norm_backward(
+    x: DeviceArray, gamma: DeviceArray, rstd: DeviceArray, dy: DeviceArray, *rest: DeviceArray, accumulate: bool, residual: bool
+) -> None:
+    """dx and dgamma of `rms_norm`; `rest` is [dresidual,] dx, dgamma."""
+    *extra, dx, dgamma = rest
+    _source.by_row("norm_backward", x, x, gamma, None, rstd, dy, extra[0] if residual else None, dx, _width(x))
+    _gradients(x, None, rstd, dy, dgamma, None, accumulate)
+
+
+def _gradients(
+    x: DeviceArray, mean: DeviceArray | None, rstd: DeviceArray, dy: DeviceArray, dgamma: DeviceArray, dbeta: DeviceArray | None, accumulate: bool
+) -> None:
+    """dgamma (+)= dy * xhat, dbeta (+)= dy, over rows."""
+    num_rows = np.int32(x.size // x.shape[-1])
+    _source.by_column("norm_gradients", x, x, mean, rstd, dy, dgamma, dbeta, num_rows, _width(x), np.int32(accumulate), numbers=2)
+
+
+@register("row_sums", "cuda")
+def row_sums(x: DeviceArray, sums: DeviceArray, *, accumulate: bool) -> None:
+    """sums (+)= sum of x over the tile's width."""
+    _source.by_row("row_sums", x, x, sums, _width(x), np.int32(accumulate))
+
+
+@register("row_squares", "cuda")
+def row_squares(x: DeviceArray, center: DeviceArray, squares: DeviceArray, scratch: DeviceArray, *, width: int, accumulate: bool) -> None:
+    """squares (+)= sum of (x - center / width)^2 over the tile's width; `center` holds row sums."""
+    _source.by_row("row_squares", x, x, center, squares, _width(x), np.int32(width), np.int32(accumulate))
+
+
+@register("norm_finish", "cuda")
+def norm_finish(sums: DeviceArray, squares: DeviceArray, mean: DeviceArray, rstd: DeviceArray, *, width: int, eps: float) -> None:
+    """mean = sums / width; rstd = 1 / sqrt(squares / width + eps)."""
+    _source.each("norm_finish", sums.dtype, sums.size, sums, squares, mean, rstd, np.int32(width), np.float32(eps))
+
+
+@register("norm_apply", "cuda")
+def norm_apply(x: DeviceArray, mean: DeviceArray, rstd: DeviceArray, gamma: DeviceArray, *rest: DeviceArray) -> None:
+    """y = (x - mean) * rstd * gamma [+ beta]; `rest` is [beta,] y."""
+    *beta, y = rest
+    _source.each("norm_apply", x.dtype, x.size, x, mean, rstd, gamma, beta[0] if beta else None, y, _width(x))
+
+
+@register("norm_backward_sums", "cuda")
+def norm_backward_sums(
+    x: DeviceArray,
+    gamma: DeviceArray,
+    mean: DeviceArray,
+    rstd: DeviceArray,
+    dy: DeviceArray,
+    plain: DeviceArray,
+    weighted: DeviceArray,
+    scratch: DeviceArray,
+    *,
+    accumulate: bool,
+) -> None:
+    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width."""
+    _source.by_row("norm_backward_sums", x, x, gamma, mean, rstd, dy, plain, weighted, _width(x), np.int32(accumulate))
+
+
+@register("norm_backward_apply", "cuda")
+def norm_backward_apply(
+    x: DeviceArray,
+    gamma: DeviceArray,
+    mean: DeviceArray,
+    rstd: DeviceArray,
+    dy: DeviceArray,
+    plain: DeviceArray,
+    weighted: DeviceArray,
+    *rest: Any,
+    width: int,
+    center: bool,
+    residual: bool,
+    accumulate: bool,
+) -> None:
+    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
+    parts = list(rest)
+    extra = parts.pop(0) if residual else None
+    dx, dgamma, *dbeta = parts
+    sums = (plain, weighted, extra, dx, _width(x), np.int32(width), np.int32(center))
+    _source.each("norm_backward_apply", x.dtype, x.size, x, gamma, mean, rstd, dy, *sums)
+    _gradients(x, mean, rstd, dy, dgamma, dbeta[0] if center else None, accumulate)
+
+
+@register("softmax", "cuda")
+def softmax(x: DeviceArray, y: DeviceArray) -> None:
+    """y = exp(x - max) / sum, over the last axis."""
+    _source.by_row("softmax", x, x, y, _width(x))
+
+
+@register("softmax_backward", "cuda")
+def softmax_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray) -> None:
+    """dx = y * (dy - sum(y * dy))."""
+    _source.by_row("softmax_backward", y, y, dy, dx, _width(y))
+
+
+@register("softmax_sums", "cuda")
+def softmax_sums(x: DeviceArray, peak: DeviceArray, total: DeviceArray, scratch: DeviceArray, *, accumulate: bool) -> None:
+    """Running row maximum and sum of exponentials relative to it."""
+    _source.by_row("softmax_sums", x, x, peak, total, _width(x), np.int32(accumulate))
+
+
+@register("softmax_apply", "cuda")
+def softmax_apply(x: DeviceArray, peak: DeviceArray, total: DeviceArray, y: DeviceArray) -> None:
+    """y = exp(x - peak) / total."""
+    _source.each("softmax_apply", x.dtype, x.size, x, peak, total, y, _width(x))
+
+
+@register("row_dots", "cuda")
+def row_dots(a: DeviceArray, b: DeviceArray, dots: DeviceArray, *, accumulate: bool) -> None:
+    """dots (+)= sum of a * b over the tile's width."""
+    _source.by_row("row_dots", a, a, b, dots, _width(a), np.int32(accumulate))
+
+
+@register("softmax_backward_apply", "cuda")
+def softmax_backward_apply(y: DeviceArray, dy: DeviceArray, dots: DeviceArray, dx: DeviceArray) -> None:
+    """dx = y * (dy - dots)."""
+    _source.each("softmax_backward_apply", y.dtype, y.size, y, dy, dots, dx, _width(y))

@@ -1,0 +1,165 @@
+// Elementwise operations, and those that add up rows of one or all sequences.
+
+#include "common.cuh"
+
+#define GELU_SCALE 0.7978845608028654f
+#define GELU_CUBIC 0.044715f
+
+enum { GELU_NEW, GELU, RELU, SILU };
+
+__device__ inline float activate(float x, int kind) {
+    if (kind == GELU_NEW) return 0.5f * x * (1.0f + tanhf(GELU_SCALE * (x + GELU_CUBIC * x * x * x)));
+    if (kind == GELU) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+    if (kind == RELU) return x > 0.0f || x != x ? x : 0.0f;
+    return x / (1.0f + expf(-x));
+}
+
+__device__ inline float slope(float x, int kind) {
+    if (kind == GELU_NEW) {
+        float t = tanhf(GELU_SCALE * (x + GELU_CUBIC * x * x * x));
+        return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x * x);
+    }
+    if (kind == GELU) return 0.5f * (1.0f + erff(x * 0.7071067811865476f)) + x * expf(-0.5f * x * x) * 0.3989422804014327f;
+    if (kind == RELU) return x > 0.0f ? 1.0f : 0.0f;
+    float s = 1.0f / (1.0f + expf(-x));
+    return s * (1.0f + x * (1.0f - s));
+}
+
+// out = a + b; out may be one of them
+KERNEL add(const T *a, const T *b, T *out, long long count) {
+    EACH(i, count) out[i] = narrow<T>(widen(a[i]) + widen(b[i]));
+}
+EXPORT(add)
+
+KERNEL multiply(const T *a, const T *b, T *out, long long count) {
+    EACH(i, count) out[i] = narrow<T>(widen(a[i]) * widen(b[i]));
+}
+EXPORT(multiply)
+
+KERNEL scale(const T *x, T *out, float alpha, long long count) {
+    EACH(i, count) out[i] = narrow<T>(alpha * widen(x[i]));
+}
+EXPORT(scale)
+
+KERNEL fill(T *out, float value, long long count) {
+    EACH(i, count) out[i] = narrow<T>(value);
+}
+EXPORT(fill)
+
+KERNEL to_float(const T *x, float *out, long long count) {
+    EACH(i, count) out[i] = widen(x[i]);
+}
+EXPORT(to_float)
+
+KERNEL from_float(const float *x, T *out, long long count) {
+    EACH(i, count) out[i] = narrow<T>(x[i]);
+}
+EXPORT(from_float)
+
+// out[b] = x[b] + p[:t]; `row` elements of p take part
+KERNEL add_rows(const T *x, const T *p, T *out, long long row, long long count) {
+    EACH(i, count) out[i] = narrow<T>(widen(x[i]) + widen(p[i % row]));
+}
+EXPORT(add_rows)
+
+// dp[:t] (+)= sum of dy over b, in order; what lies behind becomes 0 at the first contribution
+KERNEL add_rows_backward(const T *dy, float *dp, int batch, long long row, int accumulate, long long count) {
+    EACH(i, count) {
+        float total = 0.0f;
+        if (i < row)
+            for (int b = 0; b < batch; b++) total += widen(dy[b * row + i]);
+        dp[i] = accumulate ? dp[i] + total : total;
+    }
+}
+EXPORT(add_rows_backward)
+
+KERNEL activation(const T *x, T *y, int kind, long long count) {
+    EACH(i, count) y[i] = narrow<T>(activate(widen(x[i]), kind));
+}
+EXPORT(activation)
+
+KERNEL activation_backward(const T *x, const T *dy, T *dx, int kind, long long count) {
+    EACH(i, count) dx[i] = narrow<T>(widen(dy[i]) * slope(widen(x[i]), kind));
+}
+EXPORT(activation_backward)
+
+// pre (+)= bias, y = activation(pre as rounded)  // (R, N), (N,)
+KERNEL bias_activation(T *pre, const T *bias, T *y, int kind, int width, long long count) {
+    EACH(i, count) {
+        T sum = bias ? narrow<T>(widen(pre[i]) + widen(bias[i % width])) : pre[i];
+        pre[i] = sum;
+        y[i] = narrow<T>(activate(widen(sum), kind));
+    }
+}
+EXPORT(bias_activation)
+
+KERNEL add_bias(T *y, const T *bias, int width, long long count) {
+    EACH(i, count) y[i] = narrow<T>(widen(y[i]) + widen(bias[i % width]));
+}
+EXPORT(add_bias)
+
+KERNEL silu_gate(const T *gate, const T *up, T *y, long long count) {
+    EACH(i, count) y[i] = narrow<T>(activate(widen(gate[i]), SILU) * widen(up[i]));
+}
+EXPORT(silu_gate)
+
+KERNEL silu_gate_backward(const T *gate, const T *up, const T *dy, T *dgate, T *dup, long long count) {
+    EACH(i, count) {
+        float g = widen(gate[i]), d = widen(dy[i]), u = widen(up[i]);
+        dgate[i] = narrow<T>(d * u * slope(g, SILU));
+        dup[i] = narrow<T>(d * activate(g, SILU));
+    }
+}
+EXPORT(silu_gate_backward)
+
+// pairs (i, i + D/2) of each head turn by the position's angles  // x (mb, t, h D), cos and sin (t, D/2); `count` pairs
+KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int length, int width, int half, float sign, long long count) {
+    EACH(n, count) {
+        long long row = n / (width / 2);
+        int in_row = (int)(n % (width / 2)), head = in_row / half, i = in_row % half;
+        long long at = row * width + head * 2 * half + i;
+        int angle = (int)(row % length) * half + i;
+        float c = cosine[angle], s = sign * sine[angle], first = widen(x[at]), second = widen(x[at + half]);
+        y[at] = narrow<T>(first * c - second * s);
+        y[at + half] = narrow<T>(second * c + first * s);
+    }
+}
+EXPORT(rotary)
+
+KERNEL rotary_angles(const float *frequencies, float *cosine, float *sine, int start, int half, long long count) {
+    EACH(i, count) {
+        float angle = (float)(start + (int)(i / half)) * frequencies[i % half];
+        cosine[i] = cosf(angle);
+        sine[i] = sinf(angle);
+    }
+}
+EXPORT(rotary_angles)
+
+// Sum of columns: a block has 32 columns and 8 lanes of rows, lane l takes rows l, l + 8, ...; lanes are added in order.  // (R, N) -> (N,)
+KERNEL column_sums(const T *x, float *total, int num_rows, int width, int accumulate) {
+    SHARED(float, room);
+    int column = blockIdx.x * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
+    float sum = 0.0f;
+    if (column < width)
+        for (int r = lane; r < num_rows; r += 8) sum += widen(x[(long long)r * width + column]);
+    room[threadIdx.x] = sum;
+    __syncthreads();
+    if (lane == 0 && column < width) {
+        for (int l = 1; l < 8; l++) sum += room[l * 32 + threadIdx.x];
+        total[column] = accumulate ? total[column] + sum : sum;
+    }
+}
+EXPORT(column_sums)
+
+// out[b, 0] = x[b, positions[b] - start] where that lies in this tile
+KERNEL select_rows(const T *x, const int *positions, T *out, int start, int length, int width, long long count) {
+    EACH(i, count) {
+        long long b = i / width;
+        int at = positions[b] - start;
+        if (at >= 0 && at < length)
+            out[i] = x[(b * length + at) * width + i % width];
+        else if (start == 0)
+            out[i] = narrow<T>(0.0f);
+    }
+}
+EXPORT(select_rows)

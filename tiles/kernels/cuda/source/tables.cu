@@ -1,0 +1,192 @@
+// Table lookup, the loss of a linear head, optimizers, sums over whole tiles, random numbers.
+
+#include "common.cuh"
+
+// x[n] = table[tokens[n] - v_start] where this tile has the row; the first tile zeroes the rest
+KERNEL embedding(const int *tokens, const T *table, T *x, int v_start, int num_rows, int width, int accumulate, long long count) {
+    EACH(i, count) {
+        long long n = i / width;
+        int row = tokens[n] - v_start, j = (int)(i % width);
+        if (row >= 0 && row < num_rows)
+            x[i] = table[(long long)row * width + j];
+        else if (!accumulate)
+            x[i] = narrow<T>(0.0f);
+    }
+}
+EXPORT(embedding)
+
+// dtable[tokens[n]] += dy[n] in the order of n: a thread owns one column of one row of the table, so nothing is added at once
+KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_start, int width, int num_tokens, int accumulate, long long count) {
+    EACH(i, count) {
+        int row = (int)(i / width) + v_start, j = (int)(i % width);
+        float sum = accumulate ? dtable[i] : 0.0f;
+        for (int n = 0; n < num_tokens; n++)
+            if (tokens[n] == row) sum += widen(dy[(long long)n * width + j]);
+        dtable[i] = sum;
+    }
+}
+EXPORT(embedding_backward)
+
+// A block of logits (R, N), of columns [v_start, v_start + N) of the vocabulary: each row's running maximum and sum of exponentials, the target's logit
+KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int first) {
+    SHARED(float, room);
+    const float *row = logits + (long long)blockIdx.x * width;
+    float before = first ? -INFINITE : peak[blockIdx.x], top = before, sum = 0.0f;
+    for (int j = threadIdx.x; j < width; j += blockDim.x) top = fmaxf(top, row[j]);
+    top = block_max(top, room);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) sum += expf(row[j] - top);
+    sum = block_sum(sum, room);
+    if (threadIdx.x == 0) {
+        int column = targets[blockIdx.x] - v_start;
+        float chosen = first ? 0.0f : picked[blockIdx.x];
+        total[blockIdx.x] = (first ? 0.0f : total[blockIdx.x] * expf(before - top)) + sum;
+        peak[blockIdx.x] = top;
+        picked[blockIdx.x] = column >= 0 && column < width ? row[column] : chosen;
+    }
+}
+EXPORT(add_logits)
+
+// p = scale (exp(logits - lse) - 1 at the target), 0 for ignored tokens, in place; rows of `width` elements T at the beginning of rows of floats
+KERNEL logit_gradients(float *logits, const int *targets, const float *lse, int v_start, int width, float scale) {
+    SHARED(float, room);
+    float *row = logits + (long long)blockIdx.x * width;
+    T *out = (T *)row;
+    int target = targets[blockIdx.x];
+    for (int start = 0; start < width; start += blockDim.x) {  // a piece is read whole before its place is written
+        int j = start + threadIdx.x;
+        if (j < width) room[threadIdx.x] = target < 0 ? 0.0f : scale * (expf(row[j] - lse[blockIdx.x]) - (j == target - v_start ? 1.0f : 0.0f));
+        __syncthreads();
+        if (j < width) out[j] = narrow<T>(room[threadIdx.x]);
+        __syncthreads();
+    }
+}
+EXPORT(logit_gradients)
+
+// loss = scale * sum of (lse - picked) over tokens that count, in double: one block, thread t takes tokens t, t + blockDim.x, ...
+KERNEL head_finish(
+    const int *targets, const float *peak, const float *total, const float *picked, float *lse, double *loss, double scale, int num_tokens) {
+    SHARED(double, sums);
+    double sum = 0.0;
+    for (int n = threadIdx.x; n < num_tokens; n += blockDim.x) {
+        lse[n] = peak[n] + logf(total[n]);
+        if (targets[n] >= 0) sum += (double)lse[n] - (double)picked[n];
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) loss[0] = scale * sums[0];
+}
+EXPORT(head_finish)
+
+// Sum of squares in double, part by part: `parts` has one number a block, and one block adds them up in a second launch
+KERNEL squares(const T *x, double *parts, long long count) {
+    SHARED(double, sums);
+    double sum = 0.0;
+    EACH(i, count) sum += (double)widen(x[i]) * (double)widen(x[i]);
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) parts[blockIdx.x] = sums[0];
+}
+EXPORT(squares)
+
+// out = the sum of one number more, in order
+KERNEL add_scalar(const double *part, double *out, int first) { out[0] = (first ? 0.0 : out[0]) + part[0]; }
+EXPORT(add_scalar)
+
+KERNEL add_doubles(const double *parts, double *out, int count) {
+    double sum = 0.0;
+    for (int i = 0; i < count; i++) sum += parts[i];
+    out[0] = sum;
+}
+EXPORT(add_doubles)
+
+// min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; NaN stays NaN, so that divergence is seen
+__device__ inline float clip_factor(const double *norm, double max_norm) {
+    if (!norm) return 1.0f;
+    double found = max_norm / (sqrt(norm[0]) + 1e-6);
+    return (float)(found < 1.0 || found != found ? found : 1.0);
+}
+
+// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); hyper is (lr, 1 - beta1^t, 1 - beta2^t, 0)
+KERNEL adam(
+    T *param, const float *grad, float *m, float *v, const double *hyper, const double *norm, float *master, double beta1, double beta2, double eps,
+    double weight_decay, double max_norm, int decoupled, long long count) {
+    float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
+    float keep = (float)(1.0 - hyper[0] * weight_decay), step = (float)(hyper[0] / hyper[1]), root = (float)sqrt(hyper[2]);
+    EACH(i, count) {
+        float p = master ? master[i] : widen(param[i]), g = grad[i] * factor;
+        if (decoupled)
+            p *= keep;
+        else
+            g += (float)weight_decay * p;
+        float first = b1 * m[i] + (float)(1.0 - beta1) * g, second = b2 * v[i] + (float)(1.0 - beta2) * g * g;
+        m[i] = first;
+        v[i] = second;
+        p -= step * first / (sqrtf(second) / root + (float)eps);
+        if (master) master[i] = p;
+        param[i] = narrow<T>(p);
+    }
+}
+EXPORT(adam)
+
+// SGD as torch.optim.SGD: dampening 0, the buffer starting at zero
+KERNEL sgd(
+    T *param, const float *grad, const double *hyper, float *buffer, const double *norm, float *master, double momentum, double weight_decay,
+    double max_norm, int nesterov, long long count) {
+    float factor = clip_factor(norm, max_norm);
+    EACH(i, count) {
+        float p = master ? master[i] : widen(param[i]), g = grad[i] * factor + (float)weight_decay * p;
+        if (buffer) {
+            buffer[i] = (float)momentum * buffer[i] + g;
+            g = nesterov ? g + (float)momentum * buffer[i] : buffer[i];
+        }
+        p -= (float)hyper[0] * g;
+        if (master) master[i] = p;
+        param[i] = narrow<T>(p);
+    }
+}
+EXPORT(sgd)
+
+// Global row-major index of element i of a tile: up to 4 axes, given as products and origins; axis 0 varies slowest
+struct Place {
+    int extents[4], origin[4];
+    long long strides[4];
+};
+
+__device__ inline u64 index_of(Place place, long long i) {
+    u64 index = 0;
+    for (int axis = 3; axis >= 0; axis--) {
+        index += (u64)(place.origin[axis] + i % place.extents[axis]) * (u64)place.strides[axis];
+        i /= place.extents[axis];
+    }
+    return index;
+}
+
+KERNEL dropout(const T *x, const u64 *key, T *y, float p, u32 threshold, int stream, Place place, long long count) {
+    u64 own = mixed(key[0], key[1], (u64)stream);
+    EACH(i, count) y[i] = narrow<T>(random_bits(own, index_of(place, i)) >= threshold ? widen(x[i]) / (1.0f - p) : 0.0f);
+}
+EXPORT(dropout)
+
+__device__ inline double uniform(u64 key, u64 index) { return (random_bits(key, index) + 0.5) / 4294967296.0; }
+
+// N(0, std^2) by Box and Muller (1958)
+KERNEL random_normal(T *out, double std, u64 radius_key, u64 angle_key, Place place, long long count) {
+    EACH(i, count) {
+        u64 index = index_of(place, i);
+        out[i] = narrow<T>((float)(std * sqrt(-2.0 * log(uniform(radius_key, index))) * cos(6.283185307179586 * uniform(angle_key, index))));
+    }
+}
+EXPORT(random_normal)
+
+KERNEL random_uniform(T *out, double low, double high, u64 key, Place place, long long count) {
+    EACH(i, count) out[i] = narrow<T>((float)(low + (high - low) * uniform(key, index_of(place, i))));
+}
+EXPORT(random_uniform)

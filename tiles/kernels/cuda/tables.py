@@ -1,0 +1,183 @@
+"""Lookup, the loss of a linear head, optimizers, sums over whole tiles and random numbers on a device.
+
+Ids outside the vocabulary are found where they enter the program, not here: a device cannot raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ..reference.random import mix, threshold
+from ..registry import register
+from .array import DeviceArray
+from .launch import THREADS, Source, device
+
+_source = Source("tables")
+_FLOAT: Final = np.dtype(np.float32)
+COLUMNS: Final = 1024
+"""Logits per row that exist at a time, as on the CPU, whose scratch is declared."""
+_PLACE: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
+_MOST_PARTS: Final = 1024
+
+
+@register("embedding", "cuda")
+def embedding(tokens: DeviceArray, table: DeviceArray, x: DeviceArray, *, v_start: int, vocab: int, accumulate: bool) -> None:
+    """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
+    numbers = (np.int32(v_start), np.int32(table.shape[0]), np.int32(table.shape[1]), np.int32(accumulate))
+    _source.each("embedding", table.dtype, x.size, tokens, table, x, *numbers)
+
+
+@register("embedding_backward", "cuda")
+def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray, *, v_start: int, accumulate: bool) -> None:
+    """dtable[tokens[b, t]] += dy[b, t] for rows of this tile, in the order of positions."""
+    numbers = (np.int32(v_start), np.int32(dtable.shape[1]), np.int32(tokens.size), np.int32(accumulate))
+    _source.each("embedding_backward", dy.dtype, dtable.size, tokens, dy, dtable, *numbers)
+
+
+def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], room: DeviceArray) -> Any:
+    """(first column, logits in fp32) for each block of columns."""
+    num_rows, num_columns = xs[0].shape[0], ws[0].shape[0]
+    for first in range(0, num_columns, COLUMNS):
+        last = min(first + COLUMNS, num_columns)
+        s = room.at(np.float32, num_rows, last - first)
+        for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
+            device().gemm(x, w[first:last], s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0)
+        yield first, last, s
+
+
+@register("head_forward", "cuda")
+def head_forward(*tiles: DeviceArray, num_c: int, v_start: int, vocab: int, first: bool) -> None:
+    """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
+    xs, ws, (targets, peak, total, picked, room) = [x.rows() for x in tiles[:num_c]], tiles[num_c : 2 * num_c], tiles[2 * num_c :]
+    for start, _, s in _logits(xs, ws, room):
+        begins = np.int32(first and start == 0)
+        _source.by_row("add_logits", s, s, targets, peak, total, picked, np.int32(v_start + start), np.int32(s.shape[1]), begins)
+
+
+@register("head_finish", "cuda")
+def head_finish(
+    targets: DeviceArray, peak: DeviceArray, total: DeviceArray, picked: DeviceArray, lse: DeviceArray, loss: DeviceArray, *, scale: float
+) -> None:
+    """lse = peak + log total; loss[0] = scale * sum over tokens of (lse - picked), in fp64."""
+    numbers = (np.float64(scale), np.int32(targets.size))
+    _source.start("head_finish", _FLOAT, targets, peak, total, picked, lse, loss, *numbers, grid=(1, 1, 1), shared=8 * THREADS)
+
+
+@register("head_backward", "cuda")
+def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
+    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, dw * num_c, scratch."""
+    xs, ws = [x.rows() for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
+    targets, lse = tiles[2 * num_c : 2 * num_c + 2]
+    dxs, dws = [dx.rows() for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]], tiles[3 * num_c + 2 : 4 * num_c + 2]
+    for start, end, s in _logits(xs, ws, tiles[-1]):
+        numbers = (np.int32(v_start + start), np.int32(s.shape[1]), np.float32(scale))
+        _source.start("logit_gradients", xs[0].dtype, s, targets, lse, *numbers, grid=(s.shape[0], 1, 1), shared=4 * THREADS)
+        stride = s.shape[1] * s.dtype.itemsize // xs[0].dtype.itemsize
+        p = s.at(xs[0].dtype, *s.shape)
+        for x, w, dx, dw in zip(xs, ws, dxs, dws, strict=True):
+            onto = not first or start > 0
+            device().gemm(p, w[start:end], dx, trans_a=False, trans_b=False, alpha=1.0, accumulate=onto, stride_a=stride)
+            device().gemm(p, x, dw[start:end], trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate, stride_a=stride)
+
+
+@register("adam", "cuda")
+def adam(
+    param: DeviceArray,
+    grad: DeviceArray,
+    m: DeviceArray,
+    v: DeviceArray,
+    hyper: DeviceArray,
+    *rest: DeviceArray,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    max_norm: float,
+    clip: bool,
+    master: bool,
+) -> None:
+    """Adam or AdamW; `rest` is [norm,] [master,] [scratch]."""
+    parts = list(rest)
+    norm = parts.pop(0) if clip else None
+    weights = parts.pop(0) if master else None
+    numbers: tuple[Any, ...] = (*map(np.float64, (beta1, beta2, eps, weight_decay, max_norm)), np.int32(decoupled))
+    _source.each("adam", param.dtype, param.size, param, grad, m, v, hyper, norm, weights, *numbers)
+
+
+@register("sgd", "cuda")
+def sgd(
+    param: DeviceArray,
+    grad: DeviceArray,
+    hyper: DeviceArray,
+    *rest: DeviceArray,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    max_norm: float,
+    clip: bool,
+    master: bool,
+) -> None:
+    """SGD; `rest` is [buffer if momentum,] [norm,] [master,] [scratch]."""
+    parts = list(rest)
+    buffer = parts.pop(0) if momentum else None
+    norm = parts.pop(0) if clip else None
+    weights = parts.pop(0) if master else None
+    numbers: tuple[Any, ...] = (*map(np.float64, (momentum, weight_decay, max_norm)), np.int32(nesterov))
+    _source.each("sgd", param.dtype, param.size, param, grad, hyper, buffer, norm, weights, *numbers)
+
+
+@register("sum_squares", "cuda")
+def sum_squares(x: DeviceArray, out: DeviceArray) -> None:
+    """out[0] = sum of squares of x in fp64."""
+    blocks = max(1, min(_MOST_PARTS, -(-x.size // (16 * THREADS))))
+    parts = device().room.at(np.float64, blocks)
+    _source.start("squares", x.dtype, x, parts, np.int64(x.size), grid=(blocks, 1, 1), shared=8 * THREADS)
+    _source.start("add_doubles", _FLOAT, parts, out, np.int32(blocks), grid=(1, 1, 1), threads=1)
+
+
+@register("sum_scalars", "cuda")
+def sum_scalars(*arrays: DeviceArray) -> None:
+    """The last argument's element = sum of all others, in order."""
+    *parts, out = arrays
+    for number, part in enumerate(parts):
+        _source.start("add_scalar", _FLOAT, part, out, np.int32(number == 0), grid=(1, 1, 1), threads=1)
+
+
+def _place(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:
+    """A tile's place in its tensor, of up to 4 axes."""
+    place, stride = np.zeros((), _PLACE), 1
+    place["extents"] = 1
+    for axis in range(1, len(shape) + 1):
+        place["extents"][4 - axis], place["origin"][4 - axis], place["strides"][4 - axis] = extents[-axis], origin[-axis], stride
+        stride *= shape[-axis]
+    return place[()]
+
+
+@register("dropout", "cuda")
+def dropout(x: DeviceArray, key: DeviceArray, y: DeviceArray, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
+    """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
+    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _place(shape, origin, x.shape))
+    _source.each("dropout", x.dtype, x.size, x, key, y, *numbers)
+
+
+def _key(*parts: int) -> np.uint64:
+    low, high = mix(*parts)
+    return np.uint64(low | high << 32)
+
+
+@register("random_normal", "cuda")
+def random_normal(out: DeviceArray, *, std: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
+    """out ~ N(0, std^2)."""
+    keys = (_key(seed, 0, stream), _key(seed, 1, stream))
+    _source.each("random_normal", out.dtype, out.size, out, np.float64(std), *keys, _place(shape, origin, out.shape))
+
+
+@register("random_uniform", "cuda")
+def random_uniform(out: DeviceArray, *, low: float, high: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
+    """out ~ U(low, high)."""
+    numbers = (np.float64(low), np.float64(high), _key(seed, 0, stream), _place(shape, origin, out.shape))
+    _source.each("random_uniform", out.dtype, out.size, out, *numbers)
