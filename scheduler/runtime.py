@@ -201,19 +201,22 @@ class Runtime(RecordingRuntime):
         ability = self._abilities.get(key)
         if ability is None:
             ability = self._abilities[key] = find_ability(codelet, machine, pin)
+        kinds, capacity, _, _ = ability
         nbytes = 0
         for handle, _ in accesses:
             nbytes += handle.record.size
-        if nbytes > ability.capacity:
+        if nbytes > capacity:
             raise too_large(codelet, accesses, nbytes, ability, machine)
         if self._recorder is not None:
-            self._recorder.enter_task(codelet, ability.kinds, accesses, constants, priority, pin)
+            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)
             return
         engine = self._engine
         if engine.watch.stop is not None and not self._acquiring:
             engine.watch.check()
         plain = tuple([(handle.record, mode) for handle, mode in accesses])
-        task = Task(NEW, codelet, codelet.name, ability.kinds, plain, constants, priority, pin=pin)
+        task = Task(NEW, codelet, codelet.name, kinds, plain, constants, priority)
+        if pin is not None:
+            task.pin = pin
         engine.bring(TaskSubmitted(task), task)
         if machine.num_unfinished > WINDOW:
             engine.wait_for_room()
