@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .autograd import Tensor, checkpoint, no_grad
+    from .autograd import Tensor, checkpoint, no_grad, on_tape
     from .errors import NntaskError, UsageError
     from .models.config import PRESETS, GPT2Config
     from .models.gpt2 import GPT2
@@ -42,10 +42,11 @@ __all__ = [
     "default_tiling",
     "make_schedule",
     "no_grad",
+    "on_tape",
 ]
 
 _HOMES = {
-    "autograd": ("Tensor", "checkpoint", "no_grad"),
+    "autograd": ("Tensor", "checkpoint", "no_grad", "on_tape"),
     "errors": ("NntaskError", "UsageError"),
     "models": ("GPT2", "PRESETS", "GPT2Config", "Llama", "LlamaConfig", "RopeScaling"),
     "module": ("Module", "Parameter"),

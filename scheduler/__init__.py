@@ -1,13 +1,14 @@
 """The task runtime: tasks, data handles, workers and memory nodes. It knows bytes, not arrays, and no network."""
 
 from .codelet import Codelet, Cost
-from .core.errors import DoesNotFit, HandleLost, SchedulerError, Stalled, TaskError
+from .core.errors import DoesNotFit, HandleLost, PlacementError, RunStopped, SchedulerError, Stalled, TaskError
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
 from .frontend import Access, Handle, TaskRuntime, View
 from .inline import InlineRuntime
 from .recording import RecordingError, Step, Ticket
 from .runtime import Runtime, usable_cores
 from .trace import Trace
+from .watching import FinishedTask, SeenTile
 
 __all__ = [
     "REDUX",
@@ -18,15 +19,19 @@ __all__ = [
     "Cost",
     "DataClass",
     "DoesNotFit",
+    "FinishedTask",
     "Handle",
     "HandleLost",
     "InlineRuntime",
     "Kind",
     "Mode",
+    "PlacementError",
     "R",
     "RecordingError",
+    "RunStopped",
     "Runtime",
     "SchedulerError",
+    "SeenTile",
     "Stalled",
     "Step",
     "TaskError",

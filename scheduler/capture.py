@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from .codelet import Codelet
-from .core.records import Mode, WorkerKind
+from .core.records import Mode, WorkerId, WorkerKind
 from .core.steps import StepPlan
 from .frontend import Access, Handle, lent
 from .recording import Recorder, RecordingError, RecordingRuntime
@@ -38,12 +38,19 @@ class CapturingRuntime(RecordingRuntime):
 
     Args:
         lanes: L of REDUX accesses.
+        workers: names of those that tasks can be placed on, in the order of their numbers; `simulate` must be given the same.
     """
 
-    def __init__(self, lanes: int = 1) -> None:
+    def __init__(self, lanes: int = 1, workers: Sequence[str] = ()) -> None:
         super().__init__(lanes)
+        self._worker_names = {WorkerId(number): name for number, name in enumerate(workers)}
         self.inbox = _Nowhere()
         self._plan: StepPlan | None = None
+
+    @property
+    def worker_names(self) -> Mapping[WorkerId, str]:
+        """The names that were given."""
+        return self._worker_names
 
     @property
     def plan(self) -> StepPlan:
@@ -81,4 +88,7 @@ class CapturingRuntime(RecordingRuntime):
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
         if self._recorder is not None:
-            self._recorder.enter_task(codelet, KINDS, accesses, constants, priority)
+            kinds = KINDS
+            if self._pin is not None:
+                kinds = tuple(kind for kind in KINDS if self._worker_names[self._pin].startswith(f"{kind}:"))
+            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, self._pin)

@@ -35,16 +35,17 @@ from .core.events import (
 from .core.machine import Machine
 from .core.memory import MemoryNode
 from .core.perf import Models
-from .core.policies import POLICIES, Explained, Placement
+from .core.policies import POLICIES, Explained, Pinned, Placement
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .core.stalls import Stalls
-from .drivers.cpu import Inspect, WorkerThread, cores_for
+from .drivers.cpu import WorkerThread, cores_for
 from .drivers.disk import DiskEngine
 from .drivers.sim import CopyEngine
 from .storage import DiskTier, HostArena
 from .storage.perfstore import PerfStore, machine_fingerprint
 from .trace import Trace
 from .waiting import Waiter, WaitingRoom
+from .watching import Watch
 
 WINDOW: Final = 8192
 """Unrecorded tasks that may be unfinished before `submit` waits."""
@@ -69,7 +70,6 @@ class Engine:
         eviction: name of the eviction policy.
         prefetch: whether data moves ahead of the tasks that ask for it.
         trace: records what runs when; None for no tracing.
-        inspect: called after each kernel.
         kernels: versions of what computes; durations that were measured with others are not used.
 
     Attributes:
@@ -77,6 +77,7 @@ class Engine:
         closing: whether workers should stop after the kernel they are in.
         endings: what to call with the first error, or None, when a replay has ended.
         tier_failure: the first failure of the disk tier, if there was one.
+        watch: who sees finished tasks.
     """
 
     def __init__(
@@ -88,11 +89,10 @@ class Engine:
         eviction: str,
         prefetch: bool,
         trace: Trace | None,
-        inspect: Inspect | None,
         kernels: Mapping[str, str],
     ) -> None:
         self.trace = trace
-        self.inspect = inspect
+        self.watch = Watch()
         self.inbox: deque[HandleRecord] = deque()
         self.closing = False
         self.room = WaitingRoom()
@@ -198,6 +198,11 @@ class Engine:
             trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, task.accesses)
             if end_ns >= trace.counters_due:
                 trace.add_counters(end_ns, [node.used for node in self.machine.nodes], self._dispatch.num_ready)
+
+    def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
+        """Show a finished task to who watches."""
+        node = worker.node
+        self.watch.show(task, worker_name(worker), self.machine.nodes[node].name, self.arenas[node].memory, start_ns, end_ns)
 
     def fail(self, error: BaseException) -> None:
         """The engine itself is broken: wake everybody with the reason."""
@@ -314,10 +319,10 @@ class Engine:
         return replica.view
 
     def wait(self) -> BaseException | None:
-        """Sleep until no task is left; returns the first failure since the last wait."""
+        """Sleep until no task is left; returns the first failure since the last wait, or the stop that nobody has been told of."""
         self._sleep(self._drained, 0)
         failure, self._failure = self._failure, None
-        return failure
+        return failure or self.watch.untold()
 
     @property
     def unseen_failure(self) -> BaseException | None:
@@ -370,9 +375,9 @@ class Engine:
         """Write down the next placements of recorded tasks of these names; the list grows as they happen."""
         with self._lock:
             dispatch = self.machine.dispatch
-            policy = dispatch.policy.policy if isinstance(dispatch.policy, Explained) else dispatch.policy
-            watched = Explained(policy, self.models, dispatch.crew, names, count)
-            dispatch.policy = watched
+            holder = dispatch.policy if isinstance(dispatch.policy, Pinned) else dispatch
+            policy = holder.policy.policy if isinstance(holder.policy, Explained) else holder.policy
+            watched = holder.policy = Explained(policy, self.models, dispatch.crew, names, count)
         return watched.placements
 
     def story(self, record: HandleRecord | None) -> str:

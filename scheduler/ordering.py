@@ -123,7 +123,10 @@ def plan_order(
     """
     repeated = repetition(plan) if num_devices > 1 else None
     if repeated is not None:
-        plan = StepPlan(plan.tasks, plan.owned, parts=parts_of(repeated, num_devices))
+        parts = parts_of(repeated, num_devices)
+        if parts:
+            parts = [part if task.pin is None else -1 for task, part in zip(plan.tasks, parts, strict=True)]
+        plan = StepPlan(plan.tasks, plan.owned, parts=parts)
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {})

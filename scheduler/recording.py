@@ -7,15 +7,17 @@ output: each replay has its own, readable through its ticket until the replay af
 
 from __future__ import annotations
 
+import abc
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from .codelet import Codelet
-from .core.errors import HandleLost, SchedulerError
+from .core.errors import HandleLost, PlacementError, SchedulerError
 from .core.memory import rounded
-from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerKind
+from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerId, WorkerKind
 from .core.steps import RecordedTask, StepPlan
 from .frontend import Handle, ReleaseInbox, TaskRuntime, View
 from .waiting import Waiter
@@ -43,7 +45,7 @@ COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes)
 
 
 class RecordingRuntime(TaskRuntime):
-    """What runtimes that can record share: handles with records of their own, which a step that is being recorded takes note of.
+    """What runtimes that can record share: handles with records of their own, which a step that is being recorded takes note of, and placement.
 
     Attributes:
         inbox: takes the records of handles that are gone.
@@ -55,6 +57,36 @@ class RecordingRuntime(TaskRuntime):
         super().__init__(lanes)
         self._handle_ids = itertools.count()
         self._recorder: Recorder | None = None
+        self._pin: WorkerId | None = None
+
+    @property
+    @abc.abstractmethod
+    def worker_names(self) -> Mapping[WorkerId, str]:
+        """Name of each worker, such as "cpu:0" and "sim:1"."""
+
+    @contextmanager
+    def place(self, worker: str) -> Iterator[None]:
+        """Pin the tasks that are submitted or recorded inside the block to one worker: ``with runtime.place("sim:0")``.
+
+        They wait for that worker whatever the policy and the parts of a step would say; data follows them. Results are the same bits. Blocks may
+        nest, the innermost counts. What cannot run there is refused when it is submitted or recorded: with `PlacementError` if the worker has no
+        implementation of it, with `DoesNotFit` if its data exceeds the budget of the worker's memory.
+
+        Args:
+            worker: its name, of `worker_names`.
+
+        Raises:
+            PlacementError: there is no such worker.
+        """
+        names = self.worker_names
+        pin = next((number for number, name in names.items() if name == worker), None)
+        if pin is None:
+            raise PlacementError(f"place() takes the name of a worker of this runtime, got {worker!r}; name one of {', '.join(names.values())}")
+        before, self._pin = self._pin, pin
+        try:
+            yield
+        finally:
+            self._pin = before
 
     def handle(
         self,
@@ -106,13 +138,14 @@ class Recorder:
         accesses: Sequence[tuple[Handle, Mode]],
         constants: Mapping[str, Any],
         priority: int,
+        pin: WorkerId | None,
     ) -> None:
         """Capture one task; the step keeps alive what it uses of the rest of the program."""
         for handle, _ in accesses:
             if handle.record not in self.created:
                 self.kept[handle.record] = handle
         plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
-        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority))
+        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin))
 
     def _input(self, handle: Handle, mode: Mode) -> HandleRecord:
         record: HandleRecord = handle.record
@@ -194,9 +227,11 @@ class Step:
 
         Raises:
             RecordingError: the block that records the step has not ended.
+            RunStopped: see `Runtime.on_task`.
             HandleLost: data the step shares with the program was lost by a failure.
             TaskError, DoesNotFit: the same, and this is the failure, which no ticket has told yet.
         """
+        self._runtime.check_stop()
         plan = self._planned()
         which = self._number % 2
         previous = self._waiters[which]

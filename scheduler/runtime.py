@@ -17,18 +17,19 @@ from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.policies import POLICIES, Placement, choose
-from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, W, Worker, WorkerKind
+from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, W, Worker, WorkerId
 from .core.steps import StepPlan
-from .drivers.cpu import Inspect
 from .drivers.disk import THREADS
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle
 from .ordering import PlannedOrder, pace_of, plan_order
+from .placing import Ability, find_ability, too_large
 from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
 from .storage.limits import memory_budgets
 from .trace import Trace
 from .waiting import Waiter
+from .watching import OnTask
 
 NEW: Final = TaskId(-1)
 """Id of a task that has not been submitted yet."""
@@ -49,7 +50,6 @@ class Runtime(RecordingRuntime):
         prefetch: whether data moves ahead of the tasks that ask for it.
         lanes: L of REDUX accesses.
         trace: records what runs when; None for no tracing.
-        inspect: called after each kernel with the task's name, views, modes and handle names; what it raises fails the task.
         kernels: versions of what computes; durations that earlier runs have measured with others are not used.
 
     Raises:
@@ -72,7 +72,6 @@ class Runtime(RecordingRuntime):
         prefetch: bool = True,
         lanes: int = 1,
         trace: Trace | None = None,
-        inspect: Inspect | None = None,
         kernels: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(lanes)
@@ -89,21 +88,33 @@ class Runtime(RecordingRuntime):
             eviction=evict,
             prefetch=prefetch,
             trace=trace,
-            inspect=inspect,
             kernels=kernels or {},
         )
         self.inbox = self._engine.inbox
-        self._abilities: dict[tuple[bool, bool], tuple[tuple[WorkerKind, ...], int]] = {}
+        self._abilities: dict[tuple[bool, bool, WorkerId | None], Ability] = {}
+        self._acquiring = False
         self._engine.hire(cpu_workers, sim_gpus, sim_bandwidth)
 
-    @property
-    def inspect(self) -> Inspect | None:
-        """Called after each kernel; may be set between tasks."""
-        return self._engine.inspect
+    def on_task(self, callback: OnTask | None) -> OnTask | None:
+        """Show each task that finishes from now on to `callback`; also a decorator.
 
-    @inspect.setter
-    def inspect(self, inspect: Inspect | None) -> None:
-        self._engine.inspect = inspect
+        It is called on the thread of the worker that ran the task, by several at a time, and the worker waits for it; without a callback nothing is
+        spent. What it raises stops the run in an orderly way (see `watching`): everything submitted so far runs, then `wait`, and `submit` and
+        `replay` at once, raise `RunStopped`; data can still be read.
+
+        Args:
+            callback: takes a `FinishedTask`; there is one at a time. None for nobody. Setting it ends an earlier stop.
+        """
+        self._engine.watch.begin(callback)
+        return callback
+
+    def check_stop(self) -> None:
+        """Raise what has stopped the run, if anything has.
+
+        Raises:
+            RunStopped: the callback of `on_task` has raised.
+        """
+        self._engine.watch.check()
 
     @property
     def trace(self) -> Trace | None:
@@ -111,8 +122,8 @@ class Runtime(RecordingRuntime):
         return self._engine.trace
 
     @property
-    def worker_names(self) -> dict[int, str]:
-        """Name of each worker, as `Trace.write` takes them."""
+    def worker_names(self) -> dict[WorkerId, str]:
+        """Name of each worker, such as "cpu:0" and "sim:1"."""
         return {worker.id: worker_name(worker) for worker in self._engine.machine.dispatch.crew}
 
     @property
@@ -130,13 +141,22 @@ class Runtime(RecordingRuntime):
             RecordingError: a step is being recorded.
         """
         self._refuse_while_recording(handle.record)
-        if handle.source is not None:
-            self._settle(handle, keep=mode != W)
-        if handle.lanes is not None:
-            self._combine(handle, keep=mode != W)
+        if handle.source is not None or handle.lanes is not None:
+            self._make_ready(handle, keep=mode != W)
         if mode != R:
             handle.written = True
         return self.acquire_record(handle.record, mode, None)
+
+    def _make_ready(self, handle: Handle, *, keep: bool) -> None:
+        """Submit what makes the handle's data whole, after a stop as well: what there is can be read."""
+        self._acquiring = True
+        try:
+            if handle.source is not None:
+                self._settle(handle, keep=keep)
+            if handle.lanes is not None:
+                self._combine(handle, keep=keep)
+        finally:
+            self._acquiring = False
 
     @contextmanager
     def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> Iterator[Any]:
@@ -176,54 +196,37 @@ class Runtime(RecordingRuntime):
             raise RecordingError(f"{record!r} was asked for while a step is being recorded; read values through the ticket of a replay")
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
-        kinds, capacity = self._abilities.get((codelet.cpu is not None, codelet.cuda is not None)) or self._find_ability(codelet)
+        pin, machine = self._pin, self._engine.machine
+        key = (codelet.cpu is not None, codelet.cuda is not None, pin)
+        ability = self._abilities.get(key)
+        if ability is None:
+            ability = self._abilities[key] = find_ability(codelet, machine, pin)
+        kinds, capacity, _, _ = ability
         nbytes = 0
         for handle, _ in accesses:
             nbytes += handle.record.size
         if nbytes > capacity:
-            raise self._too_large(codelet, accesses, kinds, nbytes, capacity)
+            raise too_large(codelet, accesses, nbytes, ability, machine)
         if self._recorder is not None:
-            self._recorder.enter_task(codelet, kinds, accesses, constants, priority)
+            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)
             return
         engine = self._engine
+        if engine.watch.stop is not None and not self._acquiring:
+            engine.watch.check()
         plain = tuple([(handle.record, mode) for handle, mode in accesses])
         task = Task(NEW, codelet, codelet.name, kinds, plain, constants, priority)
+        if pin is not None:
+            task.pin = pin
         engine.bring(TaskSubmitted(task), task)
-        if engine.machine.num_unfinished > WINDOW:
+        if machine.num_unfinished > WINDOW:
             engine.wait_for_room()
-
-    def _find_ability(self, codelet: Codelet) -> tuple[tuple[WorkerKind, ...], int]:
-        """Worker kinds that can run codelets like this one, and the largest budget among their nodes.
-
-        Raises:
-            ValueError: no worker of this runtime can.
-        """
-        kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if codelet.cpu is not None else ()
-        if codelet.cuda is not None:
-            kinds = (*kinds, "cuda")
-        machine = self._engine.machine
-        budgets = [machine.nodes[worker.node].budget for worker in machine.dispatch.crew if worker.kind in kinds]
-        if not budgets:
-            present = ", ".join(sorted(self._engine.kinds))
-            raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {present} workers")
-        ability = self._abilities[codelet.cpu is not None, codelet.cuda is not None] = kinds, max(budgets)
-        return ability
-
-    def _too_large(self, codelet: Codelet, accesses: Sequence[Access], kinds: Sequence[str], nbytes: int, capacity: int) -> DoesNotFit:
-        nodes = self._engine.machine.nodes
-        largest = max({worker.node for worker in self._engine.machine.dispatch.crew if worker.kind in kinds}, key=lambda node: nodes[node].budget)
-        sizes = ", ".join(f"{mode} {handle.name or 'unnamed'} {handle.record.size:,} B" for handle, mode in accesses)
-        return DoesNotFit(
-            f"{codelet.name} needs {nbytes:,} B at once ({sizes}), more than the {capacity:,} B of the largest memory "
-            f"a worker of kind {' or '.join(kinds)} has here; raise the budget or use smaller tiles or minibatches",
-            nodes[largest].name,
-        )
 
     def wait(self) -> None:
         """Wait until every submitted task is done.
 
         Raises:
             TaskError: a task failed since the last wait; it names the task and its data, ``__cause__`` is the kernel's exception.
+            RunStopped: a callback of `on_task` has stopped the run, and the program has not been told.
         """
         failure = self._engine.wait()
         if failure is not None:

@@ -247,7 +247,7 @@ def _run(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, stop
             runtime.wait()
             plan = engine.order.plan
             return plan, min(_laps(engine, watch, batch, stopped), key=lambda lap: lap.seconds)
-    except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed) as error:
+    except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed, scheduler_errors.RunStopped) as error:
         if runtime.tier_failure is not None:
             raise StorageError(f"{runtime.tier_failure}; the run has not begun, name another place with --disk") from error
         raise told(error) from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from scheduler.core.policies import Candidate, Placement
+from scheduler.core.records import WorkerId
 
 from ..errors import UsageError
 
@@ -59,7 +60,7 @@ def matching(word: str, names: Collection[str]) -> frozenset[str]:
     return found
 
 
-def table(placement: Placement, number: int, policy: str, workers: dict[int, str]) -> str:
+def table(placement: Placement, number: int, policy: str, workers: Mapping[WorkerId, str]) -> str:
     """A placement as lines: seconds of each candidate, cheapest first, who took the task, and whether that was planned."""
     how = "goes by these seconds" if placement.weighs_costs else "weighs no costs; these are for comparison"
     if placement.planned_node is not None:
@@ -73,6 +74,6 @@ def table(placement: Placement, number: int, policy: str, workers: dict[int, str
     return "\n".join(lines)
 
 
-def _row(each: Candidate, workers: dict[int, str], chosen: int) -> tuple[str, ...]:
+def _row(each: Candidate, workers: Mapping[WorkerId, str], chosen: int) -> tuple[str, ...]:
     seconds = (each.execution, each.transfer, each.queueing, each.eviction, each.total)
     return (workers[each.worker], *(f"{value:.6f}" for value in seconds), f"{each.missing_bytes:,}", "<- chosen" if each.worker == chosen else "")

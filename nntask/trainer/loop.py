@@ -27,6 +27,9 @@ class Counters(Protocol):
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """Counters so far."""
 
+    def check_stop(self) -> None:
+        """Raise what has stopped the run, if anything has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -112,6 +115,7 @@ class Loop:
         Raises:
             Diverged: a loss, a gradient norm, or a weight that was to be saved is not finite.
             StorageError: a checkpoint or a line of metrics.jsonl could not be written.
+            RunStopped: a callback of `Runtime.on_task` has stopped the run; the checkpoints so far are whole.
         """
         plan = self.plan
         flying: _Flight | None = None
@@ -186,6 +190,7 @@ class Loop:
         done = flight.step - self.plan.first
         eta = (self.plan.steps - flight.step) * self.seconds / done
         self.printer.step(step_line(record, self.plan.steps, eta, self._budgets), keep=flight.step == self.plan.steps or flight.step % 10 == 0)
+        self.runtime.check_stop()
         if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
             what = f"loss {outcome.loss}" if not math.isfinite(outcome.loss) else f"gradient norm {outcome.grad_norm}"
             raise Diverged(f"step {flight.step} has {what} at learning rate {flight.lr:g}; {AGAINST_DIVERGENCE}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.runtime import Runtime
 from scheduler.trace import Trace
+from scheduler.watching import FinishedTask
 from tiles.kernels.cpu import kernel_versions
 
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
@@ -23,18 +23,21 @@ class FoundNaN(ArithmeticError):
     """A kernel wrote NaN; the message names the task and the tile."""
 
 
-def check_finite(name: str, views: list[Any], modes: list[str], names: list[str]) -> None:
+def check_finite(task: FinishedTask) -> None:
     """Look for NaN in what a task has just written.
 
     Raises:
         FoundNaN: at the first one.
     """
-    for view, mode, tile in zip(views, modes, names, strict=False):
-        if mode in ("W", "RW") and isinstance(view, np.ndarray) and view.dtype.kind in "fV":
+    for tile in task.tiles:
+        if tile.mode == "R":
+            continue
+        view = tile.data
+        if isinstance(view, np.ndarray) and view.dtype.kind in "fV":
             found = np.isnan(view)
             if found.any():
                 where = [int(i) for i in np.argwhere(found)[0]]
-                raise FoundNaN(f"task {name!r} wrote the first NaN, to tile {tile or '(unnamed)'} at element {where}")
+                raise FoundNaN(f"task {task.name!r} wrote the first NaN, to tile {tile.name or '(unnamed)'} at element {where}")
 
 
 def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime:
@@ -50,7 +53,7 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
     resources, observe = settings.resources, settings.observe
     disk = disk_of(resources.disk)
     try:
-        return Runtime(
+        runtime = Runtime(
             resources.ncpu,
             sim_gpus=resources.sim_gpu,
             gpu_memory=_size(resources.gpu_memory, "--gpu-memory"),
@@ -62,13 +65,15 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
             prefetch=resources.prefetch,
             lanes=settings.tiling.lanes or 1,
             trace=trace or (Trace(active=not observe.trace_steps) if observe.trace else None),
-            inspect=check_finite if settings.run.check_finite else None,
             kernels=kernel_versions(),
         )
     except (MemoryError, OverflowError) as error:
         raise cannot_reserve(resources, error) from error
     except OSError as error:
         raise StorageError(f"--disk {resources.disk}: {error.strerror or error}; name a directory that can be written") from error
+    if settings.run.check_finite:
+        runtime.on_task(check_finite)
+    return runtime
 
 
 def _size(text: str, flag: str) -> int | None:

@@ -103,7 +103,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
                 write_file(prepared.run / CONFIG, to_toml(settings))
                 _load_weights(prepared, engine)
                 return _go(running, Explainer(runtime, explained, printer.say))
-        except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed) as error:
+        except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed, scheduler_errors.RunStopped) as error:
             if runtime.tier_failure is not None:  # a read that failed loses data, and its readers are cancelled one after another
                 raise StorageError(f"{runtime.tier_failure}; the last checkpoint is safe") from error
             raise told(error, runtime.unseen_failure) from error

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from .errors import InvalidEvent, TaskError
 from .events import Action, RunTask
-from .policies import Policy
+from .policies import Pinned, Policy
 from .records import ANY, HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
 from .residency import NothingToRead, Residency
 
@@ -78,6 +78,11 @@ class Dispatch:
         self._room[worker.node] += worker.depth
         if self.num_ready:
             self._fill(worker)
+
+    def keep_pins(self) -> None:
+        """Tasks that only one worker may run are about to come: let a policy that knows of them stand in front of the one that does not."""
+        if not isinstance(self.policy, Pinned):
+            self.policy = Pinned(self.policy)
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Take a task that waits for nobody; `worker` ran the last one it waited for."""
@@ -236,7 +241,7 @@ class Dispatch:
         """
         tried: set[NodeId] = set()
         for worker in (self.host, *self.crew):
-            if worker.kind in task.kinds and worker.node not in tried:
+            if worker.kind in task.kinds and worker.node not in tried and (task.pin is None or task.pin == worker.id):
                 tried.add(worker.node)
                 if self._admit_blocked(task, worker) or self.residency.copies:
                     return True
@@ -251,6 +256,8 @@ class Dispatch:
         drawer = self.workers[task.worker]
         if len(drawer.assigned) < drawer.depth:
             return drawer
+        if task.pin is not None:
+            return None
         for worker in self.crew:
             if worker.node == task.node and worker.kind in task.kinds and len(worker.assigned) < worker.depth:
                 return worker

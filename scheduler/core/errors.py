@@ -5,6 +5,8 @@
     ├── HandleLost       data whose producer failed was asked for
     ├── DoesNotFit       a task's working set exceeds every node that could run it
     ├── TierFailed       the disk tier could not be read or written
+    ├── PlacementError   a task was placed by hand where it cannot run
+    ├── RunStopped       the program's own `on_task` callback asked for the end
     ├── RuntimeBroken    a thread of the runtime died; nothing runs any more
     ├── Stalled          tasks wait and nothing is under way: a bug of the scheduler
     └── InvalidEvent     an event that cannot happen in the present state: a bug of a driver
@@ -42,6 +44,14 @@ class DoesNotFit(SchedulerError, MemoryError):
 
 class TierFailed(SchedulerError, OSError):
     """Bytes could not be written to the last tier, or not be read back."""
+
+
+class PlacementError(SchedulerError, ValueError):
+    """A task was placed by hand on a worker that does not exist or has no implementation of it."""
+
+
+class RunStopped(SchedulerError, RuntimeError):
+    """A callback of `Runtime.on_task` raised; ``__cause__`` is what. Every task that was submitted has run, so no data is lost."""
 
 
 class RuntimeBroken(SchedulerError, RuntimeError):

@@ -4,7 +4,7 @@ A log holds everything that decides what a machine does (sizes, access modes, or
 or times. Replaying it must give the same actions in the same order, which turns a recorded failure into a unit test. Entries:
 
     ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
-    ("task", id, name, kinds, ((handle, mode), ...), priority, order)      TaskSubmitted
+    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin)  TaskSubmitted
     ("instance", key, tasks, owned, shared, makes, peaks, window, agendas)  first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
@@ -41,7 +41,7 @@ Entry = tuple[object, ...]
 _Accesses = tuple[tuple[int, Mode], ...]
 _Kinds = tuple[WorkerKind, ...]
 _Places = tuple[Sequence[int], Sequence[bool]]
-_PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int]
+_PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int, int | None]
 _Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Places]
 
 
@@ -62,7 +62,7 @@ class EventLog:
         match event:
             case TaskSubmitted(task):
                 self._mention(handle for handle, _ in task.accesses)
-                self.entries.append(("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order))
+                self.entries.append(("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order, task.pin))
             case StepStarted(replay):
                 if replay not in self._steps:
                     self._enter_instance(replay)
@@ -104,6 +104,7 @@ class EventLog:
                 tuple(at[t] for t in task.successors),
                 task.is_exit,
                 task.part,
+                task.pin,
             )
             for task in replay.tasks
         )
@@ -150,8 +151,10 @@ class Revival:
         task = self._tasks[number] = Task(TaskId(number), None, name, kinds, plain, {}, priority, order)
         return task
 
-    def _on_task(self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int) -> TaskSubmitted:
-        return TaskSubmitted(self._task(number, name, kinds, accesses, priority, order))
+    def _on_task(self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int, pin: WorkerId | None) -> TaskSubmitted:
+        task = self._task(number, name, kinds, accesses, priority, order)
+        task.pin = pin
+        return TaskSubmitted(task)
 
     def _on_instance(
         self,
@@ -167,13 +170,14 @@ class Revival:
         replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
         for handle, positions, overwrites in agendas:
             self._handles[handle].agenda = Agenda(positions, overwrites, replay)
-        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, part) in enumerate(tasks):
+        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, part, pin) in enumerate(tasks):
             task = self._task(number, name, kinds, accesses, priority)
             task.num_waiting = task.num_predecessors = waits
-            task.step, task.position, task.is_exit, task.part = replay, position, is_exit, part
+            task.step, task.position, task.is_exit, task.part, task.pin = replay, position, is_exit, part, None if pin is None else WorkerId(pin)
             replay.tasks.append(task)
         for task, planned in zip(replay.tasks, tasks, strict=True):
             task.successors = [replay.tasks[after] for after in planned[6]]
+        replay.has_pins = any(task.pin is not None for task in replay.tasks)
         replay.roots = [task for task in replay.tasks if not task.num_predecessors]
         replay.parts = places_of_parts([task.part for task in replay.tasks])
         for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, agenda in shared:

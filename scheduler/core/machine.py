@@ -160,6 +160,8 @@ class Machine:
         self.num_unfinished += 1
         for handle, _ in task.accesses:
             handle.num_uses += 1
+        if task.pin is not None:
+            self.dispatch.keep_pins()
         graph.link(task)
         if not task.num_waiting:
             self._make_ready(task, None)
@@ -170,6 +172,8 @@ class Machine:
         replay = event.replay
         if replay.num_unfinished:
             raise InvalidEvent(f"a replay was started while replay {replay.number} still has {replay.num_unfinished} tasks")
+        if replay.has_pins:
+            self.dispatch.keep_pins()
         replay.failure = None
         replay.num_unfinished = len(replay.tasks)
         replay.done = bytearray(len(replay.tasks))

@@ -131,6 +131,7 @@ class Task:
         step: the replay it belongs to.
         position: of a recorded task, its place in the step's planned order.
         part: of a recorded task, the part of the step that belongs on one device; -1 for none.
+        pin: the only worker that may run it, if the program has placed it by hand.
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: who waits for the task to run, when that is the program.
@@ -156,6 +157,7 @@ class Task:
     step: Replay | None = None
     position: int = 0
     part: int = -1
+    pin: WorkerId | None = None
     num_predecessors: int = 0
     is_exit: bool = True
     token: object | None = None
@@ -184,6 +186,7 @@ class Replay:
         window: its tasks this far beyond the oldest unfinished one are held back from the policy.
         parts: the positions of each part of the step, see `Task.planned_node`.
         part_nodes: the node where each part belongs; empty where the crew does not match the parts.
+        has_pins: whether any of its tasks is pinned.
         heads: of each part, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries its task is the first to write.
         peaks: for each position and the end, the most bytes that exist at once from there on, one task at a time, of temporaries and, where
@@ -202,6 +205,7 @@ class Replay:
     window: int = ANY
     parts: Sequence[Sequence[int]] = ()
     part_nodes: Sequence[NodeId] = ()
+    has_pins: bool = False
     heads: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)

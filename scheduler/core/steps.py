@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .records import ANY, RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerKind
+from .records import ANY, RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerId, WorkerKind
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +25,7 @@ class RecordedTask:
     accesses: tuple[tuple[HandleRecord, Mode], ...]
     constants: Mapping[str, object]
     priority: int
+    pin: WorkerId | None = None
     model_key: tuple[str, int] | None = None
 
 
@@ -198,6 +199,7 @@ class StepPlan:
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
         makes, peaks = self._claims(computes_on_last)
         replay = Replay(tasks=[], roots=[], owned=dying, shared=[], makes=makes, peaks=peaks, window=self.window, parts=places_of_parts(self.parts))
+        replay.has_pins = any(task.pin is not None for task in self.tasks)
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         for task, successors in zip(replay.tasks, self.successors, strict=True):
@@ -229,6 +231,7 @@ class StepPlan:
             step=replay,
             position=position,
             part=self.parts[position] if self.parts else -1,
+            pin=recorded.pin,
             is_exit=False,
         )
 

@@ -12,23 +12,21 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any, Protocol
 
 from ..core.events import TaskFailed, TaskFinished
 from ..core.records import Task, Worker
-
-Inspect = Callable[[str, list[Any], list[str], list[str]], None]
-"""Called after a kernel with the task's name, its views, their access modes and names; raising fails the task."""
+from ..watching import Watch
 
 
 class Engine(Protocol):
     """What a worker thread needs of the runtime."""
 
     closing: bool
-    inspect: Inspect | None
+    watch: Watch
 
     @property
     def trace(self) -> object | None:
@@ -42,6 +40,9 @@ class Engine(Protocol):
 
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Take note of a task's duration; called only where `trace` is something."""
+
+    def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
+        """Show a finished task, whose data is still in place, to who watches."""
 
 
 def cores_for(num_workers: int) -> Sequence[int | None]:
@@ -107,9 +108,6 @@ class WorkerThread(threading.Thread):
                 views.append(view)
             constants: Mapping[str, Any] = task.constants
             task.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
-            if engine.inspect is not None:
-                names = [handle.name for handle, _ in task.accesses]
-                engine.inspect(task.name, views, [mode for _, mode in task.accesses], names)
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
             return TaskFailed(task, error)
         finally:
@@ -119,4 +117,6 @@ class WorkerThread(threading.Thread):
             self.num_tasks += 1
             if engine.trace is not None:
                 engine.observe(self.worker, task, start, end)
+        if engine.watch.callback is not None:
+            engine.show(self.worker, task, start, end)
         return TaskFinished(task)

@@ -244,7 +244,13 @@ def _detached(plan: StepPlan) -> StepPlan:
     twins = {handle: _clone(handle) for handle in plan.uses}
     tasks = [
         RecordedTask(
-            task.codelet, task.name, task.kinds, tuple((twins[handle], mode) for handle, mode in task.accesses), task.constants, task.priority
+            task.codelet,
+            task.name,
+            task.kinds,
+            tuple((twins[handle], mode) for handle, mode in task.accesses),
+            task.constants,
+            task.priority,
+            task.pin,
         )
         for task in plan.tasks
     ]

@@ -120,10 +120,13 @@ class FakeDriver:
         self.handles.append(record)
         return record
 
-    def submit(self, *accesses: tuple[HandleRecord, Mode], salt: int = 0, priority: int = 0, kinds: tuple[WorkerKind, ...] = CPU) -> Run:
-        """Submit a plain task."""
+    def submit(
+        self, *accesses: tuple[HandleRecord, Mode], salt: int = 0, priority: int = 0, kinds: tuple[WorkerKind, ...] = CPU, pin: int | None = None
+    ) -> Run:
+        """Submit a plain task, pinned to a worker if one is named."""
         number = self._take_numbers(1)
         task = Task(TaskId(number), None, f"t{number}", kinds, tuple(accesses), {}, priority, order=number)
+        task.pin = None if pin is None else WorkerId(pin)
         run = self._enter(task, salt or number)
         self.bring(TaskSubmitted(task))
         return run
@@ -140,11 +143,18 @@ class FakeDriver:
         *,
         num_urgent: int = 0,
         parts: Sequence[int] = (),
+        pins: Sequence[int | None] = (),
     ) -> FakeStep:
-        """Capture tasks over handles; `owned` and `parts` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs."""
+        """Capture tasks over handles; `owned` and `parts` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs.
+
+        Args:
+            pins: of each task, the worker that must run it, or None; empty for no pins.
+        """
         recorded = [
             RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, int(at < num_urgent)) for at, accesses in enumerate(tasks)
         ]
+        for task, pin in zip(recorded, pins, strict=False):
+            task.pin = None if pin is None else WorkerId(pin)
         return FakeStep(self, StepPlan(recorded, owned, window=self.window, parts=parts))
 
     def start(self, replay: Replay, number: int) -> None:
@@ -206,6 +216,8 @@ class FakeDriver:
         run = self._current[task]
         if run.ended or task in self.running:
             raise Wrong(f"{task!r} was started twice")
+        if task.pin is not None and task.worker != task.pin:
+            raise Wrong(f"{task!r} is pinned to worker {task.pin} and was started on worker {task.worker}")
         self.running.append(task)
         run.before = [self.load(r) for (_, mode), r in zip(task.accesses, task.replicas, strict=True) if mode == R or mode == RW]
         for (_, mode), replica in zip(task.accesses, task.replicas, strict=True):

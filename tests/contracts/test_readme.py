@@ -19,8 +19,16 @@ from wrappers.cli.flags import table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = sorted(path for path in ROOT.glob("*.md")) + [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+EXAMPLE = re.compile(r"# (examples/\w+\.py)\n")
+"""First line of a block that shows a part of an example instead of a whole program."""
+BLOCKS = [
+    pytest.param(code, id=f"{page.name} {number}")
+    for page in (ROOT / "README.md", *DOCS)
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
 OTHER_FLAGS = {
     "help",
     "check",
@@ -52,9 +60,12 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=[f"block {number}" for number in range(len(BLOCKS))])
+@pytest.mark.parametrize("code", BLOCKS)
 def test_python_runs(code: str, tmp_path: Path) -> None:
-    """Every Python block of the README runs as printed, in a directory of its own."""
+    """Every Python block of the README and of docs runs as printed, in a directory of its own; one that shows an example is in it, word for word."""
+    if shown := EXAMPLE.match(code):
+        assert code[shown.end() :] in (ROOT / shown[1]).read_text()
+        return
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "NNTASK_CACHE": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -62,7 +73,7 @@ def test_python_runs(code: str, tmp_path: Path) -> None:
 
 def test_there_is_an_example() -> None:
     """The README shows a recorded step."""
-    assert any("record()" in code for code in BLOCKS)
+    assert re.search(r"```python\n(?:(?!```).)*record\(\)", README, re.DOTALL)
 
 
 def test_commands_table() -> None:

@@ -223,6 +223,9 @@ class Flight:
 
 
 class NoCounters:
+    def check_stop(self):
+        pass
+
     def stats(self, *, forget_recent_peak=False):
         nothing = {
             "moved_bytes": {},
@@ -254,6 +257,9 @@ class Traffic(Flights):
     def model_tensors(self):
         self.happen(100, 3600.0)
         return {}
+
+    def check_stop(self):
+        pass
 
     def stats(self, *, forget_recent_peak=False):
         found = {

@@ -14,8 +14,8 @@ from scheduler.core.errors import SchedulerError, TierFailed
 from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.machine import Machine
 from scheduler.core.memory import ExtentAllocator
-from scheduler.core.policies import POLICIES
-from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, Task, W
+from scheduler.core.policies import POLICIES, Pinned
+from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, Task, W, WorkerId
 from scheduler.core.residency import Residency
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
@@ -80,15 +80,18 @@ class Programs(RuleBasedStateMachine):
         scratch=st.integers(0, 2),
         priority=st.integers(0, 1),
         only=st.sampled_from([("cpu", "sim"), ("cpu", "sim"), ("cpu", "sim"), ("host",), ("cpu",), ("sim",)]),
+        pin=st.sampled_from([None, None, None, 0, 1]),
     )
-    def submit(self, picks: list[tuple[int, Mode]], scratch: int, priority: int, only: tuple) -> None:
+    def submit(self, picks: list[tuple[int, Mode]], scratch: int, priority: int, only: tuple, pin: int | None) -> None:
         kinds = {worker.kind for worker in self.driver.machine.dispatch.workers.values()}
         only = only if kinds.intersection(only) else ("cpu", "sim")
         accesses = self.accesses(picks[:1] if only == ("host",) else picks, self.handles)
         if scratch:
             accesses.append((self.driver.handle(scratch, "scratch"), SCRATCH))
             self.driver.handles[-1].released = True
-        self.driver.submit(*accesses, priority=priority, kinds=only)
+        worker = self.driver.machine.dispatch.workers.get(WorkerId(-1 if pin is None else pin))
+        pin = pin if worker is not None and worker.kind in only and worker.kind != "host" else None
+        self.driver.submit(*accesses, priority=priority, kinds=only if pin is None else (worker.kind,), pin=pin)
 
     @rule(which=st.integers(0, 9))
     def release(self, which: int) -> None:
@@ -103,15 +106,19 @@ class Programs(RuleBasedStateMachine):
             if self.driver.num_under_way:
                 self.driver.end(which, ZeroDivisionError("planted") if fails == 30 else None)
 
-    @rule(tasks=st.lists(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(MODES)), min_size=1, max_size=3), min_size=1, max_size=6))
-    def record(self, tasks: list) -> None:
+    @rule(
+        tasks=st.lists(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(MODES)), min_size=1, max_size=3), min_size=1, max_size=6),
+        pins=st.one_of(st.just([]), st.lists(st.sampled_from([None, None, 0, 1]), max_size=6)),
+    )
+    def record(self, tasks: list, pins: list) -> None:
         if self.step is not None:
             return
         temporary, output = self.driver.handle(1, "tmp"), self.driver.handle(2, "out")
         shared = [handle for handle in self.handles if handle in self.written]
         recorded = [self.accesses(picks, [*shared, temporary, output]) for picks in tasks]
         self.written -= {temporary, output}
-        self.step = self.driver.record(recorded, {temporary: False, output: True})
+        pins = [pin if pin in self.driver.machine.dispatch.workers else None for pin in pins]
+        self.step = self.driver.record(recorded, {temporary: False, output: True}, pins=pins)
 
     @rule()
     @precondition(lambda self: getattr(self, "step", None) is not None)
@@ -238,6 +245,7 @@ MUTANTS = {
         (Machine, "_reads_lost_data", lambda self, task: False),
         (Residency, "drop_unpinned", lambda self, handle: None),
     ],
+    "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
     "a copy keeps no pin": [(Residency, "_await", lambda self, target, task: None)],
 }
 

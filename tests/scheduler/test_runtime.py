@@ -312,23 +312,6 @@ def test_a_codelet_without_a_worker_is_refused(kit) -> None:  # type: ignore[no-
             runtime.submit(Codelet("gpu only", cuda=lambda view: None), [(data, "RW")])
 
 
-def test_inspection_sees_every_task_and_can_fail_it(kit) -> None:  # type: ignore[no-untyped-def]
-    """`inspect` gets name, views, modes and handle names after each kernel; what it raises fails the task."""
-    seen = []
-
-    def inspect(name, views, modes, names) -> None:  # type: ignore[no-untyped-def]
-        seen.append((name, float(views[0][0]), modes, names))
-        if views[0][0] > 3:
-            raise ArithmeticError("too large")
-
-    with Runtime(1, ram=MIB, inspect=inspect) as runtime:
-        data = kit.filled(runtime, 2, "data")
-        runtime.submit(kit.double, [(data, "RW")])
-        with pytest.raises(TaskError, match=r"double.*too large"):
-            runtime.wait()
-    assert seen == [("double", 4.0, ["RW"], ["data"])]
-
-
 def test_sim_bandwidth_does_not_delay_the_end(kit) -> None:  # type: ignore[no-untyped-def]
     """Closing does not wait for the simulated time of copies under way."""
     with pytest.raises(KeyError), Runtime(0, sim_gpus=1, ram=MIB, sim_bandwidth=1.0) as runtime:  # noqa: PT012

@@ -26,7 +26,7 @@ def run(here: Path, *, without: str = "", more: tuple[str, ...] = (), **environm
     variables = {"PYTHONPATH": str(ROOT), "NNTASK_CACHE": str(here / "cache"), "CUDA_VISIBLE_DEVICES": "0", "STARPU_NCPU": "2", **environment}
     begin = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, *words, *more], cwd=here, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *words, *more], cwd=here, env={**os.environ, **variables}, capture_output=True, text=True, timeout=280, check=False
     )
     return done.returncode, done.stdout, done.stderr, time.perf_counter() - begin
 
@@ -45,16 +45,46 @@ def test_without_data(tmp_path):
     assert seconds < 5
 
 
-def test_with_data(tmp_path):
-    """Its data in place, as the Hub's files: everything is read and checked. A dry run, and 8 sequences a step instead of 1024, to take seconds."""
+def lay_data(here: Path) -> None:
+    """WikiText as one of the Hub's files, and a tokenizer, in the directory `data`."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(500)]
     rows = [" ".join(rng.choices(words, k=40)) + "\n" for _ in range(2000)]
-    (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"text": rows}), tmp_path / "data" / "train-00000-of-00001.parquet")
-    train_bpe(rows[:500], 600).save(tmp_path / "data")
+    (here / "data").mkdir()
+    pq.write_table(pa.table({"text": rows}), here / "data" / "train-00000-of-00001.parquet")
+    train_bpe(rows[:500], 600).save(here / "data")
+
+
+def test_with_data(tmp_path):
+    """Its data in place, as the Hub's files: everything is read and checked. A dry run, and 8 sequences a step instead of 1024, to take seconds."""
+    lay_data(tmp_path)
     code, out, err, _ = run(tmp_path, without="--restrict=cuda", more=("--batch=8", "--dry-run"), HF_HUB_OFFLINE="1")
     assert (code, err) == (0, "")
     assert 'dataset = "WikiText-103"' in out
     assert "dataset_select = 40000" in out
+
+
+@pytest.mark.long
+def test_it_trains(tmp_path):
+    """The model and the tiles as printed, in fewer loops and 2 steps of 8 sequences: the lines that NNTile's users know, in their order."""
+    lay_data(tmp_path)
+    few = ("--batch=8", "--steps=2", "--nforward=1", "--nforward-warmup=0", "--nbackward=1", "--nbackward-warmup=0", "--sample-tokens=0")
+    code, out, err, _ = run(tmp_path, without="--restrict=cuda", more=few, HF_HUB_OFFLINE="1")
+    assert (code, err) == (0, "")
+    lines = (
+        "forward time: ", "forward throughput (tokens/sec):  ", "forward performance: ", "backward time: ", "backward throughput (tokens/sec):  ",
+        "backward performance: ", "Total train batches: ", "Total train sequences: ", "Total train tokens: ", "Training time: ",
+        "Training throughput tokens/sec: ", "Training performance: ", "Loss on the last batch: ",
+    )  # fmt: skip
+    places = [out.index(line) for line in lines]
+    assert places == sorted(places)
+
+
+@pytest.mark.long
+def test_the_batch_as_printed(tmp_path):
+    """1024 sequences a step, in 256 minibatches, are planned as printed; only --dry-run is added."""
+    lay_data(tmp_path)
+    code, out, err, _ = run(tmp_path, without="--restrict=cuda", more=("--dry-run",), HF_HUB_OFFLINE="1")
+    assert (code, err) == (0, "")
+    assert "batch = 1024" in out

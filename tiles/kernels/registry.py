@@ -10,6 +10,11 @@ scheduler, and its outputs are rounded back. So no operation needs a kernel for 
 
 Where it pays, an operation has a second kernel, registered with `register_bf16`, that takes bf16 tiles as they are. It is used where
 oneDNN and the processor can multiply bf16 (`cpu.onednn`), and the copies everywhere else.
+
+A program's own registrations replace ours, here and everywhere the kernel is used from then on::
+
+    @register_activation("gelu_new")
+    def gelu(x, y): ...
 """
 
 from __future__ import annotations
@@ -50,27 +55,83 @@ class Native(NamedTuple):
     scratch_nbytes: Callable[[Sequence[Any], Mapping[str, Any]], int]
 
 
+class Activation(NamedTuple):
+    """An activation function that the program has registered.
+
+    Attributes:
+        forward: forward(x, y) overwrites y with f(x); equal shapes, any number of axes.
+        backward: backward(x, dy, dx) overwrites dx with dy * f'(x); None for the one of the built-in activation of that name.
+    """
+
+    forward: Kernel
+    backward: Kernel | None
+
+
+BUILT_IN_ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu")
+
 _kernels: dict[tuple[str, Backend], Kernel] = {}
+_activations: dict[str, Activation] = {}
 _native: dict[str, Native] = {}
 _flops: dict[str, FlopCount] = {}
 
 
 def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
-    """Register a kernel of operation `op`; the latest registration wins.
+    """Register a kernel of operation `op`; the latest registration wins, over a kernel of ours for bf16 tiles, too.
+
+    Tasks that are submitted or recorded afterwards use it.
 
     Args:
         flops: from the tiles' views (objects with ``shape``) and the constants to a floating-point operation count.
         is_bounded: it uses no buffers of NumPy's, so a CPU kernel need not spend the 3 us that bounding them takes.
     """
 
+    load()  # ours come first, whenever they are imported
+
     def enter(kernel: K) -> K:
+        if backend == "cpu" and (op, backend) in _kernels:
+            _native.pop(op, None)
         _kernels[op, backend] = _bounded(kernel) if backend == "cpu" and not is_bounded else kernel
         if flops is not None:
             _flops[op] = flops
-        codelet.cache_clear()
+        for cached in (codelet, _native_codelet, _widening_codelet):
+            cached.cache_clear()
         return kernel
 
     return enter
+
+
+def register_activation(kind: str, *, backward: Kernel | None = None) -> Callable[[K], K]:
+    """Register the function ``forward(x, y)`` as activation `kind` on the CPU: a way of its own to compute a built-in one, or a new one.
+
+    The operations `activation` and `linear_activation`, which models are made of, call it at every element type: 16-bit tiles are widened around
+    it. The gated unit `silu_gate` is an operation of its own. The function must release nothing of `x`, overwrite all of `y`, and give the same
+    bits every time.
+
+    Args:
+        kind: its name, as layers take it.
+        backward: ``backward(x, dy, dx)``, which writes dy * f'(x); None keeps that of the built-in activation, whose function it then must be.
+
+    Raises:
+        ValueError: there is no built-in activation of that name, and no backward.
+    """
+    if backward is None and kind not in BUILT_IN_ACTIVATIONS:
+        raise ValueError(f"a new activation needs its gradient, and {kind!r} is none of {', '.join(BUILT_IN_ACTIVATIONS)}; pass backward=")
+
+    def enter(forward: K) -> K:
+        _activations[kind] = Activation(forward, backward)
+        return forward
+
+    return enter
+
+
+def activations() -> list[str]:
+    """Names of all activations, built in and registered."""
+    return [*BUILT_IN_ACTIVATIONS, *sorted(set(_activations) - set(BUILT_IN_ACTIVATIONS))]
+
+
+def own_activation(kind: str) -> Activation | None:
+    """What the program has registered as activation `kind`; None for the built-in one."""
+    return _activations.get(kind)
 
 
 def register_bf16(
@@ -213,6 +274,8 @@ def native_for(op: str, views: Sequence[Any], constants: Mapping[str, Any]) -> N
     load()
     native = _native.get(op)
     if native is None or any(view.dtype == np.float16 for view in views) or not native.takes(views, constants):
+        return None
+    if constants.get("kind") in _activations:
         return None
     from .cpu import onednn
 

@@ -6,8 +6,7 @@ import numpy.typing as npt
 
 from scheduler import REDUX, Access, R, W
 
-from ..kernels.reference.elementwise import ACTIVATIONS
-from ..kernels.registry import emit
+from ..kernels.registry import activations, emit
 from ..tensor import TileTensor
 from .grid import same_axis, same_tiling
 
@@ -95,7 +94,7 @@ def _check_rows(x: TileTensor, p: TileTensor) -> None:
 
 
 def activation(x: TileTensor, kind: str) -> TileTensor:
-    """activation(x) for kind "gelu_new", "gelu", "relu" or "silu"."""
+    """activation(x) for kind "gelu_new", "gelu", "relu", "silu", or a registered one."""
     _check_kind(kind)
     out = x.like(name="activation")
     for a, y in zip(x.handles, out.handles, strict=True):
@@ -114,8 +113,8 @@ def activation_backward(x: TileTensor, dy: TileTensor, kind: str) -> TileTensor:
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+    if kind not in activations():
+        raise ValueError(f"unknown activation {kind!r}; there are {', '.join(activations())}")
 
 
 def silu_gate(gate: TileTensor, up: TileTensor) -> TileTensor:

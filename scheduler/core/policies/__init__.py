@@ -12,7 +12,7 @@ durations and memory is in its `Estimates`. All ties are broken by submission or
     reuse   dmdas, data first: among the next tasks of the queue, the one that misses fewest bytes there (in the spirit of DARTS)
 
 Modules: `base` (the interface), `simple` (eager, prio, lws), `costs` (what a task costs on a worker, and `explain`), `expected` (dm, dmda, dmdas),
-`reuse`, `explained` (any of them, watched).
+`reuse`, `explained` (any of them, watched), `pinned` (any of them, beside tasks placed by hand).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .base import Policy, PolicyFactory
 from .costs import Candidate, explain
 from .expected import DataAware, DataAwareSorted, ExpectedEnd
 from .explained import Explained, Placement
+from .pinned import Pinned
 from .reuse import Reuse
 from .simple import Eager, LocalityStealing, Prio
 
@@ -53,6 +54,7 @@ __all__ = [
     "Explained",
     "LocalityStealing",
     "NoEstimates",
+    "Pinned",
     "Placement",
     "Policy",
     "PolicyFactory",

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.elementwise import ACTIVATIONS, GELU_CUBIC, GELU_SCALE, erf
-from ..registry import register
+from ..reference.elementwise import GELU_CUBIC, GELU_SCALE, erf
+from ..registry import activations, own_activation, register
 
 Array = npt.NDArray[Any]
 
@@ -181,7 +181,16 @@ def _erf(x: Array) -> None:
 
 
 def activate_into(x: Array, y: Array, kind: str) -> None:
-    """y = activation(x), piece by piece."""
+    """y = activation(x): the program's own, if it has registered one."""
+    own = own_activation(kind)
+    if own is None:
+        _activate_into(x, y, kind)
+    else:
+        own.forward(x, y)
+
+
+def _activate_into(x: Array, y: Array, kind: str) -> None:
+    """y = built-in activation(x), piece by piece."""
     if kind == "gelu_new" and single(x, y):
         from . import exp_loops
 
@@ -207,7 +216,7 @@ def activate_into(x: Array, y: Array, kind: str) -> None:
             b *= a
             b *= half
         else:
-            raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"unknown activation {kind!r}; there are {', '.join(activations())}")
 
 
 @register("activation", "cpu")
@@ -219,6 +228,10 @@ def activation(x: Array, y: Array, *, kind: str) -> None:
 @register("activation_backward", "cpu")
 def activation_backward(x: Array, dy: Array, dx: Array, *, kind: str) -> None:
     """dx = dy * activation'(x)."""
+    own = own_activation(kind)
+    if own is not None and own.backward is not None:
+        own.backward(x, dy, dx)
+        return
     if kind == "gelu_new" and single(x, dy, dx):
         from . import exp_loops
 
@@ -254,7 +267,7 @@ def activation_backward(x: Array, dy: Array, dx: Array, *, kind: str) -> None:
             d += t
             d *= g
         else:
-            raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"unknown activation {kind!r}; there are {', '.join(activations())}")
 
 
 def _gelu_new_slope(x: Array, t: Array, work: Array, out: Array) -> None:
@@ -276,7 +289,7 @@ def _gelu_new_slope(x: Array, t: Array, work: Array, out: Array) -> None:
 @register("silu_gate", "cpu")
 def silu_gate(gate: Array, up: Array, y: Array) -> None:
     """y = silu(gate) * up (SwiGLU of Shazeer 2020, without the products)."""
-    activate_into(gate, y, "silu")
+    _activate_into(gate, y, "silu")
     y *= up
 
 

@@ -8,13 +8,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..registry import register
+from ..registry import BUILT_IN_ACTIVATIONS, register
 
 Array = npt.NDArray[Any]
 
 GELU_SCALE: Final = math.sqrt(2.0 / math.pi)
 GELU_CUBIC: Final = 0.044715
-ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu")
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 
@@ -34,7 +33,7 @@ def activate(x: Array, kind: str) -> Array:
         return np.maximum(x, 0)
     if kind == "silu":
         return x / (1.0 + np.exp(-x))
-    raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+    raise ValueError(f"unknown activation {kind!r}; there are {', '.join(BUILT_IN_ACTIVATIONS)}")
 
 
 def slope(x: Array, kind: str) -> Array:
@@ -49,7 +48,7 @@ def slope(x: Array, kind: str) -> Array:
     if kind == "silu":
         s = 1.0 / (1.0 + np.exp(-x))
         return s * (1.0 + x * (1.0 - s))
-    raise ValueError(f"unknown activation {kind!r}; there are {', '.join(ACTIVATIONS)}")
+    raise ValueError(f"unknown activation {kind!r}; there are {', '.join(BUILT_IN_ACTIVATIONS)}")
 
 
 @register("accumulate", "reference")

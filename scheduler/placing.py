@@ -1,0 +1,73 @@
+"""Where tasks may run: by what their codelets implement, what a worker's memory holds, and where the program has placed them by hand.
+
+Everything here is decided when a task is submitted or recorded, so that the impossible is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .codelet import Codelet
+from .core.errors import DoesNotFit, PlacementError
+from .core.machine import Machine
+from .core.records import NodeId, WorkerId, WorkerKind
+from .engine import worker_name
+from .frontend import Access
+
+
+class Ability(NamedTuple):
+    """Who can run codelets of one sort.
+
+    Attributes:
+        kinds: of workers.
+        capacity: bytes of the largest memory one of them has.
+        node: which one that is.
+        pin: the worker's name, where it is only one that may.
+    """
+
+    kinds: tuple[WorkerKind, ...]
+    capacity: int
+    node: NodeId
+    pin: str
+
+
+def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
+    """Who can run codelets with implementations like this one's.
+
+    Args:
+        pin: the only worker that may; None for any.
+
+    Raises:
+        ValueError: no worker of the machine can.
+        PlacementError: the worker that should cannot.
+    """
+    kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if codelet.cpu is not None else ()
+    if codelet.cuda is not None:
+        kinds = (*kinds, "cuda")
+    crew, name, runs_on = machine.dispatch.crew, "", ", ".join(kinds) or "nothing"
+    if pin is not None:
+        worker = machine.dispatch.workers[pin]
+        name = worker_name(worker)
+        if worker.kind not in kinds:
+            raise PlacementError(
+                f"{codelet!r} was placed on {name} and runs on {runs_on}; give it an implementation for {worker.kind} workers, or submit it outside "
+                f"place({name!r})"
+            )
+        kinds, crew = (worker.kind,), [worker]
+    places = {worker.node for worker in crew if worker.kind in kinds}
+    if not places:
+        present = ", ".join(sorted({worker.kind for worker in crew}))
+        raise ValueError(f"{codelet!r} runs on {runs_on}, and there are only {present} workers")
+    node = max(sorted(places), key=lambda place: machine.nodes[place].budget)
+    return Ability(kinds, machine.nodes[node].budget, node, name)
+
+
+def too_large(codelet: Codelet, accesses: Sequence[Access], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
+    """The refusal of a task whose data exceeds every memory where it may run."""
+    sizes = ", ".join(f"{mode} {handle.name or 'unnamed'} {handle.record.size:,} B" for handle, mode in accesses)
+    where = f"the largest memory a worker of kind {' or '.join(ability.kinds)} has here; raise the budget or use smaller tiles or minibatches"
+    node = machine.nodes[ability.node].name
+    if ability.pin:
+        where = f"{node}, where it was placed; raise the budget, use smaller tiles or minibatches, or submit it outside place({ability.pin!r})"
+    return DoesNotFit(f"{codelet.name} needs {nbytes:,} B at once ({sizes}), more than the {ability.capacity:,} B of {where}", node)

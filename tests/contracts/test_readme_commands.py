@@ -1,0 +1,123 @@
+"""Every fenced shell block of the README and of docs runs as printed, in order, in a directory like a fresh clone.
+
+A block that cannot has a marker on the line before its fence: ``<!-- ci: network -->``, ``<!-- ci: gpu -->`` or ``<!-- ci: minutes -->``. Those that
+take minutes run with `make test-long`. What the commands are given (a model directory, notes, WikiText and GPT-2's tokenizer where they would be once
+fetched) is small and made here; the Hub is never asked.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from nntask.data.tokenizer import train_bpe
+from nntask.models import gpt2_names
+from nntask.models.config import GPT2Config
+from nntask.models.gpt2 import GPT2
+from nntask.tiling import ModelTiling
+from scheduler import InlineRuntime
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCE = re.compile(r"(?:^<!-- ci: (?P<marker>.*?) -->\n)?^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+SHELL: Final = ("sh", "bash")
+OTHERS: Final = ("python", "text", "toml", "json", "mermaid")
+MARKERS: Final = ("network", "gpu", "minutes")
+FEW_SECONDS: Final = 60
+MINUTES: Final = 280
+
+
+def blocks() -> list[Any]:
+    """The shell blocks, page by page, in order."""
+    found = []
+    for page in PAGES:
+        for number, fence in enumerate(each for each in FENCE.finditer(page.read_text()) if each["language"] in SHELL):
+            marks = [pytest.mark.long] if fence["marker"] == "minutes" else []
+            if fence["marker"] not in ("network", "gpu"):
+                found.append(pytest.param(page, fence["body"], bool(marks), id=f"{page.name} {number}", marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the examples, what the commands read, and `nntask` and `python` on its path."""
+    here = tmp_path_factory.mktemp("clone")
+    (here / "examples").symlink_to(ROOT / "examples")
+    (here / "bin").mkdir()
+    for name, command in (("nntask", f'"{sys.executable}" -m nntask'), ("python", f'"{sys.executable}"')):
+        (here / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (here / "bin" / name).chmod(0o755)
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(300)]
+    rows = [" ".join(rng.choices(words, k=40)) + "\n" for _ in range(1500)]
+    (here / "notes.txt").write_text("".join(rows))
+    tokenizer = train_bpe(rows[:200], 400)
+    for place in ("gpt2-dir", "cache/tokenizers/gpt2", "cache/hub"):
+        (here / place).mkdir(parents=True)
+    tokenizer.save(here / "cache" / "tokenizers" / "gpt2")
+    for split, part in (("train", rows), ("validation", rows[:100])):
+        (here / "cache" / "hub" / f"wiki.{split}.raw").write_text("".join(part))
+    _write_model(here / "gpt2-dir")
+    tokenizer.save(here / "gpt2-dir")
+    return here
+
+
+def _write_model(place: Path) -> None:
+    """A small GPT-2 of random weights as Hugging Face writes it."""
+    import json
+
+    config = GPT2Config(vocab_size=400, n_positions=256, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2(config, ModelTiling(), InlineRuntime())
+    weights = gpt2_names.to_hf({name: tensor.read() for name, tensor in model.tensors().items()}, config)
+    save_file({name: np.ascontiguousarray(weight) for name, weight in weights.items()}, place / "model.safetensors", {"format": "pt"})
+    (place / "config.json").write_text(json.dumps({"model_type": "gpt2", **config.to_dict()}))
+
+
+@pytest.mark.parametrize(("page", "commands", "takes_minutes"), blocks())
+def test_commands_run_as_printed(page: Path, commands: str, takes_minutes: bool, clone: Path) -> None:
+    """Every command of the block ends with exit code 0."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("NNTASK_", "STARPU_"))}
+    variables |= {
+        "PATH": f"{clone / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "NNTASK_CACHE": str(clone / "cache"),
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-x", "-c", commands],
+        cwd=clone,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=MINUTES if takes_minutes else FEW_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_escapes(page: Path) -> None:
+    """Each fence says what it is, each marker is one of the three, and none marks a block that is no command."""
+    text = page.read_text()
+    fences = list(FENCE.finditer(text))
+    assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(fences)
+    assert {fence["language"] for fence in fences} <= {*SHELL, *OTHERS}
+    assert {fence["marker"] for fence in fences if fence["language"] in SHELL} <= {None, *MARKERS}
+    assert not any(fence["marker"] for fence in fences if fence["language"] not in SHELL)
+    assert text.count("<!-- ci:") == sum(fence["marker"] is not None for fence in fences)
+
+
+def test_the_readme_has_commands() -> None:
+    """There is something to run, and most of it is run."""
+    ran = [block for block in blocks() if block.values[0] == PAGES[0]]
+    assert len(ran) >= 4
+    assert sum(not block.values[2] for block in ran) >= 2
