@@ -118,6 +118,15 @@ class ExtentAllocator:
         self.binned = 0
         self._bins, self._starts, self._ends, self._by_size = {}, {}, {}, ([], [])
 
+    def shrink(self, nbytes: int) -> bool:
+        """Give up so many bytes at the upper end for good, if they are free."""
+        self._flush()
+        if self.high < self.capacity or self.high - self.low < nbytes:
+            return False
+        self.capacity -= nbytes
+        self.high = self.capacity
+        return True
+
     def largest_hole(self) -> int:
         """Size of the largest extent that could be allocated now."""
         return max((size for _, size in self.all_free()), default=0)
@@ -206,15 +215,17 @@ class MemoryNode:
             back beyond them is to be discarded.
 
     Attributes:
+        aside: bytes that were taken out of the budget for good.
         taken: bytes handed out so far.
         peak: most bytes in use at any `mark`; `recent_peak` since `forget_recent_peak`.
     """
 
-    __slots__ = ("budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
+    __slots__ = ("aside", "budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
 
     def __init__(self, name: str, budget: int, *, is_storage: bool = False) -> None:
         self.name = name
         self.budget = budget
+        self.aside = 0
         self.is_storage = is_storage
         self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget)
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
@@ -227,6 +238,15 @@ class MemoryNode:
     def used(self) -> int:
         """Bytes handed out now."""
         return self.extents.used
+
+    def set_aside(self, nbytes: int) -> bool:
+        """Take bytes out of the budget, `nbytes` in all so far, for what does not lie in extents; False if the upper end of the memory is in use."""
+        more = max(rounded(nbytes) - self.aside, 0) if nbytes else 0
+        if more and not self.extents.shrink(more):
+            return False
+        self.budget -= more
+        self.aside += more
+        return True
 
     def forget_recent_peak(self) -> None:
         """Begin a new period of `recent_peak`."""
