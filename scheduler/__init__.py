@@ -3,6 +3,7 @@
 from .codelet import Codelet, Cost
 from .core.errors import DoesNotFit, HandleLost, SchedulerError, Stalled, TaskError
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .drivers.disk import Source
 from .frontend import Access, Handle, TaskRuntime, View
 from .inline import InlineRuntime
 from .recording import RecordingError, Step, Ticket
@@ -27,6 +28,7 @@ __all__ = [
     "RecordingError",
     "Runtime",
     "SchedulerError",
+    "Source",
     "Stalled",
     "Step",
     "TaskError",

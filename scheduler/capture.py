@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from .codelet import Codelet
-from .core.records import Mode, WorkerKind
+from .core.records import FILE, Mode, Replica, WorkerKind
 from .core.steps import StepPlan
+from .drivers.disk import THREADS, Source
 from .frontend import Access, Handle, lent
 from .recording import Recorder, RecordingError, RecordingRuntime
 
@@ -38,11 +39,15 @@ class CapturingRuntime(RecordingRuntime):
 
     Args:
         lanes: L of REDUX accesses.
+
+    Attributes:
+        reading_nbytes: bytes of host memory that readers of the attached sources need.
     """
 
     def __init__(self, lanes: int = 1) -> None:
         super().__init__(lanes)
         self.inbox = _Nowhere()
+        self.reading_nbytes = 0
         self._plan: StepPlan | None = None
 
     @property
@@ -62,6 +67,10 @@ class CapturingRuntime(RecordingRuntime):
 
     def wait(self) -> None:
         """Nothing is ever pending."""
+
+    def _attach(self, handle: Handle, source: Source) -> None:
+        handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_home=True)
+        self.reading_nbytes = max(self.reading_nbytes, THREADS * source.scratch_nbytes)
 
     @contextmanager
     def record(self) -> Iterator[None]:

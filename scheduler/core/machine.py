@@ -128,7 +128,7 @@ class Machine:
         return actions
 
     def _look_ahead(self, event: Event) -> None:
-        """Let the node where something has changed look ahead: all nodes when a step starts, the only one if memory has been short or files are unread."""
+        """Let the node where something has changed look ahead: all nodes when a step starts, the only one if memory was short or files are unread."""
         nodes: Iterable[NodeId] = ()
         if len(self.lookaheads) == 1:
             residency = self.residency

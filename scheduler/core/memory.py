@@ -120,12 +120,16 @@ class ExtentAllocator:
 
     def shrink(self, nbytes: int) -> bool:
         """Give up so many bytes at the upper end for good, if they are free."""
-        self._flush()
-        if self.high < self.capacity or self.high - self.low < nbytes:
+        if self.free_at_end() < nbytes:
             return False
         self.capacity -= nbytes
         self.high = self.capacity
         return True
+
+    def free_at_end(self) -> int:
+        """Free bytes at the upper end."""
+        self._flush()
+        return self.high - self.low if self.high == self.capacity else 0
 
     def largest_hole(self) -> int:
         """Size of the largest extent that could be allocated now."""
@@ -241,12 +245,19 @@ class MemoryNode:
 
     def set_aside(self, nbytes: int) -> bool:
         """Take bytes out of the budget, `nbytes` in all so far, for what does not lie in extents; False if the upper end of the memory is in use."""
-        more = max(rounded(nbytes) - self.aside, 0) if nbytes else 0
+        more = self._missing_aside(nbytes)
         if more and not self.extents.shrink(more):
             return False
         self.budget -= more
         self.aside += more
         return True
+
+    def could_set_aside(self, nbytes: int) -> bool:
+        """Whether `set_aside` would do so."""
+        return self.extents.free_at_end() >= self._missing_aside(nbytes)
+
+    def _missing_aside(self, nbytes: int) -> int:
+        return max(rounded(nbytes) - self.aside, 0) if nbytes else 0
 
     def forget_recent_peak(self) -> None:
         """Begin a new period of `recent_peak`."""

@@ -20,7 +20,7 @@ from typing import Final
 from . import coherence
 from .errors import InvalidEvent
 from .events import MoveTile
-from .records import FILE, RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replica, Task, W
+from .records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from .replicas import Replicas
 
 SOON: Final = 256

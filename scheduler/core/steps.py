@@ -145,11 +145,14 @@ class StepPlan:
             return self.largest_task() if computes else max((handle.size for handle in self.uses if not self._is_scratch(handle)), default=0)
         kept = self.kept_bytes()
         outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
-        return kept + min(replays, 2) * outputs + max(self.temporary_bytes(scratch=computes), default=0)
+        passing = max(self.temporary_bytes(scratch=computes), default=0)
+        lent = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # to the program, which may ask for any of them
+        return kept + min(replays, 2) * outputs + max(passing, lent)
 
     def kept_bytes(self) -> int:
         """Bytes of data that outlives the step and takes room on the last tier: all but outputs, and what lies in a file and is only read."""
-        return sum(handle.size for handle in self.uses if handle not in self.owned and not self._is_scratch(handle) and not self.stays_in_file(handle))
+        outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
+        return sum(handle.size for handle in outlives if not self.stays_in_file(handle))
 
     def stays_in_file(self, handle: HandleRecord) -> bool:
         """Whether the handle's data lies in a file and the step only reads it."""

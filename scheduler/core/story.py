@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .events import CopyFailed, CopyFinished, Event, HandleReleased, SourceAttached, StepStarted, TaskFailed, TaskFinished, TaskSubmitted, WorkerJoined
+from .events import (
+    CopyFailed,
+    CopyFinished,
+    Event,
+    HandleReleased,
+    SourceAttached,
+    StepStarted,
+    TaskFailed,
+    TaskFinished,
+    TaskSubmitted,
+    WorkerJoined,
+)
 from .records import HandleRecord, Task
 
 LENGTH = 20

@@ -1,8 +1,8 @@
 """At or above the planned minimum every task of a recorded step gets its turn, whatever ends first; below it the refusal names the number.
 
 Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files) on one to four nodes with budgets from the
-minimum upwards, under every policy, several replays, in random completion orders. Each case ends with the sequential truth, and `FakeDriver` validates the ledger
-after every event. More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
+minimum upwards, under every policy, several replays, in random completion orders. Each case ends with the sequential truth, and `FakeDriver`
+validates the ledger after every event. More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
 """
 
 from __future__ import annotations
