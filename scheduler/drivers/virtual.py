@@ -210,9 +210,7 @@ def simulate(
             driver.bring(SourceAttached(own, None))
     instances = [twin.instantiate(_clone, num_tasks * (1 + which), computes_on_last=machine.computes_on_last) for which in range(2)]
     outputs = [record for _, twins in instances for record in twins.values() if not record.released]
-    found = [
-        handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)
-    ]
+    found = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)]
     _load(driver, [*outputs, *found])
     for number in range(replays):
         before = _measure(driver, num_tasks)
