@@ -2,6 +2,7 @@
 
 A range knows its file, the offset of its first element, its shape and a stride in bytes for each axis, like an array over the file that is never
 mapped. One piece of a fused weight, or a transposed weight, is such a range, and so is a tile of it. Bytes that are not in the range are not read.
+A file that changes after it was opened is refused; one that is removed, or replaced by another of its name, is read on as it was.
 """
 
 from __future__ import annotations
@@ -17,26 +18,44 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .errors import DataError
+from .errors import StorageError
 
 Array = npt.NDArray[Any]
-PASS_NBYTES: Final = 1 << 20
+PASS_NBYTES: Final = 1 << 18
 """Working memory of a transfer between different layouts or element types, if one row of the file is no longer than that."""
 
 
 class OpenFile:
-    """A file descriptor that is closed with its last user."""
+    """A file descriptor that is closed with its last user.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
         self.fd = -1
         self.path = path
         self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
+        self._found = self._stamp()
 
     def close(self) -> None:
         """Close it; closing twice is fine."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def check(self) -> None:
+        """Look whether the file is as it was when it was opened.
+
+        Raises:
+            StorageError: its size or the time of its last change is another.
+        """
+        if self._stamp() != self._found:
+            raise StorageError(f"{self.path} has changed since it was opened, and must not while it is used; copy it again and start anew")
+
+    def _stamp(self) -> tuple[int, int]:
+        found = os.fstat(self.fd)
+        return found.st_size, found.st_mtime_ns
 
     def __del__(self) -> None:
         self.close()
@@ -87,16 +106,18 @@ class FileRange:
             scratch: at least `scratch_nbytes` of uint8.
 
         Raises:
-            DataError: the file cannot be read, or became shorter.
+            StorageError: the file cannot be read, or has changed.
         """
         if self._is_plain(out.dtype):
             self._transfer(os.preadv, out)
+            self.file.check()
             return
         for part, window in self._passes():
             shape = tuple(part.shape[axis] for axis in self.order)
             raw = np.ndarray(shape, self.dtype, buffer=scratch)
             FileRange(self.file, self.dtype, part.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.preadv, raw)
             out[window] = raw.transpose(np.argsort(self.order))
+        self.file.check()
 
     def write(self, values: Array) -> None:
         """Overwrite the range in the file with an array of its shape, converted to its element type.
@@ -137,9 +158,9 @@ class FileRange:
                 except OSError as error:
                     if call is os.pwritev:
                         raise
-                    raise DataError(f"cannot read {self.file.path}: {error.strerror}; copy it again") from None
+                    raise StorageError(f"cannot read {self.file.path}: {error.strerror}; copy it to another disk and start anew") from None
                 if count == 0:
-                    raise DataError(f"{self.file.path} became shorter while it was read; copy it again")
+                    raise StorageError(f"{self.file.path} has become shorter since it was opened; copy it again and start anew")
                 done += count
 
     def _runs(self) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from .codelet import Codelet, Cost
 from .core.errors import DoesNotFit, HandleLost, PlacementError, RunStopped, SchedulerError, Stalled, TaskError
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .drivers.disk import Source
 from .frontend import Access, Handle, TaskRuntime, View
 from .inline import InlineRuntime
 from .recording import RecordingError, Step, Ticket
@@ -32,6 +33,7 @@ __all__ = [
     "Runtime",
     "SchedulerError",
     "SeenTile",
+    "Source",
     "Stalled",
     "Step",
     "TaskError",

@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from .codelet import Codelet
-from .core.records import Mode, WorkerId, WorkerKind
+from .core.records import FILE, Mode, Replica, WorkerId, WorkerKind
 from .core.steps import StepPlan
+from .drivers.disk import THREADS, Source
 from .frontend import Access, Handle, lent
 from .recording import Recorder, RecordingError, RecordingRuntime
 
@@ -39,12 +40,16 @@ class CapturingRuntime(RecordingRuntime):
     Args:
         lanes: L of REDUX accesses.
         workers: names of those that tasks can be placed on, in the order of their numbers; `simulate` must be given the same.
+
+    Attributes:
+        reading_nbytes: bytes of host memory that readers of the attached sources need.
     """
 
     def __init__(self, lanes: int = 1, workers: Sequence[str] = ()) -> None:
         super().__init__(lanes)
         self._worker_names = {WorkerId(number): name for number, name in enumerate(workers)}
         self.inbox = _Nowhere()
+        self.reading_nbytes = 0
         self._plan: StepPlan | None = None
 
     @property
@@ -69,6 +74,10 @@ class CapturingRuntime(RecordingRuntime):
 
     def wait(self) -> None:
         """Nothing is ever pending."""
+
+    def _attach(self, handle: Handle, source: Source) -> None:
+        handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_home=True)
+        self.reading_nbytes = max(self.reading_nbytes, THREADS * source.scratch_nbytes)
 
     @contextmanager
     def record(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
-from .core.errors import RuntimeBroken, SchedulerError, TaskError, TierFailed
+from .core.errors import DoesNotFit, RuntimeBroken, SchedulerError, TaskError, TierFailed
 from .core.events import (
     CopyFailed,
     CopyFinished,
@@ -27,6 +27,7 @@ from .core.events import (
     MoveTile,
     ReportFailure,
     RunTask,
+    SourceAttached,
     StepStarted,
     TaskFailed,
     TaskFinished,
@@ -39,7 +40,7 @@ from .core.policies import POLICIES, Explained, Pinned, Placement
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .core.stalls import Stalls
 from .drivers.cpu import WorkerThread, cores_for
-from .drivers.disk import DiskEngine
+from .drivers.disk import THREADS, DiskEngine, Source
 from .drivers.sim import CopyEngine
 from .storage import DiskTier, HostArena
 from .storage.perfstore import PerfStore, machine_fingerprint
@@ -76,7 +77,7 @@ class Engine:
         inbox: handles whose finalizer has run.
         closing: whether workers should stop after the kernel they are in.
         endings: what to call with the first error, or None, when a replay has ended.
-        tier_failure: the first failure of the disk tier, if there was one.
+        tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source.
         watch: who sees finished tasks.
     """
 
@@ -111,13 +112,13 @@ class Engine:
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.tier_failure: TierFailed | None = None
+        self.source_failure: BaseException | None = None
         self._lock = threading.Lock()
         self._threads: dict[WorkerId, WorkerThread] = {}
         self._copiers: dict[tuple[NodeId, NodeId], CopyEngine] = {}
-        self._disk = None
+        self._disk: DiskEngine | None = None
         if disk is not None:
-            self._disk = DiskEngine(self.arenas, disk[0], self.machine.residency.last, self.copied, self.not_copied, self.fail)
-            self._disk.start()
+            self._start_disk(disk[0])
         self._drained: list[Waiter] = []
         self._roomy: list[Waiter] = []
         self._failure: BaseException | None = None
@@ -139,6 +140,12 @@ class Engine:
             thread.start()
             self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
+
+    def _start_disk(self, tier: DiskTier | None) -> DiskEngine:
+        """Start the threads that read and write files."""
+        disk = self._disk = DiskEngine(self.arenas, tier, self.machine.residency.last, self.copied, self.not_copied, self.fail)
+        disk.start()
+        return disk
 
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
         """Advance the machine by a worker's event after so many seconds in a kernel; return the worker's next task, if it has one now."""
@@ -184,10 +191,41 @@ class Engine:
                 self.models.record_copy(source.node, target.node, source.handle.nbytes, (end_ns - start_ns) * 1e-9)
             self.bring(CopyFinished(source, target))
 
-    def not_copied(self, action: CopyTile, error: TierFailed) -> None:
-        """The disk tier could not carry out a copy."""
-        if self.tier_failure is None:
-            self.tier_failure = error
+    def attach(self, handle: HandleRecord, source: Source) -> None:
+        """From now on the data of a handle is what the source reads.
+
+        Raises:
+            ValueError: tasks use the handle.
+            DoesNotFit: host memory has no room for what readers need.
+            SchedulerError: the runtime is broken or closed.
+        """
+        scratch = THREADS * source.scratch_nbytes
+        with self._lock:
+            if self.room.broken is not None:
+                raise self.room.broken
+            if handle.num_uses or handle.agenda is not None:
+                raise ValueError(f"{handle!r} was attached to a source while tasks or recorded steps use it; attach it before anything uses it")
+            ram = self.machine.nodes[RAM]
+            if not ram.could_set_aside(scratch):
+                raise DoesNotFit(
+                    f"reading {handle!r} from its source takes {scratch:,} B of {ram.name} for {THREADS} readers, but of its budget of "
+                    f"{ram.budget + ram.aside:,} B they are not free at its upper end; raise the budget, or attach sources before data is written",
+                    ram.name,
+                )
+            try:
+                self._carry_out(self.machine.handle(SourceAttached(handle, source, scratch)), None)
+                if self._disk is None:
+                    self._start_disk(None)
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def not_copied(self, action: CopyTile, error: BaseException) -> None:
+        """A file could not be read, or the disk tier not be written."""
+        if isinstance(error, TierFailed):
+            self.tier_failure = self.tier_failure or error
+        else:
+            self.source_failure = self.source_failure or error
         if not self.closing:
             self.bring(CopyFailed(action.source, action.target, error))
 
@@ -241,13 +279,14 @@ class Engine:
                 if copier is not None:
                     copier.mailbox.put(action)
                 else:
-                    assert self._disk is not None  # the only links without an engine of their own are those of the disk
+                    assert self._disk is not None  # the only links without an engine of their own are those of files
                     self._disk.put(action)
             elif type(action) is MoveTile:
                 arena = self.arenas[action.node]
                 arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
             elif type(action) is DiscardExtent:
                 assert self._disk is not None
+                assert self._disk.tier is not None
                 self._disk.tier.discard(action.offset, action.nbytes)
             elif type(action) is ReportFailure:
                 self._note_failure(action)
@@ -324,11 +363,6 @@ class Engine:
         failure, self._failure = self._failure, None
         return failure or self.watch.untold()
 
-    @property
-    def unseen_failure(self) -> BaseException | None:
-        """The first failure of a task outside recorded steps since the last wait."""
-        return self._failure
-
     def wait_for_room(self) -> None:
         """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
         if not self.machine.dispatch.host.assigned:
@@ -356,12 +390,12 @@ class Engine:
                 "evictions": machine.num_evictions,
                 "hits": machine.residency.num_hits,
                 "misses": machine.residency.num_misses,
-                "moved_bytes": {f"{nodes[a].name}->{nodes[b].name}": n for (a, b), n in machine.moved_bytes.items()},
-                "resident_bytes": {node.name: node.used for node in nodes},
-                "peak_bytes": {node.name: node.peak for node in nodes},
-                "peak_bytes_by_class": {node.name: dict(node.peak_by_class) for node in nodes},
-                "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
-                "budget_bytes": {node.name: node.budget for node in nodes},
+                "moved_bytes": {f"{machine.residency.name_of(a)}->{nodes[b].name}": n for (a, b), n in machine.moved_bytes.items()},
+                "resident_bytes": {node.name: node.used + node.aside for node in nodes},
+                "peak_bytes": {node.name: node.peak + node.aside for node in nodes},
+                "peak_bytes_by_class": {node.name: {**node.peak_by_class, "scratch": node.peak_by_class["scratch"] + node.aside} for node in nodes},
+                "recent_peak_bytes": {node.name: node.recent_peak + node.aside for node in nodes},
+                "budget_bytes": {node.name: node.budget + node.aside for node in nodes},
                 "stall_seconds": self._stalls.nanoseconds / 1e9,
                 "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in self._threads.values()},
                 "seconds": perf_counter() - self._started,

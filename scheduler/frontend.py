@@ -5,8 +5,7 @@ The kernel is told with ``accumulate=False`` when it is the first to write its l
 another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... Everything follows from submission
 order and L alone, never from workers or time, hence results are the same bits on any machine.
 
-Sources are rewritten here as well. A handle with a source holds nothing until somebody asks for it; then the front end submits the source's
-task, which writes the handle, right before the task that asked. Recording asks for nothing; the first replay does.
+Data may begin in a file: a handle is attached to a source, which reads it whenever it is wanted and not in memory, until it is written.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 
 from .codelet import Codelet
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .drivers.disk import Source
 
 View = Callable[[Any, int], Any]
 """Makes the kernel's argument from (memory of a node, byte offset in it)."""
@@ -29,10 +29,6 @@ class ReleaseInbox(Protocol):
 
     def append(self, record: Any, /) -> None:
         """Take the record of a handle that no program references any more."""
-
-
-Source = Callable[["Handle"], None]
-"""Submits the task that writes a handle, for example one that reads it from a file."""
 
 
 class Handle:
@@ -56,7 +52,6 @@ class Handle:
         "nbytes",
         "num_contributions",
         "record",
-        "source",
         "view",
         "written",
     )
@@ -84,7 +79,6 @@ class Handle:
         self.written = False
         self.num_contributions = 0
         self.lanes: list[Handle] | None = None
-        self.source: Source | None = None
 
     def __del__(self) -> None:
         inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed
@@ -112,7 +106,6 @@ class TaskRuntime(abc.ABC):
             raise ValueError(f"lanes must be at least 1, got {lanes}; use --lanes 1 for plain sums")
         self.lanes = lanes
         self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._unread: weakref.WeakSet[Handle] = weakref.WeakSet()
 
     @abc.abstractmethod
     def handle(
@@ -128,19 +121,23 @@ class TaskRuntime(abc.ABC):
         """Register data of `nbytes` bytes; no memory is taken before the first task writes it."""
 
     def attach(self, handle: Handle, source: Source) -> None:
-        """Let `source` write `handle` when it is first asked for; until then it takes no memory, and overwriting it forgets the source.
+        """Say that the data of a handle is what `source` reads: when somebody wants it, as often as it has had to leave memory, until it is written.
 
-        Whatever the handle holds now is as good as overwritten.
+        Until then it takes memory only while it is used or there is room. Whatever the handle holds now is as good as overwritten.
+
+        Raises:
+            ValueError: tasks or recorded steps use the handle.
+            DoesNotFit: there is no room for what the source needs to read.
+            RecordingError: a step is being recorded.
         """
-        handle.source = source
-        self._unread.add(handle)
+        self._summing.discard(handle)
+        handle.lanes = None
+        self._attach(handle, source)
+        handle.written = True
 
-    def _settle(self, handle: Handle, *, keep: bool) -> None:
-        """Submit the task of the handle's source, or forget the source when the handle is about to be overwritten."""
-        source, handle.source = handle.source, None
-        self._unread.discard(handle)
-        if keep and source is not None:
-            source(handle)
+    @abc.abstractmethod
+    def _attach(self, handle: Handle, source: Source) -> None:
+        """Take note of the source."""
 
     @abc.abstractmethod
     def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
@@ -186,8 +183,6 @@ class TaskRuntime(abc.ABC):
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if need be")
         plain: list[Access] = []
         for handle, mode in accesses:
-            if handle.source is not None and not self.recording:
-                self._settle(handle, keep=mode != W)
             if mode == REDUX:
                 handle, mode, accumulate = self._contribute(handle)
                 constants = {**(constants or {}), "accumulate": accumulate}

@@ -11,6 +11,7 @@ from typing import Any
 
 from .codelet import Codelet
 from .core.records import SCRATCH, DataClass, Kind, Mode
+from .drivers.disk import Source
 from .frontend import Access, Handle, TaskRuntime, View, lent
 
 
@@ -33,13 +34,14 @@ class InlineRuntime(TaskRuntime):
 
     def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
         """Lend the data; there is nothing to wait for."""
-        if handle.source is not None:
-            self._settle(handle, keep=mode != "W")
         if mode != SCRATCH and handle.lanes is not None:
             self._combine(handle, keep=mode != "W")
         if mode not in ("R", SCRATCH):
             handle.written = True
         return lent(handle.view(handle.record, 0))
+
+    def _attach(self, handle: Handle, source: Source) -> None:
+        source.read(handle.view(handle.record, 0), memoryview(bytearray(source.scratch_nbytes)))
 
     def wait(self) -> None:
         """Return: nothing is ever pending."""

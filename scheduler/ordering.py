@@ -11,8 +11,9 @@ from typing import Final, cast
 from .core.forecast import Forecast, Pace, forecast
 from .core.orders import Repetition, candidates, repetition
 from .core.perf import Models
-from .core.records import NodeId, Task, WorkerKind
+from .core.records import FILE, NodeId, Task, WorkerKind
 from .core.steps import RecordedTask, StepPlan
+from .drivers.disk import THREADS
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission"
@@ -78,7 +79,7 @@ def pace_of(
 
     Args:
         workers: kind and node of each.
-        below: the node that data comes from and leaves to.
+        below: the node that data comes from and leaves to; where tasks run nowhere else, what the step leaves in files still comes from there.
         channels: copies to and from it under way at once, if they share a link; 0 for links of their own, to and from each node where tasks run.
         task_seconds: instead of what the models say.
     """
@@ -86,12 +87,19 @@ def pace_of(
     kinds = [kind for kind, _ in workers]
     seconds = {task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) for task in plan.tasks}
     places = sorted({node for _, node in workers} - {below})
+    if not places and reads_files(plan):
+        places, below, channels = [below], FILE, THREADS
     lanes = channels or len(places)
     read, write = inf, inf
     if places:
         read = lanes * TILE / models.transfer_seconds(below, places[0], TILE)
-        write = lanes * TILE / models.transfer_seconds(places[0], below, TILE)
+        write = inf if below == FILE else lanes * TILE / models.transfer_seconds(places[0], below, TILE)
     return Pace(seconds, read, write, duplex=not channels)
+
+
+def reads_files(plan: StepPlan) -> bool:
+    """Whether data of the step stays in files."""
+    return any(map(plan.stays_in_file, plan.uses))
 
 
 def plan_order(
@@ -140,7 +148,8 @@ def plan_order(
         if plan.parts:
             considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
     speed = None if pace is None else pace(plan)
-    forecasts = {name: _forecast(found[name], memory, num_devices, speed) for name in dict.fromkeys([SUBMISSION, *considered])}
+    only_files = computes_on_last and reads_files(plan)
+    forecasts = {name: _forecast(found[name], memory, num_devices, speed, only_files) for name in dict.fromkeys([SUBMISSION, *considered])}
     least = min(forecasts[name].seconds for name in considered)
     order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
     return PlannedOrder(order, found[order], forecasts)
@@ -167,10 +176,10 @@ def _needed(plan: StepPlan, num_devices: int) -> int:
     return num_devices * _share(plan, num_devices).needed_bytes() if plan.parts else plan.needed_bytes()
 
 
-def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None) -> Forecast:
+def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, only_files: bool) -> Forecast:
     """What a step costs within so much memory: one pool; with parts, the devices alike, with copies between them that come from memory as well."""
     if not plan.parts:
-        return forecast(plan, memory, pace)
+        return forecast(plan, memory, pace, only_files=only_files)
     one = forecast(_share(plan, num_devices), memory // num_devices, None if pace is None else replace(pace, parts=num_devices))
     return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
 

@@ -240,7 +240,6 @@ class Step:
         if which == len(self._instances):
             self._instances.append(Instance(self._runtime, plan))
         instance = self._instances[which]
-        self._runtime.settle_sources(plan, self._kept)
         for use in instance.replay.shared:
             if use.handle.lost is not None and use.needs_data:
                 self._raise_unseen()

@@ -19,7 +19,7 @@ from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.policies import POLICIES, Placement, choose
 from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, W, Worker, WorkerId
 from .core.steps import StepPlan
-from .drivers.disk import THREADS
+from .drivers.disk import THREADS, Source
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle
 from .ordering import PlannedOrder, pace_of, plan_order
@@ -141,7 +141,7 @@ class Runtime(RecordingRuntime):
             RecordingError: a step is being recorded.
         """
         self._refuse_while_recording(handle.record)
-        if handle.source is not None or handle.lanes is not None:
+        if handle.lanes is not None:
             self._make_ready(handle, keep=mode != W)
         if mode != R:
             handle.written = True
@@ -151,12 +151,14 @@ class Runtime(RecordingRuntime):
         """Submit what makes the handle's data whole, after a stop as well: what there is can be read."""
         self._acquiring = True
         try:
-            if handle.source is not None:
-                self._settle(handle, keep=keep)
-            if handle.lanes is not None:
-                self._combine(handle, keep=keep)
+            self._combine(handle, keep=keep)
         finally:
             self._acquiring = False
+
+    def _attach(self, handle: Handle, source: Source) -> None:
+        if self._recorder is not None:
+            raise RecordingError(f"{handle!r} was attached to a source while a step is being recorded; attach it before")
+        self._engine.attach(handle.record, source)
 
     @contextmanager
     def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> Iterator[Any]:
@@ -188,7 +190,8 @@ class Runtime(RecordingRuntime):
         if isinstance(ready.refusal, DoesNotFit | TierFailed):
             return ready.refusal
         error = HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it; write it first'}")
-        error.__cause__ = ticket.failure if ticket is not None else None
+        told = ready.refusal.__cause__ if ready.refusal is not None else None
+        error.__cause__ = told or (ticket.failure if ticket is not None else None)
         return error
 
     def _refuse_while_recording(self, record: HandleRecord) -> None:
@@ -292,16 +295,6 @@ class Runtime(RecordingRuntime):
         """What the waiter stands for happened."""
         self._engine.room.wake(waiter)
 
-    def settle_sources(self, plan: StepPlan, handles: Mapping[HandleRecord, Handle]) -> None:
-        """Submit the tasks of the sources of `handles`, which a replay of `plan` is about to use, in the order it uses them."""
-        if self._unread:
-            uses = plan.uses
-            for handle in sorted(
-                (handle for record, handle in handles.items() if handle.source is not None and record in uses),
-                key=lambda handle: uses[handle.record].positions[0],
-            ):
-                self._settle(handle, keep=uses[handle.record].needs_data)
-
     def start_replay(self, replay: Replay, ticket: Ticket) -> None:
         """Begin a replay; `ticket` learns how it ends."""
         self._engine.start_replay(replay, ticket.end)
@@ -312,9 +305,9 @@ class Runtime(RecordingRuntime):
         return self._engine.tier_failure
 
     @property
-    def unseen_failure(self) -> BaseException | None:
-        """What `wait` would raise of tasks that have ended: the first failure outside recorded steps, which may have cancelled tasks of one."""
-        return self._engine.unseen_failure
+    def source_failure(self) -> BaseException | None:
+        """What the first source that failed has raised, which explains the data that is lost since."""
+        return self._engine.source_failure
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """What happened so far: bytes per node and link, tasks, evictions, seconds in kernels and stalled (see `core.stalls`).

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .core.records import HandleRecord, Mode
+from .core.records import FILE, FILE_NAME, HandleRecord, Mode
 
 COUNTER_NS: Final = 50_000
 """Counters are taken at most once in so many nanoseconds."""
@@ -82,7 +82,8 @@ class Trace:
             yield {"ph": "M", "pid": 1, "tid": worker, "name": "thread_name", "args": {"name": name}}
         links = sorted({(source, target) for source, target, *_ in self._copies})
         for number, (source, target) in enumerate(links):
-            yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": f"{nodes[source]}->{nodes[target]}"}}
+            name = f"{FILE_NAME if source == FILE else nodes[source]}->{nodes[target]}"
+            yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": name}}
         for worker, name, task, start, end, *_ in self.tasks():
             yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": {"task": task}}
         for source, target, name, nbytes, start, end, _ in self._copies:

@@ -1,7 +1,7 @@
 """A model directory as transformers writes it: its config, its safetensors files, and its weights as sources of our tiles.
 
-Opening reads headers only. A tile is read by a task of its own when the first task that uses it is submitted, straight from its place in the
-file; nothing holds a whole tensor. Values that are not finite are refused then, and name, file and place are told.
+Opening reads headers only. A tile is read when it is wanted, and again when it has had to leave memory, straight from its place in the file; nothing
+holds a whole tensor. Values that are not finite are refused then, and name and file are told.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import SCRATCH, Access, Codelet, Cost, Handle, TaskRuntime, W
 from tiles import TileTensor
-from tiles.kernels.registry import scratch
 
-from ..errors import DataError, UsageError
+from ..errors import DataError, StorageError, UsageError
 from ..fileranges import FileRange
 from ..models.registry import FAMILIES, Family
 from ..tensorfile import STORAGE, TensorFile
@@ -172,7 +169,7 @@ class ModelDirectory:
         for ours, (name, where) in self.weights().items():
             tensor = tensors[ours]
             for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
-                tensor.runtime.attach(handle, partial(_submit, tensor.runtime, where[tensor.tiling.slices(index)], name, tensor.dtype))
+                tensor.runtime.attach(handle, TileSource(where[tensor.tiling.slices(index)], name, tensor.dtype))
 
     def _where(self, name: str) -> Path:
         return self.ranges[name].file.path
@@ -221,34 +218,40 @@ def _indexed(path: Path) -> dict[str, set[str] | None]:
     return found
 
 
-def _read_tile(out: npt.NDArray[Any], *working: npt.NDArray[Any], source: FileRange, name: str) -> None:
-    """Kernel: fill a tile from its place in a file.
+@dataclass(frozen=True, slots=True)
+class TileSource:
+    """A tile's place in a file, as a `scheduler.Source`.
 
-    Raises:
-        DataError: the file cannot be read, or a value is not finite.
+    Args:
+        name: of the tensor, as in the file.
+        dtype: of the tile in memory.
     """
-    source.read(out, *working)
-    flat = out.reshape(-1)
-    for first in range(0, len(flat), _CHECKED_AT_ONCE):
-        finite = np.isfinite(flat[first : first + _CHECKED_AT_ONCE])
-        if not finite.all():
-            raise DataError(
-                f"{name} in {source.file.path} holds {flat[first + int(np.argmin(finite))]}, as {out.dtype.name}, and weights must be finite; "
-                "use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
-            )
 
+    place: FileRange
+    name: str
+    dtype: np.dtype[Any]
 
-def _cost(views: Any, constants: Mapping[str, Any]) -> Cost:
-    return Cost(0.0, float(sum(view.nbytes for view in views)))
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of working memory that `read` needs."""
+        return self.place.scratch_nbytes(self.dtype)
 
+    def read(self, out: npt.NDArray[Any], scratch: memoryview) -> None:
+        """Fill a tile.
 
-READ_TILE: Final = Codelet("read tile", cpu=_read_tile, cost=_cost)
-
-
-def _submit(runtime: TaskRuntime, source: FileRange, name: str, dtype: np.dtype[Any], handle: Handle) -> None:
-    """Submit the task that reads one tile."""
-    working = source.scratch_nbytes(dtype)
-    accesses: list[Access] = [(handle, W)]
-    if working:
-        accesses.append((scratch(runtime, working), SCRATCH))
-    runtime.submit(READ_TILE, accesses, {"source": source, "name": name})
+        Raises:
+            StorageError: the file cannot be read, or has changed.
+            DataError: a value is not finite.
+        """
+        try:
+            self.place.read(out, np.frombuffer(scratch, np.uint8))
+        except StorageError as error:
+            raise StorageError(f"{self.name} was lost: {error}") from error
+        flat = out.reshape(-1)
+        for first in range(0, len(flat), _CHECKED_AT_ONCE):
+            finite = np.isfinite(flat[first : first + _CHECKED_AT_ONCE])
+            if not finite.all():
+                raise DataError(
+                    f"{self.name} in {self.place.file.path} holds {flat[first + int(np.argmin(finite))]}, as {out.dtype.name}, and weights must be "
+                    "finite; use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
+                )

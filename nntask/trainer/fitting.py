@@ -9,9 +9,11 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from scheduler.capture import CapturingRuntime
+from scheduler.core.memory import rounded
 from scheduler.core.orders import arrange, repetition
 from scheduler.core.policies import POLICIES
 from scheduler.core.steps import RecordedTask, StepPlan
@@ -19,6 +21,7 @@ from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, 
 from tiles import TileTensor
 
 from ..errors import DoesNotFit, UsageError
+from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
 from .places import RAM, Target, pace_on, this_machine
@@ -51,8 +54,9 @@ class Needs:
         tile: of the largest piece of data.
         total: of the last tier, if tasks run there.
         passive: of the last tier, if none do.
-        persistent: of what outlives the step.
+        persistent: of what outlives the step and does not stay in files.
         hungriest: that task.
+        reading: of host memory besides, for those who read files.
     """
 
     task: int
@@ -61,6 +65,7 @@ class Needs:
     passive: int
     persistent: int
     hungriest: RecordedTask
+    reading: int = 0
 
     def last(self, target: Target) -> int:
         """Least budget of the last tier of a machine."""
@@ -72,13 +77,18 @@ class Needs:
         for at, (name, _) in enumerate(target.nodes):
             passing = self.task if at in target.places else self.tile
             found[name] = max(passing, self.last(target)) if at == target.last else passing
+        found[target.nodes[0][0]] += self.reading
         return found
 
     def fit(self, target: Target) -> bool:
         """Whether a machine has as much; a task runs where it fits, so the largest place counts."""
-        return self.task <= target.largest_place and all(
+        return self.fits_task(target) and all(
             budget >= self.minimum(target)[name] for at, (name, budget) in enumerate(target.nodes) if at == target.last or at not in target.places
         )
+
+    def fits_task(self, target: Target) -> bool:
+        """Whether some memory holds the hungriest task."""
+        return any(target.nodes[at][1] - (0 if at else self.reading) >= self.task for at in target.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +98,13 @@ class Sketch:
     Attributes:
         plan: the step in submission order.
         model, optimizer: tensors by name; they have shapes and types, and no data.
+        reading: bytes of host memory for those who read the files that the weights begin in.
     """
 
     plan: StepPlan
     model: Mapping[str, TileTensor]
     optimizer: Mapping[str, TileTensor]
+    reading: int = 0
 
 
 def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> tuple[Sketch, PlannedOrder]:
@@ -107,7 +119,7 @@ def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling)
     with no_collections():
         found = sketch(settings, config, tiling)
         target = this_machine(settings)
-        needs = least_needs(found.plan, settings, target)
+        needs = least_needs(found.plan, settings, target, reading=found.reading)
         if not needs.fit(target):
             changes = advice(settings, config, target, needs)
             raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
@@ -138,42 +150,56 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
         )
     runtime = CapturingRuntime(settings.tiling.lanes or 1)
     model = build_model(config, tiling, runtime, settings)
+    start = _start(settings, config)
+    if start is not None:
+        start.attach(model.tensors())
     optimizer = build_optimizer(model, settings)
     inputs = [model.input_tensors(size, settings.model.seq_len) for _ in range(count)]
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
-    return Sketch(runtime.plan, model.tensors(), optimizer.tensors())
+    return Sketch(runtime.plan, model.tensors(), optimizer.tensors(), rounded(runtime.reading_nbytes) if runtime.reading_nbytes else 0)
 
 
-def needs_of(plan: StepPlan, *, thrifty: bool = False) -> Needs:
+def _start(settings: TrainSettings, config: ModelConfig) -> ModelDirectory | None:
+    """The directory that a new run begins with; None where there is none, or the model is another one, as in trials of tiles."""
+    begin = settings.checkpoints.init_from
+    if not begin or settings.checkpoints.resume:
+        return None
+    start = ModelDirectory.open(Path(begin))
+    return start if start.config == config else None
+
+
+def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Needs:
     """What a step needs in the order of the plan.
 
     Args:
         thrifty: with updates as early as they can instead, the candidate order that needs least.
+        reading: bytes of host memory for those who read files.
     """
     hungriest = max(plan.tasks, key=_touched)
-    persistent = sum(handle.size for handle in plan.uses if handle.kind == "persistent")
+    persistent = sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
     if thrifty:
         eager = arrange(plan, repetition(plan).updates, lambda position: (position,))
         plan = StepPlan([plan.tasks[at] for at in eager], plan.owned)
     total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
-    return Needs(task, tile, total, passive, persistent, hungriest)
+    return Needs(task, tile, total, passive, persistent, hungriest, reading)
 
 
-def least_needs(plan: StepPlan, settings: TrainSettings, target: Target, order: PlannedOrder | None = None) -> Needs:
+def least_needs(plan: StepPlan, settings: TrainSettings, target: Target, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
     """What the step needs in the order that a run would choose; with less room, it may choose the submission order or early updates.
 
     Args:
         order: None to look no further once the submission order fits.
+        reading: bytes of host memory for those who read files.
     """
     name = settings.resources.order
     if name not in (AUTO, SUBMISSION):
-        return needs_of((order or choose_order(plan, settings, target)).plan)
-    found = [needs_of(plan)]
+        return needs_of((order or choose_order(plan, settings, target)).plan, reading=reading)
+    found = [needs_of(plan, reading=reading)]
     if name == AUTO and not (order is None and found[0].fit(target)):
-        found.append(needs_of(plan, thrifty=True))
+        found.append(needs_of(plan, thrifty=True, reading=reading))
     return min(found, key=lambda needs: needs.last(target))
 
 
@@ -223,11 +249,11 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
 
 def shortage(target: Target, needs: Needs) -> str:
     """Which budget is too small."""
-    if needs.task > target.largest_place:
+    if not needs.fits_task(target):
         data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)
         return (
             f"{needs.hungriest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_place:,} B of the largest memory "
-            "where it may run"
+            "where it may run" + (f" without the {needs.reading:,} B of RAM that readers of files take" if needs.reading else "")
         )
     minimum = needs.minimum(target)
     short = [(name, budget) for name, budget in target.nodes if budget < minimum[name]]
@@ -241,7 +267,7 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
     place = max(target.places, key=lambda at: target.nodes[at][1])
     is_last_short = needs.last(target) > target.nodes[target.last][1]
     more, alone = "", list[str]()  # what every change must bring besides, and those that are enough with it
-    if needs.task > target.largest_place:
+    if not needs.fits_task(target):
         flag = "--ram" if target.nodes[place][0] == RAM else "--gpu-memory" if target.rates is None else "a device memory of"
         alone.append(f"{flag} {shown_size(minimum[target.nodes[place][0]])}")
         alone += filter(None, [_smaller_tile(settings, config, target, needs)])

@@ -118,13 +118,13 @@ class Tracer:
             raise StorageError(f"cannot write the trace {self._path}: {error.strerror}; choose another place with --trace") from error
 
 
-def told(error: Exception, earlier: BaseException | None = None) -> Exception:
+def told(error: Exception, unread: BaseException | None = None) -> Exception:
     """What the user is told of a task that failed: a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error itself.
 
     Args:
-        earlier: a failure outside the recorded step, such as one to read weights, that may have cancelled the task.
+        unread: why weights could not be read, if so: whoever would have read them is cancelled one after another.
     """
-    for cause in (error.__cause__, earlier.__cause__ if earlier is not None else None):
+    for cause in (error.__cause__, unread):
         if isinstance(cause, NntaskError):
             return cause
     if isinstance(error.__cause__, FoundNaN):

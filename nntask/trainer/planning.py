@@ -19,7 +19,7 @@ from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
 from ..models.config import PRESETS
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
-from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, work_of
+from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, sketch, work_of
 from .places import Target, durations, this_machine, with_coarse_tiles
 from .prepare import TILE_FLAGS, with_tiles
 from .rules import resolve
@@ -49,9 +49,10 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     settings, tiling = with_tiles(settings, config)
     target = this_machine(settings) if target is None else target
     with no_collections():
-        plan = capture(settings, config, tiling)
+        drawn = sketch(settings, config, tiling)
+        plan = drawn.plan
         order = choose_order(plan, settings, target)
-        needs = least_needs(plan, settings, target, order)
+        needs = least_needs(plan, settings, target, order, reading=drawn.reading)
         found, refusal = _simulate(order, settings, target, needs)
         figures = _figures(settings, config, tiling, target, order, needs)
         if found is not None:
@@ -68,6 +69,7 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
     """What the step costs; or why it cannot run."""
     if not needs.fit(target):
         return None, shortage(target, needs)
+    target = target.with_budget(0, target.nodes[0][1] - needs.reading)
     resources = settings.resources
     is_short = order.plan.needed_bytes() > target.memory
     try:

@@ -13,6 +13,9 @@ task finds room as soon as nobody else uses some, and the state stays so after i
 replay that ends, for all its temporaries are dead. A replay that starts may promise more than is free: then only the oldest task makes anything until
 those made ahead have become due. Scratch ends with its task, so the claim of the planned task that uses it is enough.
 
+Data that lies in a file takes nothing here before its first write: a task that reads it where the last tier is makes room for it as for scratch, by
+dropping what was read before, and the claim of the planned task that reads it is enough.
+
 Counts bytes, not holes: `residency` compacts memory when holes are what is missing. Knows nothing of replicas on other nodes.
 """
 
@@ -21,10 +24,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from .coherence import wants_home
 from .errors import InvalidEvent
 from .eviction import Horizon
 from .memory import MemoryNode
-from .records import SCRATCH, HandleRecord, NodeId, Replay, Replica, Task
+from .records import SCRATCH, HandleRecord, NodeId, R, Replay, Replica, SharedUse, Task, W
 
 
 class Claims:
@@ -65,7 +69,7 @@ class Claims:
         order = self.horizon.order
         if task.order <= order:
             return True
-        missing = [handle for handle, mode in task.accesses if mode != SCRATCH and self.node_id not in handle.replicas]
+        missing = [handle for handle, mode in task.accesses if mode != SCRATCH and wants_home(handle, mode, self.node_id)]
         if not missing:
             return True
         if step is None:
@@ -75,8 +79,9 @@ class Claims:
         return self.kept + self.ahead + reserve + wanted <= self.node.budget
 
     def enter(self, home: Replica, order: int) -> None:
-        """A home was taken for the task of that order."""
+        """A replica on the last tier becomes its handle's home, for the task of that order."""
         handle = home.handle
+        home.is_home = True
         if not _is_temporary(handle):
             if self._promised.pop(handle, None) is None:
                 self.kept += handle.size
@@ -95,13 +100,15 @@ class Claims:
             self.enter(home, replay.first_order + handle.agenda.positions[0])
 
     def leave(self, home: Replica) -> None:
-        """A home was dropped. Data that was lost but outlives replays is a promise again of those in flight that may make it anew."""
+        """A home is none any more. Data that was lost but outlives replays is a promise again of those in flight that may make it anew."""
         handle = home.handle
+        home.is_home = False
         if home.is_ahead:
             home.is_ahead = False
             self.ahead -= handle.size
         elif not _is_temporary(handle):
-            number = sum(any(use.handle is handle for use in replay.shared) for replay in self.horizon.replays) if handle.num_uses else 0
+            replays = self.horizon.replays if handle.num_uses else ()
+            number = sum(any(use.handle is handle and self._is_to_make(use) for use in replay.shared) for replay in replays)
             if number:
                 self._promised[handle] = number
             else:
@@ -121,7 +128,7 @@ class Claims:
         promised = self._promised
         for use in replay.shared:
             handle = use.handle
-            if self.node_id not in handle.replicas:
+            if self._is_to_make(use):
                 if handle not in promised:
                     self.kept += handle.size
                 promised[handle] = promised.get(handle, 0) + 1
@@ -131,12 +138,16 @@ class Claims:
         """A replay has ended: what it promised and did not make, it never will."""
         self._reserve = max([each.peaks[each.frontier] for each in self.horizon.replays], default=0)
         for use in replay.shared if self._promised else ():
-            count = self._promised.get(use.handle, 0)
+            count = self._promised.get(use.handle, 0) if self._is_to_make(use) else 0
             if count == 1:
                 del self._promised[use.handle]
                 self.kept -= use.handle.size
             elif count:
                 self._promised[use.handle] = count - 1
+
+    def _is_to_make(self, use: SharedUse) -> bool:
+        """Whether a replay may still give a handle its home."""
+        return wants_home(use.handle, R if use.first_writer is None else W, self.node_id)
 
     def validate(self, homes: Iterable[Replica]) -> None:
         """Check the books against the homes on the last tier.

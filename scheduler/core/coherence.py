@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from .errors import InvalidEvent
-from .records import HandleRecord, Replica, ReplicaState
+from .records import FILE, HandleRecord, Mode, NodeId, R, Replica, ReplicaState
 
 ReplicaEvent = Literal["written", "copied from", "copy arrived"]
 
@@ -37,7 +37,7 @@ def step(replica: Replica, event: ReplicaEvent) -> None:
 
 
 def best_source(handle: HandleRecord, target: Replica | None) -> Replica | None:
-    """Where to copy a handle from: host memory if valid there, else the valid replica on the lowest node; None if there is none."""
+    """Where to copy a handle from: host memory if valid there, else the valid replica on the lowest node, its file last; None if there is none."""
     valid = [replica for replica in handle.replicas.values() if replica.state != "reserved" and replica is not target]
     return min(valid, key=lambda replica: replica.node, default=None)
 
@@ -54,6 +54,12 @@ def is_needed(replica: Replica) -> bool:
         if other is not replica and (other.state != "reserved" or (other.pins and not other.arriving)):
             return False
     return True
+
+
+def wants_home(handle: HandleRecord, mode: Mode, last: NodeId) -> bool:
+    """Whether an access has to reserve the handle's home on the last tier: it has none there, nor data in a file that the access leaves alone."""
+    home = handle.replicas.get(last)
+    return (home is None or not home.is_home) and (mode != R or FILE not in handle.replicas)
 
 
 def validate(handle: HandleRecord) -> None:

@@ -52,6 +52,7 @@ class Dispatch:
         held: recorded tasks too far ahead of the planned order, a heap.
         num_active: tasks running, the program's included.
         num_ready: tasks the policy holds.
+        invalidates: whether data may have several replicas, so that writing one makes others stale.
     """
 
     def __init__(self, residency: Residency, policy: Policy) -> None:
@@ -68,7 +69,7 @@ class Dispatch:
         self.num_ready = 0
         self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
         self._room: list[int] = [0 for _ in residency.nodes]  # tasks the workers of each node can hold together
-        self._invalidates = len(residency.nodes) > 1
+        self.invalidates = residency.has_several
 
     def join(self, worker: Worker) -> None:
         """A worker joins the crew."""
@@ -149,7 +150,9 @@ class Dispatch:
             if not self.residency.admit(task):
                 return False
         except NothingToRead as unwritten:
-            reason = f"{task!r} reads {unwritten.handle!r}, which nothing has written; write it first"
+            lost = unwritten.handle.lost
+            why = "nothing has written; write it first" if lost is None else f"is lost because {lost}"
+            reason = f"{task!r} reads {unwritten.handle!r}, which {why}"
             self.doomed.append((task, TaskError(reason)))
             return True
         worker.assigned.append(task)
@@ -167,7 +170,7 @@ class Dispatch:
             task.state = "staged"
 
     def _run(self, task: Task, worker: Worker) -> None:
-        if self._invalidates:
+        if self.invalidates:
             self.residency.invalidate_others(task)
         task.state = "running"
         if worker is not self.host:

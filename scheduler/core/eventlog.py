@@ -8,7 +8,7 @@ or times. Replaying it must give the same actions in the same order, which turns
     ("instance", key, tasks, owned, shared, makes, peaks, window, agendas)  first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
-    ("joined", worker, kind, node, depth) ("released", handle)
+    ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .events import (
     ReportFailure,
     ReportStepDone,
     RunTask,
+    SourceAttached,
     StepStarted,
     TaskFailed,
     TaskFinished,
@@ -80,6 +81,9 @@ class EventLog:
             case HandleReleased(handle):
                 self._mention([handle])
                 self.entries.append(("released", handle.id))
+            case SourceAttached(handle, _, scratch):
+                self._mention([handle])
+                self.entries.append(("attached", handle.id, scratch))
             case _:
                 assert_never(event)
 
@@ -218,6 +222,9 @@ class Revival:
 
     def _on_released(self, number: int) -> HandleReleased:
         return HandleReleased(self._handles[number])
+
+    def _on_attached(self, number: int, scratch: int) -> SourceAttached:
+        return SourceAttached(self._handles[number], None, scratch)
 
 
 def describe(action: Action) -> Entry:

@@ -70,7 +70,16 @@ class HandleReleased:
     handle: HandleRecord
 
 
-Event = TaskSubmitted | StepStarted | TaskFinished | TaskFailed | CopyFinished | CopyFailed | WorkerJoined | HandleReleased
+@dataclass(slots=True, eq=False)
+class SourceAttached:
+    """From now on the data of `handle`, which nobody uses, is what lies at `source` in a file; readers need `scratch` bytes of host memory."""
+
+    handle: HandleRecord
+    source: object
+    scratch: int = 0
+
+
+Event = TaskSubmitted | StepStarted | TaskFinished | TaskFailed | CopyFinished | CopyFailed | WorkerJoined | HandleReleased | SourceAttached
 
 
 @dataclass(slots=True, eq=False)

@@ -118,11 +118,13 @@ class _Memory:
         self.used += handle.size
         self.read += handle.size if reads else 0
 
-    def leave(self, handle: HandleRecord, next_use: int, *, written: bool) -> None:
-        """A task is done with a tile; it is used next at `next_use`, counted in tasks from the start."""
+    def leave(self, handle: HandleRecord, next_use: int, *, written: bool, stays: bool) -> None:
+        """A task is done with a tile, which may go unless it `stays`; it is used next at `next_use`, counted in tasks from the start."""
+        self.next_use[handle] = next_use
+        if stays:
+            return
         if written:
             self.dirty.add(handle)
-        self.next_use[handle] = next_use
         self._by_id[handle.id] = handle
         heapq.heappush(self._heaps[handle in self.dirty], (-next_use, handle.id))
 
@@ -159,10 +161,13 @@ class _Memory:
         return None
 
 
-def forecast(plan: StepPlan, budget: int, pace: Pace | None = None) -> Forecast:
+def forecast(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: bool = False) -> Forecast:
     """What a step costs in the order of `plan` within a budget in bytes.
 
     What does not fit at all is not noticed here: it costs nothing extra.
+
+    Args:
+        only_files: whether nothing but what lies in files may leave, because no tier is below.
     """
     memory = _Memory(int(budget * SHARE))
     clock = None if pace is None else _Clock(pace, budget // AHEAD, budget // CLEAN)
@@ -188,11 +193,12 @@ def forecast(plan: StepPlan, budget: int, pace: Pace | None = None) -> Forecast:
                 if mode == SCRATCH:
                     continue
                 use = plan.uses[handle]
+                stays = only_files and not plan.stays_in_file(handle)
                 place = places[handle] = places[handle] + 1
                 if place < len(use.positions):
-                    memory.leave(handle, start + use.positions[place], written=mode != "R")
+                    memory.leave(handle, start + use.positions[place], written=mode != "R", stays=stays)
                 elif plan.owned.get(handle) is False:
                     memory.kill(handle)
                 else:
-                    memory.leave(handle, start + period + use.positions[0], written=mode != "R")
+                    memory.leave(handle, start + period + use.positions[0], written=mode != "R", stays=stays)
     return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0)

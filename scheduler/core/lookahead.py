@@ -54,6 +54,8 @@ class Lookahead:
         Args:
             blocked: whether a task waits for memory of the node.
         """
+        if self.node == self.residency.last and not self.residency.num_files:
+            return  # everything is where it belongs
         if not blocked:
             self._prefetch()
         self._write_back()
@@ -117,6 +119,8 @@ class Lookahead:
     def _write_back(self) -> None:
         """Keep some of the node's memory free or droppable."""
         residency = self.residency
+        if self.node == residency.last:
+            return  # nothing here is ever written elsewhere
         node = residency.nodes[self.node]
         goal = node.budget // CLEAN
         if residency.num_writing >= WRITES or residency.broken is not None or node.taken - self._looked_at < goal // 8:

@@ -33,6 +33,7 @@ from .events import (
     HandleReleased,
     ReportFailure,
     ReportStepDone,
+    SourceAttached,
     StepStarted,
     TaskFailed,
     TaskFinished,
@@ -43,7 +44,7 @@ from .eviction import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
 from .lookahead import Lookahead
 from .memory import MemoryNode
 from .policies import Policy
-from .records import RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
+from .records import FILE, RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
 from .residency import Residency
 from .story import tell
 
@@ -68,7 +69,7 @@ class Machine:
         self.dispatch = Dispatch(self.residency, policy)
         self.lookaheads: dict[NodeId, Lookahead] = {}
         self._part_nodes: tuple[NodeId, ...] = ()
-        self._prefetch = prefetch and len(nodes) > 1
+        self._prefetch = prefetch
         self.history: deque[Event] = deque(maxlen=HISTORY)
         self.num_unfinished = 0
         self.num_finished = 0
@@ -84,6 +85,7 @@ class Machine:
             CopyFailed: self._on_copy_failed,
             WorkerJoined: self._on_worker_joined,
             HandleReleased: self._on_handle_released,
+            SourceAttached: self._on_source_attached,
         }
 
     @property
@@ -126,10 +128,11 @@ class Machine:
         return actions
 
     def _look_ahead(self, event: Event) -> None:
-        """Let the node where something has changed look ahead: all nodes when a step starts, the only one once memory has been short."""
+        """Let the node where something has changed look ahead: all nodes when a step starts, the only one if memory was short or files are unread."""
         nodes: Iterable[NodeId] = ()
         if len(self.lookaheads) == 1:
-            nodes = self.lookaheads if self.residency.num_evictions + self.residency.num_writing else ()
+            residency = self.residency
+            nodes = self.lookaheads if residency.num_evictions or residency.num_cold or residency.num_writing else ()
         elif isinstance(event, StepStarted):
             nodes = self.lookaheads
         elif isinstance(event, TaskFinished):
@@ -146,12 +149,17 @@ class Machine:
         if worker.id in self.dispatch.workers:
             raise InvalidEvent(f"worker {worker.id} joined twice")
         self.dispatch.join(worker)
+        self._decide_who_looks_ahead()
+
+    def _decide_who_looks_ahead(self) -> None:
+        """After a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
         places = sorted({each.node for each in self.dispatch.crew})
         kinds = {each.kind for each in self.dispatch.crew}
         self._part_nodes = tuple(places) if self.policy.keeps_parts and len(places) > 1 and RAM not in places and len(kinds) == 1 else ()
-        if self._prefetch:
-            looking = places if self._part_nodes or len(places) == 1 else []
-            self.lookaheads = {node: Lookahead(self.residency, node, is_only=len(places) == 1) for node in looking if node != self.residency.last}
+        if self._prefetch and self.residency.has_several:
+            looking = [node for node in places if node != self.residency.last or self.residency.num_files]
+            looking = looking if self._part_nodes or len(places) == 1 else []
+            self.lookaheads = {node: Lookahead(self.residency, node, is_only=len(places) == 1) for node in looking}
 
     def _on_task_submitted(self, event: TaskSubmitted) -> None:
         task = event.task
@@ -254,18 +262,20 @@ class Machine:
             self.dispatch.stage(task, self.dispatch.workers[task.worker])
 
     def _on_copy_failed(self, event: CopyFailed) -> None:
-        """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and so is who waits for them."""
+        """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and who waits for them is cancelled."""
         source, target, error = event.source, event.target, event.error
         handle = source.handle
         waiting = self.residency.end_copy(source, target)
         self.residency.unpin(source)
         self.residency.unpin(target)
-        if self.nodes[source.node].is_storage:
-            self._lose(handle, f"it could not be read back: {error}")
+        if source.node == FILE or self.nodes[source.node].is_storage:
+            self._lose(handle, f"it could not be read {'from its file' if source.node == FILE else 'back'}: {error}")
             for task in waiting:
                 if any(each is handle and mode != W for each, mode in task.accesses):
                     self.residency.forget(task)
-                    self._doomed.append((task, TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")))
+                    cancelled = TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")
+                    cancelled.__cause__ = error
+                    self._doomed.append((task, cancelled))
                 elif not task.num_arriving:
                     self.dispatch.stage(task, self.dispatch.workers[task.worker])
         else:
@@ -290,6 +300,18 @@ class Machine:
         handle.released = True
         if not handle.num_uses:
             self._free(handle)
+
+    def _on_source_attached(self, event: SourceAttached) -> None:
+        handle = event.handle
+        if handle.num_uses or handle.agenda is not None:
+            raise InvalidEvent(f"{handle!r} was to be read from a file although tasks use it\n{tell(self.history, handle)}")
+        self._free(handle)
+        if not self.nodes[RAM].set_aside(event.scratch):
+            raise InvalidEvent(f"node {self.nodes[RAM].name} has not the {event.scratch} B that reading {handle!r} takes at its upper end")
+        self.residency.attach(handle, event.source)
+        self.dispatch.invalidates = True
+        if self.residency.num_files == 1:
+            self._decide_who_looks_ahead()
 
     def _make_ready(self, task: Task, worker: Worker | None) -> None:
         """The task waits for nobody; `worker` ran the last one it waited for."""
@@ -384,7 +406,7 @@ class Machine:
     def _let_go(self, replica: Replica) -> None:
         """A task that will not run no longer needs a replica; what holds no data goes."""
         self.residency.unpin(replica)
-        if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and replica.node != self.residency.last)):
+        if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and not replica.is_home)):
             self.residency.drop(replica)
 
     def _revive(self, handle: HandleRecord) -> None:

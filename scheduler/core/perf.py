@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, permutations
 from typing import Final, NamedTuple, Protocol, cast
 
-from .records import NodeId, Task, WorkerKind
+from .records import FILE, NodeId, Task, WorkerKind
 
 KEPT: Final = 32
 """Durations remembered per series."""
@@ -338,6 +338,9 @@ class Models:
                 self.links[ends] = LinkModel(*given, is_given=True)
             elif ends not in self.links or not self.links[ends].samples:
                 self.links[ends] = LinkModel(*(DISK_LINK if is_disk else MEMORY_LINK))
+        for target in range(num_nodes):
+            if not self._link(FILE, NodeId(target)).samples:
+                self.links[FILE, NodeId(target)] = LinkModel(*DISK_LINK)
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
         """The median of what was measured, else a guess."""

@@ -32,6 +32,13 @@ TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "runnin
 RAM: Final = NodeId(0)
 """The node of host memory, where CPU workers compute and the program borrows data."""
 
+FILE: Final = NodeId(1 << 16)
+"""The node of the files that data comes from: read only, without budget or extents, and not among a machine's memory nodes. Above all of them,
+because data is read from there when it is nowhere else."""
+
+FILE_NAME: Final = "file"
+"""What users call it."""
+
 ANY: Final = 1 << 60
 """A window that holds nothing back."""
 
@@ -50,6 +57,7 @@ class Replica:
         pins: tasks and copies that use the extent now; a pinned replica is never evicted.
         outgoing: copies out of it that are under way; each is one of its pins.
         arriving: whether a copy into it is under way.
+        is_home: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the place in a file.
         is_ahead: whether it is the home of a temporary that the planned order would not have made yet.
         since, last_use: the machine's event count when it settled here and at the last use.
     """
@@ -61,6 +69,7 @@ class Replica:
     pins: int = 0
     outgoing: int = 0
     arriving: bool = False
+    is_home: bool = False
     is_ahead: bool = False
     since: int = 0
     last_use: int = 0

@@ -5,6 +5,10 @@ The mechanism below `residency`, which decides: nothing here chooses what goes o
 Homes. The *last tier* is the storage node if there is one, else host memory. Every handle that holds data anywhere has an extent there, its
 *home*, reserved together with the first output: so every replica always has somewhere to go, and a write-back never waits for room.
 
+Files. Data may begin in a file: its handle then has a replica on the node `FILE`, which is its home until its first write. So its other replicas
+are dropped for others like any clean ones, wherever they are, the last tier included; the task that will write it reserves the home there, and
+when it begins to write, the file is out of date and forgotten.
+
 Knows extents (`memory`), the replica protocol (`coherence`) and who may take room on the last tier (`claims`).
 """
 
@@ -19,7 +23,7 @@ from .errors import InvalidEvent
 from .events import Action, CopyTile, DiscardExtent
 from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode
-from .records import RAM, SCRATCH, HandleRecord, NodeId, R, Replica, Task
+from .records import FILE, FILE_NAME, RAM, SCRATCH, HandleRecord, NodeId, R, Replica, Task
 from .victims import Shelf
 
 
@@ -41,7 +45,7 @@ class Replicas:
 
     Attributes:
         last: the last tier.
-        has_several: whether there is more than one node, so that data may move.
+        has_several: whether there is more than one node, or was data in files, so that data may move.
         shelves: every replica of each node, scratch included, and which of them may go.
         copies: copies under way by target; `queued` their bytes by link.
         actions: where copies are asked for; the machine sets it for every event.
@@ -49,6 +53,7 @@ class Replicas:
         clock: count of events, for LRU.
         claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
+        num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
             nodes.
     """
@@ -67,7 +72,9 @@ class Replicas:
         "last",
         "moved_bytes",
         "nodes",
+        "num_cold",
         "num_evictions",
+        "num_files",
         "num_hits",
         "num_misses",
         "num_writing",
@@ -91,6 +98,8 @@ class Replicas:
         self.num_hits = 0
         self.num_misses = 0
         self.num_writing = 0
+        self.num_files = 0
+        self.num_cold = 0
         self.actions: list[Action] = []
         self.freed = False
         self.clock = 0
@@ -99,6 +108,10 @@ class Replicas:
     def residents(self, node_id: NodeId) -> Iterable[Replica]:
         """Every replica of a node, scratch included."""
         return self.shelves[node_id].starts.values()
+
+    def name_of(self, node: NodeId) -> str:
+        """What users call a node."""
+        return FILE_NAME if node == FILE else self.nodes[node].name
 
     def free_bytes(self, node: NodeId) -> int:
         """Bytes of the node's budget that nothing uses."""
@@ -112,13 +125,45 @@ class Replicas:
         """Where what is evicted goes; the node itself if nothing lies below it."""
         return RAM if node not in (RAM, self.last) else self.last
 
+    def attach(self, handle: HandleRecord, source: object) -> None:
+        """The data of a handle, which has no replica, is from now on what lies in a file."""
+        handle.replicas[FILE] = Replica(handle, FILE, 0, "shared", is_home=True, view=source)
+        self.has_several = True
+        self.num_files += 1
+        self.num_cold += 1
+
     def _make_home(self, handle: HandleRecord, order: int) -> bool:
-        """Reserve the handle's extent on the last tier for the task of that order."""
-        offset = self.nodes[self.last].take(handle.size, handle.data_class)
-        if offset is None:
-            return False
-        self.claims.enter(self._settle_in(handle, self.last, offset), order)
+        """Reserve the handle's extent on the last tier for the task of that order; what was read into it from a file becomes it, or may go for it."""
+        home = handle.replicas.get(self.last)
+        if home is None:
+            node, shelf = self.nodes[self.last], self.shelves[self.last]
+            offset = node.take(handle.size, handle.data_class)
+            if offset is None:
+                plan = shelf.plan([handle.size]) if self.num_files else None
+                if plan is None or any(victim.pins for victim in plan[1]):
+                    return False
+                (offset,), victims = plan
+                self._evict(victims)
+                node.claim(offset, handle.size, handle.data_class)
+            home = self._settle_in(handle, self.last, offset)
+        self.claims.enter(home, order)
         return True
+
+    def _unmake_home(self, home: Replica) -> None:
+        """Undo `_make_home`, which frees nothing that anybody could wait for."""
+        freed = self.freed
+        if home.state == "reserved" and not home.pins:
+            self.drop(home)
+        else:
+            self.claims.leave(home)
+            if home.pins == home.outgoing:
+                self.shelves[self.last].offer(home)
+        self.freed = freed
+
+    def _evict(self, victims: Sequence[Replica]) -> None:
+        self.num_evictions += len(victims)
+        for victim in victims:
+            self.drop(victim)
 
     def _settle_in(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
         """A new replica over an extent just taken."""
@@ -126,6 +171,8 @@ class Replicas:
         if private:
             replica.state = "scratch"
         else:
+            if self.num_cold and len(handle.replicas) == 1 and FILE in handle.replicas:
+                self.num_cold -= 1
             handle.replicas[node_id] = replica
         self.shelves[node_id].enter(replica)
         return replica
@@ -133,22 +180,27 @@ class Replicas:
     def unpin(self, replica: Replica) -> None:
         """One user less; without any but copies the replica may go."""
         replica.pins -= 1
-        if replica.pins == replica.outgoing and replica.node != self.last:
+        if replica.pins == replica.outgoing and not replica.is_home:
             self.shelves[replica.node].offer(replica)
 
     def drop(self, replica: Replica) -> None:
-        """Give a replica's extent back; an empty home goes with the last other replica.
+        """Give a replica's extent back, or forget a file; an empty home goes with the last other replica.
 
         Raises:
             InvalidEvent: something still uses it.
         """
         if replica.pins:
             raise InvalidEvent(f"{replica.handle!r} on node {replica.node} would be freed while pinned")
-        handle, node = replica.handle, self.nodes[replica.node]
+        handle = replica.handle
         if replica.state != "scratch":
             del handle.replicas[replica.node]
-            if replica.node == self.last:
+            if replica.node == FILE:
+                self.num_files -= 1
+                self.num_cold -= not handle.replicas
+                return
+            if replica.is_home:
                 self.claims.leave(replica)
+        node = self.nodes[replica.node]
         self.shelves[replica.node].leave(replica)
         replica.view = None
         node.give(replica.offset, handle.size, handle.data_class)
@@ -156,28 +208,32 @@ class Replicas:
             self.actions.append(DiscardExtent(replica.node, replica.offset, handle.size))
         self.freed = True
         if replica.state != "scratch" and len(handle.replicas) == 1:
-            home = handle.replicas.get(self.last)
-            if home is not None and home.state == "reserved" and not home.pins:
+            (home,) = handle.replicas.values()
+            if home.node == FILE:
+                self.num_cold += 1
+            if home.is_home and home.state == "reserved" and not home.pins:
                 self.drop(home)
 
     def drop_unpinned(self, handle: HandleRecord) -> None:
-        """Drop every replica nobody is using; what a copy still uses goes when it has ended, and the home with the last of them."""
+        """Drop every replica nobody is using; what a copy still uses goes when it has ended, and the homes with the last of them."""
         for replica in list(handle.replicas.values()):
-            if not replica.pins and replica.node != self.last:
-                self.drop(replica)
-        home = handle.replicas.get(self.last)
-        if home is not None and not home.pins:
-            if len(handle.replicas) == 1:
-                self.drop(home)
+            if replica.pins or replica.node not in handle.replicas:
+                continue
+            if replica.is_home:
+                replica.state = "reserved"
             else:
-                home.state = "reserved"
+                self.drop(replica)
+        if all(replica.is_home and not replica.pins for replica in handle.replicas.values()):
+            for replica in list(handle.replicas.values()):
+                if replica.node in handle.replicas:  # else it went with the other one
+                    self.drop(replica)
 
     def invalidate_others(self, task: Task) -> None:
         """The task is about to write: drop every other replica of what it writes, and empty its home."""
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             if mode != R and mode != SCRATCH and len(handle.replicas) > 1:
                 for other in [other for other in handle.replicas.values() if other is not replica]:
-                    if other.node != self.last:
+                    if other.node != self.last:  # a file is out of date from now on
                         self.drop(other)
                     elif other.pins:
                         raise InvalidEvent(f"{handle!r} would be overwritten while its home is in use")
@@ -191,7 +247,7 @@ class Replicas:
         target.arriving = True
         source.handle.num_uses += 1
         self.copies[target] = Copy(source)
-        self.num_writing += target.node == self.last
+        self.num_writing += target.node == self.last and source.node != FILE
         link = (source.node, target.node)
         self.moved_bytes[link] = self.moved_bytes.get(link, 0) + source.handle.nbytes
         self.queued[link] = self.queued.get(link, 0) + source.handle.nbytes
@@ -215,7 +271,7 @@ class Replicas:
         target.arriving = False
         source.outgoing -= 1
         source.handle.num_uses -= 1
-        self.num_writing -= target.node == self.last
+        self.num_writing -= target.node == self.last and source.node != FILE
         self.freed = True
         for task in copy.waiting:
             task.num_arriving -= 1
@@ -273,7 +329,10 @@ class Replicas:
                 self._validate_replica(replica, pins.pop(replica, 0))
                 if replica.node != number:
                     raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
-        self.claims.validate(replica for replica in self.residents(self.last) if replica.state != "scratch")
+        self.claims.validate(replica for replica in self.residents(self.last) if replica.is_home)
+        files = {replica for replica in pins if replica.node == FILE}
+        for replica in files:
+            self._validate_replica(replica, pins.pop(replica))
         for replica in pins:
             raise InvalidEvent(f"{replica.handle!r} on node {replica.node} is in use but was dropped")
 
@@ -286,12 +345,14 @@ class Replicas:
             raise InvalidEvent(f"{where} counts {replica.outgoing} copies out of it")
         if replica.state != "scratch" and handle.replicas.get(replica.node) is not replica:
             raise InvalidEvent(f"{where} is an orphan")
-        if replica.state != "scratch" and self.last not in handle.replicas:
+        if replica.state != "scratch" and not any(each.is_home for each in handle.replicas.values()):
             raise InvalidEvent(f"{where} has no home to go to")
+        if replica.is_home and replica.node not in (FILE, self.last):
+            raise InvalidEvent(f"{where} is a home that is not on the last tier")
         if replica.arriving != (replica in self.copies):
             raise InvalidEvent(f"{where}: lost track of a copy")
-        is_home = replica.node == self.last and len(handle.replicas) > 1
-        if replica.state in ("reserved", "scratch") and not pins and not is_home:
+        is_empty_home = replica.is_home and len(handle.replicas) > 1
+        if replica.state in ("reserved", "scratch") and not pins and not is_empty_home:
             raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
         if handle.released and not handle.num_uses:
             raise InvalidEvent(f"{where} outlived its handle")

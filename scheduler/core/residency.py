@@ -6,7 +6,8 @@ is tried again when they have arrived.
 
 Why this ends. A write-back needs nothing that is not reserved already, so every one ends; replicas are dropped only for a task admitted at that
 moment, or, while no task waits for memory, for data that is used sooner. So each attempt of the oldest blocked task has strictly fewer dirty
-replicas in its way. What it needs of the last tier nobody can take from it: see `claims`.
+replicas in its way. What it needs of the last tier nobody can take from it: see `claims`. What was read from a file is never dirty: wherever it is,
+it can be dropped as soon as no task or copy uses it.
 
 Knows extents and replicas (`replicas`) and who goes first (`victims`); does not know policies, dependencies or failures.
 """
@@ -19,7 +20,7 @@ from typing import Final
 from . import coherence
 from .errors import InvalidEvent
 from .events import MoveTile
-from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
+from .records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from .replicas import Replicas
 
 SOON: Final = 256
@@ -53,6 +54,7 @@ class Residency(Replicas):
         """
         node_id, last, clock, several = task.node, self.last, self.clock, self.has_several
         replicas: list[Replica] = []
+        homeless: list[HandleRecord] = []  # written, and at home in a file so far
         grows = fetch = False
         for handle, mode in task.accesses:
             replica = handle.replicas.get(node_id)
@@ -68,10 +70,13 @@ class Residency(Replicas):
                 offset = self.nodes[node_id].take(handle.size, handle.data_class)
                 if offset is None:
                     self._take_back(replicas)
-                    return len(self.nodes) > 1 and self._admit_by_eviction(task)
+                    return several and self._admit_by_eviction(task)
                 replica = self._settle_in(handle, node_id, offset, private=mode == SCRATCH)
                 if mode != SCRATCH:
-                    if node_id == last:
+                    if several and FILE in handle.replicas:
+                        if mode != R:
+                            homeless.append(handle)
+                    elif node_id == last:
                         self.claims.enter(replica, task.order)
                     elif last not in handle.replicas and not self._make_home(handle, task.order):
                         replica.pins += 1
@@ -82,6 +87,8 @@ class Residency(Replicas):
                         fetch = True
             elif several and (replica.arriving or (mode != R and len(handle.replicas) > 1)):
                 fetch = True
+                if mode != R and FILE in handle.replicas:
+                    homeless.append(handle)
             elif replica.state == "reserved" and mode != W:  # an empty home
                 if coherence.best_source(handle, None) is None:
                     self._take_back(replicas)
@@ -89,10 +96,13 @@ class Residency(Replicas):
                 fetch = True
             replica.pins += 1
             replicas.append(replica)
+        if homeless and not ((grows or self.claims.allow(task)) and self._make_homes(homeless, task.order)):
+            self._take_back(replicas)
+            return False
         for replica in replicas:
             replica.last_use = clock
         task.replicas = replicas
-        if grows:
+        if grows or homeless:
             self.nodes[node_id].mark()
             self.nodes[last].mark()
         if fetch:
@@ -112,7 +122,7 @@ class Residency(Replicas):
             self.unpin(replica)
             if replica.pins or replica.arriving:
                 continue
-            if replica.state == "scratch" or (replica.state == "reserved" and (replica.node != self.last or len(replica.handle.replicas) == 1)):
+            if replica.state == "scratch" or (replica.state == "reserved" and (not replica.is_home or len(replica.handle.replicas) == 1)):
                 self.drop(replica)
         self.freed = freed
 
@@ -122,7 +132,7 @@ class Residency(Replicas):
         present = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
         missing = [(handle, mode) for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas]
         missing.sort(key=lambda access: -access[0].size)
-        if node_id == self.last or self._waiting.get(node_id) is task:
+        if (node_id == self.last and not self.num_files) or self._waiting.get(node_id) is task:
             return False
         for handle, mode in missing:
             if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
@@ -137,7 +147,8 @@ class Residency(Replicas):
         if not self._are_clean(plan[1]):
             self._waiting[node_id] = task
             return False
-        if not self._make_homes(missing, task.order):
+        homeless = [handle for handle, mode in task.accesses if mode != SCRATCH and coherence.wants_home(handle, mode, self.last)]
+        if node_id != self.last and not self._make_homes(homeless, task.order):
             return False
         self._evict(plan[1])
         private: dict[HandleRecord, Replica] = {}
@@ -146,6 +157,8 @@ class Residency(Replicas):
             replica = self._settle_in(handle, node_id, offset, private=mode == SCRATCH)
             if mode == SCRATCH:
                 private[handle] = replica
+        if node_id == self.last:
+            self._make_homes(homeless, task.order)  # of what is there now
         task.replicas = [private[handle] if mode == SCRATCH else handle.replicas[node_id] for handle, mode in task.accesses]
         for replica in task.replicas:
             replica.pins += 1
@@ -160,16 +173,14 @@ class Residency(Replicas):
         shelf = self.shelves[node_id]
         return shelf.plan_droppable(sizes, self.horizon.order + SOON) or shelf.plan(sizes)
 
-    def _make_homes(self, missing: Sequence[tuple[HandleRecord, str]], order: int) -> bool:
+    def _make_homes(self, handles: Sequence[HandleRecord], order: int) -> bool:
         """Reserve the homes of what the task of that order will write, all or none."""
         made: list[Replica] = []
-        freed = self.freed
-        for handle, mode in missing:
-            if mode != SCRATCH and self.last not in handle.replicas:
+        for handle in handles:
+            if coherence.wants_home(handle, W, self.last):
                 if not self._make_home(handle, order):
                     for home in made:
-                        self.drop(home)
-                    self.freed = freed  # nothing that anybody could wait for
+                        self._unmake_home(home)
                     return False
                 made.append(handle.replicas[self.last])
         return True
@@ -219,11 +230,6 @@ class Residency(Replicas):
         self._copy(source, self._settle_in(handle, node_id, offset))
         return True
 
-    def _evict(self, victims: Sequence[Replica]) -> None:
-        self.num_evictions += len(victims)
-        for victim in victims:
-            self.drop(victim)
-
     def compact_for(self, task: Task, node_id: NodeId) -> bool:
         """Make one hole of all that is free or droppable on an idle node, and of what is free on the last tier, if the task then fits there.
 
@@ -232,31 +238,42 @@ class Residency(Replicas):
         """
         if not self.claims.allow(task):
             return False
-        homes = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self.last not in handle.replicas)
         last = self.nodes[self.last]
-        if node_id != self.last and last.used + homes > last.budget:
+        homes = self._missing_homes(task) if node_id != self.last else 0
+        if homes and self._plan_hole(task, self.last, homes) is None:
             return False
-        if not self._make_hole(task, node_id):
+        missing = sum(handle.size for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas)
+        if not self._make_hole(task, node_id, missing):
             return False
-        if node_id != self.last and not last.is_storage:
-            self._compact(self.last)
-        return True
+        return node_id == self.last or last.is_storage or self._make_hole(task, self.last, homes)
 
-    def _make_hole(self, task: Task, node_id: NodeId) -> bool:
-        """Make one hole of all that is free or droppable on the node, if the task then fits there."""
+    def _missing_homes(self, task: Task) -> int:
+        """Bytes that the homes of what the task will write still take on the last tier."""
+        return sum(
+            handle.size
+            for handle, mode in task.accesses
+            if mode != SCRATCH and self.last not in handle.replicas and coherence.wants_home(handle, mode, self.last)
+        )
+
+    def _plan_hole(self, task: Task, node_id: NodeId, missing: int) -> list[Replica] | None:
+        """What must go so that the node has so many bytes for the task, in holes of any size; None if too little may."""
         node, shelf = self.nodes[node_id], self.shelves[node_id]
         own = {handle for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas}
-        missing = sum(handle.size for handle, _ in task.accesses) - sum(handle.size for handle in own)
         candidates = [replica for replica in shelf.starts.values() if replica.handle not in own and self._may_go(replica)]
         candidates.sort(key=self.eviction.key, reverse=True)
         victims: list[Replica] = []
-        excess = node.used + missing - node.extents.capacity
+        excess = node.used + missing - min(node.extents.capacity, node.budget)
         for replica in candidates:
             if excess <= 0:
                 break
             victims.append(replica)
             excess -= replica.handle.size
-        if excess > 0 or not self._are_clean(victims):
+        return None if excess > 0 else victims
+
+    def _make_hole(self, task: Task, node_id: NodeId, missing: int) -> bool:
+        """Make one hole of all that is free or droppable on the node, if so many bytes for the task then fit there."""
+        victims = self._plan_hole(task, node_id, missing)
+        if victims is None or not self._are_clean(victims):
             return False
         self._evict(victims)
         self._compact(node_id)
@@ -278,12 +295,12 @@ class Residency(Replicas):
         self.nodes[node_id].extents.compact(position)
         shelf.move(kept)
         for replica in kept:
-            if node_id != self.last:
+            if not replica.is_home:
                 shelf.offer(replica)
 
     def _may_go(self, replica: Replica) -> bool:
         """Whether an unpinned replica may be dropped, perhaps after a write-back."""
-        return replica.node != self.last and (self.broken is None or not coherence.is_needed(replica))
+        return not replica.is_home and (self.broken is None or not coherence.is_needed(replica))
 
 
 def num_inputs(task: Task) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .records import ANY, RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerId, WorkerKind
+from .records import ANY, FILE, RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerId, WorkerKind
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class StepPlan:
         last tier must hold what exists at once in the planned order with one task at a time: all data that outlives the step, one instance of the
         outputs for each replay in flight, and the largest sum of temporaries (copies of inputs among them) and, if tasks run there, scratch. The
         second replay's temporaries do not add to it: tasks ahead of the planned order get only room that the rest of that order does not need.
-        Data that the step does not use comes on top.
+        What lies in a file and is only read counts like scratch, since it can be read again. Data that the step does not use comes on top.
 
         Args:
             is_last: whether no tier lies below.
@@ -144,15 +144,30 @@ class StepPlan:
         """
         if not is_last:
             return self.largest_task() if computes else max((handle.size for handle in self.uses if not self._is_scratch(handle)), default=0)
-        kept = sum(handle.size for handle in self.uses if handle not in self.owned and not self._is_scratch(handle))
+        kept = self.kept_bytes()
         outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
-        return kept + min(replays, 2) * outputs + max(self.temporary_bytes(scratch=computes), default=0)
+        passing = max(self.temporary_bytes(scratch=computes), default=0)
+        lent = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # to the program, which may ask for any of them
+        return kept + min(replays, 2) * outputs + max(passing, lent)
+
+    def kept_bytes(self) -> int:
+        """Bytes of data that outlives the step and takes room on the last tier: all but outputs, and what lies in a file and is only read."""
+        outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
+        return sum(handle.size for handle in outlives if not self.stays_in_file(handle))
+
+    def stays_in_file(self, handle: HandleRecord) -> bool:
+        """Whether the handle's data lies in a file and the step only reads it."""
+        return FILE in handle.replicas and self.uses[handle].first_writer is None
 
     def temporary_bytes(self, *, scratch: bool) -> list[int]:
-        """For each place in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch."""
+        """For each place in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch.
+
+        Args:
+            scratch: whether tasks run here, and need room for scratch and for what they read from files.
+        """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
-            if self._is_scratch(handle):
+            if self._is_scratch(handle) or self.stays_in_file(handle):
                 for position in use.positions if scratch else ():
                     change[position] += handle.size
                     change[position + 1] -= handle.size

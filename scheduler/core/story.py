@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .events import CopyFailed, CopyFinished, Event, HandleReleased, StepStarted, TaskFailed, TaskFinished, TaskSubmitted, WorkerJoined
+from .events import (
+    CopyFailed,
+    CopyFinished,
+    Event,
+    HandleReleased,
+    SourceAttached,
+    StepStarted,
+    TaskFailed,
+    TaskFinished,
+    TaskSubmitted,
+    WorkerJoined,
+)
 from .records import HandleRecord, Task
 
 LENGTH = 20
@@ -32,6 +43,9 @@ def _line(event: Event, subject: Task | HandleRecord | None) -> str | None:
     elif isinstance(event, HandleReleased):
         if subject is None or subject is event.handle:
             return f"HandleReleased: {event.handle!r}"
+    elif isinstance(event, SourceAttached):
+        if subject is None or subject is event.handle:
+            return f"SourceAttached: {event.handle!r}"
     elif isinstance(event, StepStarted):
         return f"StepStarted: replay {event.replay.number} of {len(event.replay.tasks)} tasks"
     elif isinstance(event, WorkerJoined) and subject is None:

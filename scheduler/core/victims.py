@@ -354,5 +354,5 @@ def is_dirty(replica: Replica) -> bool:
 
 
 def is_unused(replica: Replica) -> bool:
-    """Whether nothing but copies uses the replica."""
-    return replica.pins == replica.outgoing
+    """Whether nothing but copies uses the replica, and it is no home."""
+    return replica.pins == replica.outgoing and not replica.is_home

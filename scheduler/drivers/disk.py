@@ -1,6 +1,6 @@
-"""The disk tier's copies: a few threads that read and write one file, several requests in flight.
+"""Copies from and to files: a few threads that read and write the disk tier, and read the files that data begins in, several requests in flight.
 
-Reads go before writes: a task waits for a read, and hardly ever for a write.
+Reads go before writes: a task waits for a read, and hardly ever for a write. What a source raises is an answer like any other: its data is lost.
 """
 
 from __future__ import annotations
@@ -9,24 +9,42 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import Final
+from typing import Any, Final, Protocol
 
 from ..core.errors import TierFailed
 from ..core.events import CopyTile
-from ..core.records import NodeId
+from ..core.records import FILE, NodeId, Replica
 from ..storage import DiskTier, HostArena
 
 THREADS: Final = 4
 """Requests in flight at most."""
 
 
+class Source(Protocol):
+    """Where a handle's data lies in a file."""
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of working memory that `read` needs."""
+
+    def read(self, out: Any, scratch: memoryview, /) -> None:
+        """Fill the handle's view; called in any thread, again whenever the data is wanted, and must give the same data each time.
+
+        Args:
+            scratch: `scratch_nbytes` of bytes.
+
+        Raises:
+            Exception: anything; whoever reads the handle is told.
+        """
+
+
 class DiskEngine:
-    """Carries out copies from and to the storage node.
+    """Carries out copies from and to files.
 
     Args:
         arenas: memory of every other node.
-        tier: the file.
-        node: the storage node.
+        tier: the disk tier, if there is one.
+        node: its node.
         done: called after each copy with the action, its start and end.
         lost: called with a copy that failed and why.
         fail: called with what went wrong in the engine itself.
@@ -35,10 +53,10 @@ class DiskEngine:
     def __init__(
         self,
         arenas: Sequence[HostArena],
-        tier: DiskTier,
+        tier: DiskTier | None,
         node: NodeId,
         done: Callable[[CopyTile, int, int], None],
-        lost: Callable[[CopyTile, TierFailed], None],
+        lost: Callable[[CopyTile, BaseException], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         self.arenas = arenas
@@ -59,7 +77,7 @@ class DiskEngine:
     def put(self, action: CopyTile) -> None:
         """Ask for a copy."""
         with self._wake:
-            (self._reads if action.source.node == self.node else self._writes).append(action)
+            (self._writes if action.target.node == self.node else self._reads).append(action)
             self._wake.notify()
 
     def stop(self) -> None:
@@ -72,7 +90,8 @@ class DiskEngine:
         """Wait for the threads, then close the file."""
         for thread in self._threads:
             thread.join()
-        self.tier.close()
+        if self.tier is not None:
+            self.tier.close()
 
     def _next(self) -> CopyTile | None:
         with self._wake:
@@ -83,10 +102,14 @@ class DiskEngine:
             return (self._reads or self._writes).popleft()
 
     def _run(self) -> None:
+        scratch = bytearray()
         while (action := self._next()) is not None:
             try:
                 start = perf_counter_ns()
-                error = self._carry_out(action)
+                if action.source.node == FILE:
+                    scratch, error = self._read_file(action.source, action.target, scratch)
+                else:
+                    error = self._carry_out(action)
                 if error is None:
                     self._done(action, start, perf_counter_ns())
                 else:
@@ -95,7 +118,21 @@ class DiskEngine:
                 self._fail(bug)
             del action
 
+    def _read_file(self, file: Replica, target: Replica, scratch: bytearray) -> tuple[bytearray, BaseException | None]:
+        """Fill a replica from its file; the working memory, which the next one may use, and what went wrong."""
+        source: Source = file.view  # type: ignore[assignment]  # opaque to the core
+        view: Any = file.handle.view
+        try:
+            nbytes = source.scratch_nbytes
+            if nbytes > len(scratch):
+                scratch = bytearray(nbytes)
+            source.read(view(self.arenas[target.node].memory, target.offset), memoryview(scratch)[:nbytes])
+        except BaseException as error:  # not ours: it may raise anything, like a kernel
+            return scratch, error
+        return scratch, None
+
     def _carry_out(self, action: CopyTile) -> TierFailed | None:
+        assert self.tier is not None  # only its node has such copies
         source, target = action.source, action.target
         size = source.handle.size
         try:

@@ -13,13 +13,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import DoesNotFit, SchedulerError
-from ..core.events import CopyFinished, CopyTile, Event, ReportFailure, RunTask, StepStarted, TaskFinished, TaskSubmitted, WorkerJoined
+from ..core.events import (
+    CopyFinished,
+    CopyTile,
+    Event,
+    ReportFailure,
+    RunTask,
+    SourceAttached,
+    StepStarted,
+    TaskFinished,
+    TaskSubmitted,
+    WorkerJoined,
+)
 from ..core.eviction import DEFAULT_EVICTION
 from ..core.machine import Machine
 from ..core.memory import MemoryNode
 from ..core.perf import Given
 from ..core.policies import POLICIES
-from ..core.records import HandleId, HandleRecord, NodeId, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.records import FILE, HandleId, HandleRecord, NodeId, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from ..core.steps import RecordedTask, StepPlan
 
 Duration = Callable[[Task, WorkerKind], float]
@@ -111,7 +122,7 @@ class VirtualDriver:
         while self._agenda:
             self.now, _, event = heapq.heappop(self._agenda)
             self.bring(event)
-            if self._tier is not None and isinstance(event, CopyFinished) and self._tier in (event.source.node, event.target.node):
+            if isinstance(event, CopyFinished) and self._takes_channel(event.source.node, event.target.node):
                 self._num_channels += 1
                 self._use_channels()
 
@@ -124,12 +135,16 @@ class VirtualDriver:
 
     def _begin_copy(self, copy: CopyTile) -> None:
         link = (copy.source.node, copy.target.node)
-        if self._tier in link:
-            (self._reads if link[0] == self._tier else self._writes).append(copy)
+        if self._takes_channel(*link):
+            (self._writes if link[1] == self._tier else self._reads).append(copy)
             self._use_channels()
             return
         end = self._links[link] = max(self.now, self._links.get(link, 0.0)) + self._seconds(copy)
         self._enter(end, CopyFinished(copy.source, copy.target))
+
+    def _takes_channel(self, source: NodeId, target: NodeId) -> bool:
+        """Whether a copy is one from or to a file."""
+        return source == FILE or (self._tier is not None and self._tier in (source, target))
 
     def _use_channels(self) -> None:
         """Begin copies from and to the tier while it takes any."""
@@ -163,7 +178,7 @@ def simulate(
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
 
     What the step reads without writing it first lies in host memory, or below it, at the start, and so do the outputs of two earlier replays. What is
-    used first is loaded last.
+    used first is loaded last. What lies in a file and is only read is there, and nowhere else.
 
     Args:
         workers: (kind, node, depth) of each worker.
@@ -172,7 +187,7 @@ def simulate(
         duration: of a task on a kind of worker, seconds.
         transfer: seconds of a copy between two nodes; None for copies that take no time.
         storage: whether the last node is a disk tier.
-        channels: copies from and to the disk tier under way at most, each as long as `transfer` says.
+        channels: copies from and to files under way at most, each as long as `transfer` says.
         eviction, prefetch: as in `Machine`.
         replays: how often the step runs; the last one is reported, when devices hold what fits.
 
@@ -190,9 +205,12 @@ def simulate(
     driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels)
     twin = _detached(plan)
     num_tasks = len(twin.tasks)
+    for handle, own in zip(plan.uses, twin.uses, strict=True):
+        if plan.stays_in_file(handle):
+            driver.bring(SourceAttached(own, None))
     instances = [twin.instantiate(_clone, num_tasks * (1 + which), computes_on_last=machine.computes_on_last) for which in range(2)]
     outputs = [record for _, twins in instances for record in twins.values() if not record.released]
-    found = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned]
+    found = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)]
     _load(driver, [*outputs, *found])
     for number in range(replays):
         before = _measure(driver, num_tasks)
@@ -214,7 +232,7 @@ def _measure(driver: VirtualDriver, num_tasks: int) -> Simulation:
         busy_seconds=list(driver.busy_seconds),
         peak_bytes={node.name: node.peak for node in machine.nodes},
         peak_bytes_by_class={node.name: {str(name): size for name, size in node.peak_by_class.items()} for node in machine.nodes},
-        moved_bytes={f"{names[a]}->{names[b]}": nbytes for (a, b), nbytes in machine.moved_bytes.items()},
+        moved_bytes={f"{machine.residency.name_of(a)}->{names[b]}": nbytes for (a, b), nbytes in machine.moved_bytes.items()},
         num_tasks=num_tasks,
         num_evictions=machine.num_evictions,
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..core.perf import KEPT, KEPT_COPIES, Key, LinkModel, Models, Series
-from ..core.records import NodeId
+from ..core.records import FILE, FILE_NAME, NodeId
 
 VERSION: Final = 2
 """Of the format; files of another version are ignored."""
@@ -78,7 +78,7 @@ class PerfStore:
 
     def __init__(self, machine: Mapping[str, str], names: Sequence[str], directory: Path | None = None) -> None:
         self.machine = dict(machine)
-        self.names = list(names)
+        self.names = {**{NodeId(at): name for at, name in enumerate(names)}, FILE: FILE_NAME}
         canonical = json.dumps(self.machine, sort_keys=True).encode()
         self.path = (directory or default_directory()) / f"{zlib.crc32(canonical):08x}.json"
 
@@ -92,7 +92,7 @@ class PerfStore:
         for key, samples in tasks.items():
             models.history.series[key] = Series(samples)
         num_links = 0
-        ids = {name: NodeId(at) for at, name in enumerate(self.names)}
+        ids = {name: node for node, name in self.names.items()}
         for (source, target), copies in links.items():
             if source in ids and target in ids:
                 link = LinkModel()
@@ -113,7 +113,7 @@ class PerfStore:
             if series.samples:
                 tasks[key] = list(series.samples)
         for (source, target), link in models.links.items():
-            if link.samples and max(source, target) < len(self.names):
+            if link.samples and source in self.names and target in self.names:
                 links[self.names[source], self.names[target]] = list(link.samples)
         content = {
             "version": VERSION,

@@ -32,6 +32,7 @@ from ..core.events import (
     ReportFailure,
     ReportStepDone,
     RunTask,
+    SourceAttached,
     StepStarted,
     TaskFailed,
     TaskFinished,
@@ -44,6 +45,7 @@ from ..core.memory import PAGE, MemoryNode
 from ..core.policies import POLICIES
 from ..core.records import (
     ANY,
+    FILE,
     RW,
     SCRATCH,
     HandleId,
@@ -104,6 +106,7 @@ class FakeDriver:
         self.handles: list[HandleRecord] = []
         self.inbox: list[HandleRecord] = []
         self.unreadable: set[HandleRecord] = set()
+        self.files: dict[HandleRecord, int] = {}
         self.steps_done: list[tuple[Replay, int]] = []
         self._current: dict[Task, Run] = {}
         self._states: dict[Task, str] = {}
@@ -130,6 +133,11 @@ class FakeDriver:
         run = self._enter(task, salt or number)
         self.bring(TaskSubmitted(task))
         return run
+
+    def attach(self, handle: HandleRecord, scratch: int = 0) -> None:
+        """The handle's data lies in a file from now on; which number it is follows from the handle."""
+        self.files[handle] = mix(handle.id + 1, [len(self.files)])
+        self.bring(SourceAttached(handle, self.files[handle], scratch))
 
     def release(self, handle: HandleRecord) -> None:
         """The program forgets a handle; the machine hears of it at the next event, as from a finalizer."""
@@ -189,6 +197,7 @@ class FakeDriver:
         for action in actions:
             self._carry_out(action)
         self.machine.validate()
+        self._check_files()
         self._check_transitions()
 
     def _carry_out(self, action: Action) -> None:
@@ -251,9 +260,8 @@ class FakeDriver:
 
     def _end_copy(self, copy: CopyTile, error: BaseException | None) -> None:
         value = self.copying.pop(copy)
-        nodes = self.machine.nodes
-        if error is not None and (nodes[copy.source.node].is_storage or nodes[copy.target.node].is_storage):
-            if nodes[copy.source.node].is_storage:
+        if error is not None and (self.is_read(copy) or self.machine.nodes[copy.target.node].is_storage):
+            if self.is_read(copy):
                 self.unreadable.add(copy.source.handle)
             self.bring(CopyFailed(copy.source, copy.target, error))
             return
@@ -261,6 +269,10 @@ class FakeDriver:
             raise Wrong(f"{copy.source.handle!r} changed while it was copied")
         self._store(copy.target, value)
         self.bring(CopyFinished(copy.source, copy.target))
+
+    def is_read(self, copy: CopyTile) -> bool:
+        """Whether a copy reads from a file: one of the program's, or the disk tier."""
+        return copy.source.node == FILE or self.machine.nodes[copy.source.node].is_storage
 
     def finish(self, run: Run, error: BaseException | None = None) -> None:
         """End one task, which must be running; it may fail."""
@@ -286,6 +298,8 @@ class FakeDriver:
         Raises:
             Wrong: its pages disagree, so something else has written there.
         """
+        if replica.node == FILE:
+            return self.files[replica.handle]
         memory = self.memory[replica.node]
         values = {memory.get(page, 0) for page in range(replica.offset, replica.offset + replica.handle.size, PAGE)}
         if len(values) != 1:
@@ -294,6 +308,13 @@ class FakeDriver:
 
     def _store(self, replica: Replica, value: int) -> None:
         self.memory[replica.node].update(dict.fromkeys(range(replica.offset, replica.offset + replica.handle.size, PAGE), value))
+
+    def _check_files(self) -> None:
+        found = [handle for handle in self.handles if FILE in handle.replicas]
+        cold = sum(len(handle.replicas) == 1 for handle in found)
+        residency = self.machine.residency
+        if (len(found), cold) != (residency.num_files, residency.num_cold):
+            raise Wrong(f"{len(found)} handles are in files, {cold} nowhere else, but {residency.num_files} and {residency.num_cold} were counted")
 
     def _check_transitions(self) -> None:
         for task, run in list(self._current.items()):
@@ -313,7 +334,7 @@ class FakeDriver:
         self._flush_inbox()
         if self.machine.num_unfinished or any(not run.ended for run in self.runs):
             raise Wrong(f"tasks never ended: {[run.task for run in self.runs if not run.ended]}")
-        values = truth(self.runs, self.unreadable)
+        values = truth(self.runs, self.unreadable, self.files)
         for handle in {handle for run in self.runs for handle, mode in run.accesses if mode != SCRATCH}:
             if handle.released:
                 if handle.replicas:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from ..core.errors import DoesNotFit, SchedulerError, TierFailed
@@ -36,7 +37,9 @@ class Run:
     before: list[int] = field(default_factory=list)
 
 
-def truth(runs: Sequence[Run], unreadable: Collection[HandleRecord] = ()) -> dict[HandleRecord, int | str]:
+def truth(
+    runs: Sequence[Run], unreadable: Collection[HandleRecord] = (), files: Mapping[HandleRecord, int] = MappingProxyType({})
+) -> dict[HandleRecord, int | str]:
     """Run tasks one after another in submission order: what each handle holds at the end, or why it is lost.
 
     Root failures are taken from the runs (a kernel raised, the task did not fit, or the disk took no more); that the others were cancelled exactly
@@ -45,11 +48,12 @@ def truth(runs: Sequence[Run], unreadable: Collection[HandleRecord] = ()) -> dic
     Args:
         runs: in submission order.
         unreadable: handles that a disk failed to give back at some time: their readers may or may not have been cancelled.
+        files: what handles hold at the beginning.
 
     Raises:
         Wrong: a task ran, or read something, or was cancelled, that should not have.
     """
-    values: dict[HandleRecord, int | str] = {}
+    values: dict[HandleRecord, int | str] = dict(files)
     for run in runs:
         inputs = [values.get(handle, "nothing has written it") for handle, mode in run.accesses if mode == R or mode == RW]
         known = [value for value in inputs if isinstance(value, int)]

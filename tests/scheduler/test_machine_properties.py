@@ -32,10 +32,12 @@ LAYOUTS = (
     ((12, 13, 12, 24), (("sim", 1, 2), ("sim", 2, 2)), True),
 )
 DISKS = (
-    ((6, 30), (("cpu", 0, 1), ("cpu", 0, 1))),
-    ((8, 18), (("cpu", 0, 2),)),
-    ((6, 5, 40), (("cpu", 0, 1), ("sim", 1, 2))),
-    ((4, 5, 6, 30), (("sim", 1, 2), ("sim", 2, 2))),
+    ((6, 30), (("cpu", 0, 1), ("cpu", 0, 1)), True),
+    ((8, 18), (("cpu", 0, 2),), True),
+    ((6, 5, 40), (("cpu", 0, 1), ("sim", 1, 2)), True),
+    ((4, 5, 6, 30), (("sim", 1, 2), ("sim", 2, 2)), True),
+    ((20,), (("cpu", 0, 1), ("cpu", 0, 1)), False),
+    ((20, 5), (("sim", 1, 2),), False),
 )
 
 
@@ -50,13 +52,16 @@ class Programs(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         window=st.sampled_from((1, 3, 256)),
         roomy=st.booleans(),
+        files=st.integers(0, 3),
     )
-    def begin(self, layout: tuple, policy: str, eviction: str, window: int, roomy: bool) -> None:
+    def begin(self, layout: tuple, policy: str, eviction: str, window: int, roomy: bool, files: int) -> None:
         pages, workers, storage = layout
         pages = [page * (3 if roomy else 1) for page in pages]
         self.driver = FakeDriver(pages, workers, policy, storage=storage, eviction=eviction, window=window, collect=self.collect)
         self.handles: list[HandleRecord] = [self.driver.handle(1 + at % 3) for at in range(4)]
         self.written: set[HandleRecord] = set()
+        for handle in self.handles[:files]:
+            self.attach(handle)
         self.step: FakeStep | None = None
         self.num_salts = 0
 
@@ -70,10 +75,17 @@ class Programs(RuleBasedStateMachine):
         self.written.update(handle for handle, mode in found.items() if mode != R)
         return list(found.items())
 
-    @rule(pages=st.integers(1, 3))
-    def make_handle(self, pages: int) -> None:
+    def attach(self, handle: HandleRecord) -> None:
+        """The handle's data lies in a file."""
+        self.driver.attach(handle)
+        self.written.add(handle)
+
+    @rule(pages=st.integers(1, 3), in_file=st.booleans())
+    def make_handle(self, pages: int, in_file: bool) -> None:
         if len(self.handles) < 8:
             self.handles.append(self.driver.handle(pages))
+            if in_file:
+                self.attach(self.handles[-1])
 
     @rule(
         picks=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(MODES)), min_size=1, max_size=4),
@@ -165,13 +177,16 @@ def test_random_programs_end_as_the_sequential_truth() -> None:
 
 
 def failing_disk(chance: Random) -> FakeDriver:
-    """A random program with a recorded step, over a disk that fails to give back, now and then, and perhaps to take."""
-    pages, workers = chance.choice(DISKS)
+    """A random program with a recorded step, over a disk and files that fail to give back, now and then, and a disk that perhaps fails to take."""
+    pages, workers, storage = chance.choice(DISKS)
     policy, eviction = chance.choice(sorted(POLICIES)), chance.choice(sorted(EVICTION_POLICIES))
-    driver = FakeDriver(pages, workers, policy, storage=True, eviction=eviction, window=chance.choice((1, 3, ANY)))
+    driver = FakeDriver(pages, workers, policy, storage=storage, eviction=eviction, window=chance.choice((1, 3, ANY)))
     handles = [driver.handle(1 + at % 2) for at in range(8)]
     for handle in handles:
-        driver.submit((handle, W))
+        if chance.random() < 0.4:
+            driver.attach(handle)
+        else:
+            driver.submit((handle, W))
     temporary, output = driver.handle(1, "tmp"), driver.handle(2, "out")
     recorded = [[(handles[at], R), (handles[at + 1], RW), (temporary, W if at == 0 else RW)] for at in range(6)]
     step = driver.record([*recorded, [(temporary, R), (output, W)]], {temporary: False, output: True})
@@ -184,7 +199,7 @@ def failing_disk(chance: Random) -> FakeDriver:
         elif driver.num_under_way:
             which = chance.randrange(driver.num_under_way)
             copy = [*[None] * len(driver.running), *driver.copying][which]
-            odds = 0.01 if copy is None else reads if driver.machine.nodes[copy.source.node].is_storage else writes
+            odds = 0.01 if copy is None else reads if driver.is_read(copy) else writes
             driver.end(which, TierFailed("planted") if chance.random() < odds else None)
     driver.drain(chance.randrange)
     return driver

@@ -1,8 +1,8 @@
 """At or above the planned minimum every task of a recorded step gets its turn, whatever ends first; below it the refusal names the number.
 
-Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs) on one to four nodes with budgets from the minimum upwards,
-under every policy, several replays, in random completion orders. Each case ends with the sequential truth, and `FakeDriver` validates the ledger
-after every event. More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
+Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files) on one to four nodes with budgets from the
+minimum upwards, under every policy, several replays, in random completion orders. Each case ends with the sequential truth, and `FakeDriver`
+validates the ledger after every event. More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Sketch:
     driver: FakeDriver
     persistent: list[HandleRecord] = field(default_factory=list)
     inputs: list[HandleRecord] = field(default_factory=list)
+    files: list[HandleRecord] = field(default_factory=list)
     outputs: list[HandleRecord] = field(default_factory=list)
     owned: dict[HandleRecord, bool] = field(default_factory=dict)
     tasks: list[list[Access]] = field(default_factory=list)
@@ -61,8 +62,8 @@ class Sketch:
         self.owned[handle] = is_output
         return handle
 
-    def begin(self, sizes: list[int], num_inputs: int) -> None:
-        """Persistent data, and inputs with the step's own copies of them."""
+    def begin(self, sizes: list[int], num_inputs: int, in_files: int) -> None:
+        """Persistent data, some of it in files by the bits of `in_files`, and inputs with the step's own copies of them."""
         for at, pages in enumerate(sizes):
             (self.inputs if at < num_inputs else self.persistent).append(self.driver.handle(pages, f"p{at}"))
         for handle in self.inputs:
@@ -70,6 +71,10 @@ class Sketch:
             self.tasks.append([(handle, R), (own, W)])
             self.readable.append(own)
         self.readable += self.persistent
+        for at, handle in enumerate(self.persistent):
+            if in_files >> at & 1:
+                self.files.append(handle)
+                self.driver.attach(handle)
 
     def add(self, what: int, a: int, b: int, pages: int) -> None:
         """One or more tasks of a kind."""
@@ -109,6 +114,7 @@ class Sketch:
 SKETCHES = st.tuples(
     st.lists(st.integers(1, 4), min_size=2, max_size=5),
     st.integers(0, 2),
+    st.one_of(st.just(0), st.integers(0, 31)),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=9),
 )
 EXTRA = st.sampled_from((0, 0, 0, 1, 2, 3, 5, 9, 30))
@@ -127,13 +133,13 @@ class Case:
 def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, eviction: str, window: int, prefetch: bool, below: int = 0) -> Case:
     """A machine with so many pages more than the minimum on each node, and `below` less where tasks run, with the step's data in place."""
     num_nodes, workers, storage = layout
-    sizes, num_inputs, adds = sketch
+    sizes, num_inputs, in_files, adds = sketch
 
     def draw(pages: list[int]) -> tuple[FakeDriver, Sketch, FakeStep]:
         crew = [(kind, node, 1 if kind == "cpu" else 1 + extras[-1] % 3) for kind, node in workers]
         driver = FakeDriver(pages, crew, policy, storage=storage, eviction=eviction, window=window, prefetch=prefetch)
         drawn = Sketch(driver)
-        drawn.begin(sizes, num_inputs)
+        drawn.begin(sizes, num_inputs, in_files)
         for add in adds:
             drawn.add(*add)
         parts = [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
@@ -157,7 +163,7 @@ def program(case: Case, chance: Random, replays: int) -> None:
     driver, sketch, step = case.driver, case.sketch, case.step
     used = step.plan.uses
     for handle in [*sketch.persistent, *sketch.inputs]:
-        if handle in used:
+        if handle in used and handle not in sketch.files:
             driver.submit((handle, W), kinds=("host",))
             driver.drain(chance.randrange)
     twins: list[dict[HandleRecord, HandleRecord]] = []
@@ -168,6 +174,8 @@ def program(case: Case, chance: Random, replays: int) -> None:
             twins.append(step.replay())
             if sketch.outputs and chance.random() < 0.5:
                 driver.submit((twins[-1][chance.choice(sketch.outputs)], R), kinds=("host",))
+            if sketch.files and chance.random() < 0.3 and (handle := chance.choice(sketch.files)) in used:
+                driver.submit((handle, R), kinds=("host",))
         elif driver.num_under_way:
             driver.end(chance.randrange(driver.num_under_way) if chance.random() < 0.8 else 0)
 

@@ -1,12 +1,20 @@
-"""Handles with a source: written by its task when they are first asked for, once, and not before."""
+"""Data that begins in files: read when it is wanted, as often as it had to leave, never written elsewhere before the program writes it."""
 
 from __future__ import annotations
 
 import gc
+import json
+import threading
 
+import numpy as np
 import pytest
 
-from scheduler import Codelet, HandleLost, InlineRuntime, Runtime, TaskError
+from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, RecordingError, Runtime, TaskError, Trace
+from scheduler.core.lookahead import TASKS
+from scheduler.core.memory import PAGE
+
+COUNT = PAGE // 8
+"""Numbers in a page."""
 
 
 class Store:
@@ -15,57 +23,75 @@ class Store:
     def __init__(self, runtime, kit) -> None:  # type: ignore[no-untyped-def]
         self.runtime, self.kit = runtime, kit
         self.read: list[str] = []
+        self.failure: BaseException | None = None
 
-    def handle(self, value: float, name: str, **options):  # type: ignore[no-untyped-def]
+    def handle(self, value: float, name: str, scratch: int = 0, **options):  # type: ignore[no-untyped-def]
         """A handle whose source fills it with `value`."""
         handle = self.kit.handle(self.runtime, name, kind="persistent", **options)
-        self.runtime.attach(handle, lambda found: self.submit(found, value))
+        self.runtime.attach(handle, Number(self, value, name, scratch))
         return handle
 
-    def submit(self, handle, value: float) -> None:  # type: ignore[no-untyped-def]
-        """The source's task."""
-        self.read.append(handle.name)
-        self.runtime.submit(self.kit.fill, [(handle, "W")], {"value": value})
+
+class Number:
+    """A source of one number, which looks as if it needed working memory."""
+
+    def __init__(self, store: Store, value: float, name: str, scratch_nbytes: int) -> None:
+        self.store, self.value, self.name, self.scratch_nbytes = store, value, name, scratch_nbytes
+
+    def read(self, out: np.ndarray, scratch: memoryview) -> None:
+        """Fill with the number, by way of the working memory."""
+        assert len(scratch) == self.scratch_nbytes
+        scratch[:] = b"\1" * len(scratch)
+        self.store.read.append(self.name)
+        if self.store.failure is not None:
+            raise self.store.failure
+        out.fill(self.value)
 
 
-@pytest.fixture(params=["inline", "threads"])
-def runtime(request):  # type: ignore[no-untyped-def]
+@pytest.fixture(params=["inline", "threads", "device", "disk"])
+def runtime(request, tmp_path):  # type: ignore[no-untyped-def]
     """The oracle and the real one."""
     if request.param == "inline":
         yield InlineRuntime()
     else:
-        with Runtime(2, ram=1 << 20) as made:
+        machine = {"threads": {}, "device": {"sim_gpus": 1}, "disk": {"disk": (tmp_path, 1 << 20)}}[request.param]
+        with Runtime(2, ram=1 << 20, **machine) as made:
             yield made
             made._engine.machine.validate()
 
 
-def test_the_first_to_ask_has_it_read(runtime, kit) -> None:  # type: ignore[no-untyped-def]
-    """By a task that reads, one that updates, or the program; nobody else, and never twice."""
+def test_what_is_asked_for_is_read(runtime, kit) -> None:  # type: ignore[no-untyped-def]
+    """By a task that reads, one that updates, or the program."""
     store = Store(runtime, kit)
     a, b, c, d = (store.handle(number, name) for number, name in enumerate("abcd", 1))
     total = kit.filled(runtime, 0)
-    assert store.read == []
+    assert isinstance(runtime, InlineRuntime) or store.read == []
     runtime.submit(kit.add, [(total, "RW"), (b, "R")])
     runtime.submit(kit.double, [(a, "RW")])
     assert kit.value(runtime, c) == 3
     runtime.submit(kit.add, [(total, "RW"), (a, "R")])
     assert kit.value(runtime, total) == 4
-    assert store.read == ["b", "a", "c"]
+    assert kit.value(runtime, a) == 2
+    if not isinstance(runtime, InlineRuntime):
+        assert set(store.read) == {"a", "b", "c"}
+        moved = runtime.stats()["moved_bytes"]
+        assert sum(nbytes for link, nbytes in moved.items() if link.startswith("file->")) == 64 * len(store.read)
     del d
     gc.collect()
 
 
-def test_overwriting_forgets_the_source(runtime, kit) -> None:  # type: ignore[no-untyped-def]
+def test_overwriting_forgets_the_file(runtime, kit) -> None:  # type: ignore[no-untyped-def]
     """What would be overwritten is not read."""
     store = Store(runtime, kit)
     a, b = store.handle(1, "a"), store.handle(2, "b")
+    read = list(store.read)
     runtime.submit(kit.fill, [(a, "W")], {"value": 5})
     with runtime.acquire(b, "W") as view:
         view.fill(7)
-    assert (kit.value(runtime, a), kit.value(runtime, b), store.read) == (5, 7, [])
+    assert (kit.value(runtime, a), kit.value(runtime, b), store.read) == (5, 7, read)
 
 
-def test_sums_begin_with_what_the_source_holds(runtime, kit) -> None:  # type: ignore[no-untyped-def]
+def test_sums_begin_with_what_the_file_holds(runtime, kit) -> None:  # type: ignore[no-untyped-def]
     """A contribution adds to it."""
     store = Store(runtime, kit)
     a, one = store.handle(3, "a"), kit.filled(runtime, 1)
@@ -74,56 +100,198 @@ def test_sums_begin_with_what_the_source_holds(runtime, kit) -> None:  # type: i
     assert (kit.value(runtime, a), store.read) == (4, ["a"])
 
 
-def test_recording_reads_nothing_and_the_first_replay_what_it_needs(kit) -> None:  # type: ignore[no-untyped-def]
-    """In the order of first use; data that the step overwrites is not read, nor what it does not touch."""
+def test_attaching_again_is_overwriting(runtime, kit) -> None:  # type: ignore[no-untyped-def]
+    """Written data, lost data and other files give way to the file; data in use does not."""
+    store = Store(runtime, kit)
+    written, lost, other = kit.filled(runtime, 1), kit.handle(runtime), store.handle(3, "other")
+    if isinstance(runtime, Runtime):
+        runtime.submit(kit.fail, [(lost, "W")])
+        with pytest.raises(TaskError):
+            runtime.wait()
+    for number, handle in enumerate((written, lost, other), 4):
+        runtime.attach(handle, Number(store, number, "new", 0))
+    assert [kit.value(runtime, handle) for handle in (written, lost, other)] == [4, 5, 6]
+    if isinstance(runtime, Runtime):
+        gate, go = kit.gate()
+        runtime.submit(gate, [(other, "R")])
+        with pytest.raises(ValueError, match="attach it before anything uses it"):
+            runtime.attach(other, Number(store, 7, "late", 0))
+        go()
+        with runtime.record() as step:
+            runtime.submit(kit.double, [(other, "RW")])
+            with pytest.raises(RecordingError, match="attach it before"):
+                runtime.attach(other, Number(store, 7, "late", 0))
+        step.replay().wait()
+        with pytest.raises(ValueError, match="attach it before anything uses it"):
+            runtime.attach(other, Number(store, 7, "late", 0))
+
+
+def test_a_step_reads_what_it_needs_when_it_is_wanted(kit) -> None:  # type: ignore[no-untyped-def]
+    """Recording reads nothing; a replay neither what it overwrites nor what it does not touch, nor far ahead of the planned order."""
+    with Runtime(1, ram=256 * PAGE) as runtime:
+        store = Store(runtime, kit)
+        files = [store.handle(number, str(number), count=COUNT) for number in range(200)]
+        overwritten, untouched = store.handle(1, "overwritten"), store.handle(2, "untouched")
+        total = kit.filled(runtime, 0, count=COUNT, kind="persistent")
+        gate, go = kit.gate()
+        with runtime.record() as step:
+            runtime.submit(kit.fill, [(overwritten, "W")], {"value": 10})
+            for at, handle in enumerate(files):
+                if at == 20:
+                    runtime.submit(gate, [(total, "RW")])
+                runtime.submit(kit.add, [(total, "RW"), (handle, "R")])
+        assert store.read == []
+        ticket = step.replay()
+        kit.value(runtime, files[19])
+        assert len(store.read) <= 20 + TASKS
+        go()
+        ticket.wait()
+        assert sorted(store.read, key=int) == [str(number) for number in range(200)]
+        assert kit.value(runtime, total) == sum(range(200))
+        assert [kit.value(runtime, handle) for handle in (overwritten, untouched)] == [10, 2]
+        runtime._engine.machine.validate()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("devices", [0, 2])
+def test_read_only_data_is_never_written_elsewhere(kit, tmp_path, disk, devices) -> None:  # type: ignore[no-untyped-def]
+    """Four times as much as memory, with a disk tier and without: nothing but what is written goes down, and the last tier holds no more."""
+    pages = 32
+    with Runtime(2, ram=12 * PAGE, disk=(tmp_path, 64 * PAGE) if disk else None, sim_gpus=devices, gpu_memory=8 * PAGE) as runtime:
+        store = Store(runtime, kit)
+        files = [store.handle(number, str(number), count=COUNT) for number in range(pages)]
+        total = kit.filled(runtime, 0, count=COUNT, kind="persistent")
+        with runtime.record() as step:
+            for handle in files:
+                runtime.submit(kit.add, [(total, "RW"), (handle, "R")])
+        assert step.plan.minimum_bytes(is_last=True, computes=not disk) <= 2 * PAGE
+        for _ in range(3):
+            step.replay().wait()
+        assert kit.value(runtime, total) == 3 * sum(range(pages))
+        stats = runtime.stats()
+        assert all(stats["peak_bytes"][node] <= stats["budget_bytes"][node] for node in stats["peak_bytes"])
+        assert sum(nbytes for link, nbytes in stats["moved_bytes"].items() if link.startswith("file->")) == PAGE * len(store.read) > 2 * pages * PAGE
+        if disk:
+            assert stats["peak_bytes"]["disk"] == PAGE
+        runtime._engine.machine.validate()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_is_written_gets_its_home_with_the_first_write(kit, tmp_path, disk) -> None:  # type: ignore[no-untyped-def]
+    """A step that updates half of what it reads, at the smallest budgets that its plan asks for."""
+
+    def run(ram: int, tier: int | None):  # type: ignore[no-untyped-def]
+        with Runtime(2, ram=ram, disk=None if tier is None else (tmp_path, tier)) as runtime:
+            store = Store(runtime, kit)
+            frozen = [store.handle(number, f"frozen {number}", count=COUNT) for number in range(8)]
+            trained = [store.handle(number, f"trained {number}", count=COUNT) for number in range(8)]
+            with runtime.record() as step:
+                for a, b in zip(frozen, trained, strict=True):
+                    runtime.submit(kit.add, [(b, "RW"), (a, "R")])
+            for _ in range(5):
+                ticket = step.replay()
+            ticket.wait()
+            assert [kit.value(runtime, handle) for handle in trained] == [6 * number for number in range(8)]
+            assert [kit.value(runtime, handle) for handle in frozen] == list(range(8))
+            assert sum(name.startswith("trained") for name in store.read) == 8
+            runtime._engine.machine.validate()
+            plan = step.plan
+            return plan.minimum_bytes(is_last=not disk, computes=True), plan.minimum_bytes(is_last=True, computes=False), runtime.stats()
+
+    ram, tier, _ = run(1 << 20, 1 << 20 if disk else None)
+    assert (ram, tier) == (2 * PAGE if disk else 9 * PAGE, 9 * PAGE)
+    _, _, stats = run(ram, 8 * PAGE if disk else None)
+    if disk:
+        assert stats["peak_bytes"]["disk"] == 8 * PAGE
+
+
+def test_readers_memory_counts(kit) -> None:  # type: ignore[no-untyped-def]
+    """Working memory of four readers is taken out of the budget with the first source that needs it; the plan of the step knows."""
+    with Runtime(1, ram=10 * PAGE) as runtime:
+        store = Store(runtime, kit)
+        a = store.handle(1, "a", scratch=PAGE)
+        assert runtime.stats()["resident_bytes"]["ram"] == 4 * PAGE
+        assert runtime.stats()["budget_bytes"]["ram"] == 10 * PAGE
+        store.handle(2, "b", scratch=100)
+        assert runtime.stats()["peak_bytes_by_class"]["ram"]["scratch"] == 4 * PAGE
+        assert kit.value(runtime, a) == 1
+        with pytest.raises(DoesNotFit, match=r"takes 49,152 B of ram for 4 readers, but of its budget of 40,960 B"):
+            store.handle(3, "c", scratch=3 * PAGE)
+        with pytest.raises(DoesNotFit, match="fill needs 28,672 B"):
+            runtime.submit(kit.fill, [(kit.handle(runtime, count=7 * COUNT), "W")], {"value": 1})
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_source_that_fails(kit, recorded) -> None:  # type: ignore[no-untyped-def]
+    """Whoever needs the data is told, of a replay, a task and the program alike; the rest runs."""
     with Runtime(2, ram=1 << 20) as runtime:
         store = Store(runtime, kit)
-        a, b, c, d = (store.handle(number, name) for number, name in enumerate("abcd", 1))
-        with runtime.record() as step:
-            runtime.submit(kit.fill, [(c, "W")], {"value": 10})
-            runtime.submit(kit.add, [(c, "RW"), (b, "R")])
-            runtime.submit(kit.add, [(c, "RW"), (a, "R")])
-        assert store.read == []
-        step.replay()
-        step.replay().wait()
-        assert store.read == ["b", "a"]
-        assert [kit.value(runtime, handle) for handle in (a, b, c)] == [1, 2, 13]
-        assert kit.value(runtime, d) == 4
-        runtime._engine.machine.validate()
+        broken, fine = store.handle(1, "broken"), kit.filled(runtime, 3, kind="persistent")
+        store.failure = OSError(5, "planted")
+        total, other = kit.filled(runtime, 0, kind="persistent"), kit.filled(runtime, 0, kind="persistent")
 
+        def emit() -> None:
+            runtime.submit(kit.add, [(total, "RW"), (broken, "R")])
+            runtime.submit(kit.add, [(other, "RW"), (fine, "R")])
 
-def test_sources_keep_to_the_budget(kit, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """More data than memory: what a replay reads at its beginning waits on the disk for its use."""
-    count = 512  # one page of numbers each
-    with Runtime(2, ram=8 * 4096, disk=(tmp_path, 1 << 20)) as runtime:
-        store = Store(runtime, kit)
-        handles = [store.handle(number, str(number), count=count) for number in range(32)]
-        total = kit.filled(runtime, 0, count=count, kind="persistent")
-        with runtime.record() as step:
-            for handle in handles:
-                runtime.submit(kit.add, [(total, "RW"), (handle, "R")])
-        step.replay().wait()
-        assert kit.value(runtime, total) == sum(range(32))
-        assert runtime.stats()["peak_bytes"]["ram"] <= 8 * 4096
-        runtime._engine.machine.validate()
-
-
-def test_a_source_that_fails(kit) -> None:  # type: ignore[no-untyped-def]
-    """Whoever needs the data is told, of a replay and of a task alike."""
-    for recorded in (False, True):
-        with Runtime(2, ram=1 << 20) as runtime:
-            broken = kit.handle(runtime, "broken", kind="persistent")
-            runtime.attach(broken, lambda handle, runtime=runtime: runtime.submit(kit.fail, [(handle, "W")]))
-            total = kit.filled(runtime, 0, kind="persistent")
-            if recorded:
-                with runtime.record() as step:
-                    runtime.submit(kit.add, [(total, "RW"), (broken, "R")])
-                with pytest.raises((TaskError, HandleLost), match="planted"):
-                    step.replay().wait()
-                assert isinstance(runtime.unseen_failure, TaskError)
-            else:
-                runtime.submit(kit.add, [(total, "RW"), (broken, "R")])
-            with pytest.raises(TaskError) as told:
+        if recorded:
+            with runtime.record() as step:
+                emit()
+            with pytest.raises(TaskError, match=r"needs handle 0 'broken' .* could not be read from its file: .*planted"):
+                step.replay().wait()
+        else:
+            emit()
+            with pytest.raises(TaskError, match=r"needs handle 0 'broken' .* could not be read from its file: .*planted") as told:
                 runtime.wait()
-            assert isinstance(told.value.__cause__, ZeroDivisionError)
-            assert runtime.unseen_failure is None
+            assert told.value.__cause__ is store.failure
+        assert runtime.source_failure is store.failure
+        assert runtime.tier_failure is None
+        with pytest.raises(HandleLost, match="planted"):
+            kit.value(runtime, broken)
+        assert kit.value(runtime, other) == 3
+        runtime.submit(kit.fill, [(broken, "W")], {"value": 8})
+        assert kit.value(runtime, broken) == 8
+        runtime._engine.machine.validate()
+
+
+def test_the_program_is_told_why(kit) -> None:  # type: ignore[no-untyped-def]
+    """An acquisition that cannot have the data names the source's failure as its cause."""
+    with Runtime(1, ram=1 << 20) as runtime:
+        store = Store(runtime, kit)
+        broken, store.failure = store.handle(1, "broken"), ZeroDivisionError("planted")
+        with pytest.raises(HandleLost, match="planted") as told:
+            kit.value(runtime, broken)
+        assert told.value.__cause__ is store.failure
+
+
+def test_reads_stand_in_the_trace(kit, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """As copies over a link of their own."""
+    trace = Trace()
+    with Runtime(1, ram=1 << 20, trace=trace) as runtime:
+        store = Store(runtime, kit)
+        kit.value(runtime, store.handle(1, "weight"))
+        trace.write(tmp_path / "trace.json", runtime.worker_names, runtime.node_names)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 2] == ["file->ram"]
+    assert [event["args"]["bytes"] for event in events if event["ph"] == "X" and event["name"] == "weight"] == [64]
+
+
+def test_closing_amid_reads(kit) -> None:  # type: ignore[no-untyped-def]
+    """The read under way ends, those that nobody began are dropped, and no thread is left."""
+    began, go = threading.Event(), threading.Event()
+
+    class Slow:
+        scratch_nbytes = 0
+
+        def read(self, out: np.ndarray, scratch: memoryview) -> None:
+            began.set()
+            go.wait(30)
+
+    runtime = Runtime(1, ram=1 << 20)
+    handles = [kit.handle(runtime, str(number)) for number in range(12)]
+    for handle in handles:
+        runtime.attach(handle, Slow())
+    runtime.submit(kit.empty, [(handle, "R") for handle in handles])
+    began.wait(30)
+    threading.Timer(0.05, go.set).start()
+    runtime.close()

@@ -85,9 +85,9 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
         is_bounded: it uses no buffers of NumPy's, so a CPU kernel need not spend the 3 us that bounding them takes.
     """
 
-    load()  # ours come first, whenever they are imported
-
     def enter(kernel: K) -> K:
+        if not kernel.__module__.startswith(f"{__package__}."):
+            load()  # ours come first, whenever they are imported
         if backend == "cpu" and (op, backend) in _kernels:
             _native.pop(op, None)
         _kernels[op, backend] = _bounded(kernel) if backend == "cpu" and not is_bounded else kernel

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..reference.elementwise import ACTIVATIONS
-from ..registry import register
+from ..registry import BUILT_IN_ACTIVATIONS, register
 from .array import DeviceArray
 from .launch import Source, device
 
@@ -92,7 +91,9 @@ def activation_backward(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, kin
 
 
 def _number(kind: str) -> np.int32:
-    return np.int32(ACTIVATIONS.index(kind))
+    if kind not in BUILT_IN_ACTIVATIONS:
+        raise ValueError(f"activation {kind!r} has no CUDA code; there are {', '.join(BUILT_IN_ACTIVATIONS)}")
+    return np.int32(BUILT_IN_ACTIVATIONS.index(kind))
 
 
 @register("silu_gate", "cuda")
