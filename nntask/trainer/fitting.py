@@ -87,11 +87,13 @@ class Sketch:
 
     Attributes:
         plan: the step in submission order.
-        model, optimizer: tensors by name; they have shapes and types, and no data.
+        trained, frozen: the model's tensors by name, those that are learnt and those that are not; they have shapes and types, and no data.
+        optimizer: likewise, of its state.
     """
 
     plan: StepPlan
-    model: Mapping[str, TileTensor]
+    trained: Mapping[str, TileTensor]
+    frozen: Mapping[str, TileTensor]
     optimizer: Mapping[str, TileTensor]
 
 
@@ -143,7 +145,7 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
-    return Sketch(runtime.plan, model.tensors(), optimizer.tensors())
+    return Sketch(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors())
 
 
 def needs_of(plan: StepPlan, *, thrifty: bool = False) -> Needs:

@@ -16,13 +16,14 @@ from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
 
+from ..lora import largest_rank
 from ..models.config import PRESETS
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
 from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, work_of
 from .places import Target, durations, this_machine, with_coarse_tiles
 from .prepare import TILE_FLAGS, with_tiles
-from .rules import resolve
+from .rules import check_rank, resolve
 from .settings import TrainSettings
 
 FEW_TASKS: Final = 3000
@@ -44,6 +45,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
         UsageError: a rule is broken, or the step has no such order.
     """
     settings = resolve(settings, config)
+    check_rank(settings, largest_rank(config))
     if target is not None:
         settings = with_coarse_tiles(settings, config, target)
     settings, tiling = with_tiles(settings, config)
