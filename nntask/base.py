@@ -16,10 +16,13 @@ from typing import Any, Final, Literal
 
 from tiles import TileTensor
 
+from .checkpoints import STATE, Checkpoint
 from .errors import DataError
 from .fileranges import FileRange
 from .hf.directory import ModelDirectory, attach_weights
 from .tensorfile import TensorFile, fingerprint_of
+from .trainer.rules import rank_of
+from .trainer.settings import from_dict
 
 Kind = Literal["directory", "file", "seed"]
 _KINDS: Final = ("directory", "file", "seed")
@@ -137,3 +140,19 @@ class Base:
         found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
         if found is not None:
             attach_weights(tensors, found)
+
+
+def base_of(checkpoint: Checkpoint) -> Base | None:
+    """The frozen weights that a checkpoint's adapters stand beside, checked; None if it holds a whole model.
+
+    Raises:
+        DataError: they are not there, or not those that the adapters were trained beside.
+    """
+    file = checkpoint.path / STATE
+    if rank_of(from_dict(checkpoint.state["settings"], str(file))) is None:
+        return None
+    base = Base.of_state(checkpoint.state, str(file))
+    if base is None:
+        raise DataError(f"{file} does not say where the weights are that its adapters stand beside; use another checkpoint")
+    base.check(checkpoint.path)
+    return base

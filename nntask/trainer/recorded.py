@@ -74,10 +74,16 @@ def build_model(config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, 
         recompute=settings.model.recompute == "block",
         flash=settings.model.flashattention,
     )
-    rank, chosen = rank_of(settings), settings.optimizer
-    if rank is not None:
-        add_adapters(model, LoRA(rank, chosen.lora_alpha or rank, chosen.lora_dropout), seed=settings.data.seed)
+    lora = adapters_of(settings)
+    if lora is not None:
+        add_adapters(model, lora, seed=settings.data.seed)
     return model
+
+
+def adapters_of(settings: TrainSettings) -> LoRA | None:
+    """What `--train` asks for; None where all weights are trained."""
+    rank, chosen = rank_of(settings), settings.optimizer
+    return None if rank is None else LoRA(rank, chosen.lora_alpha or rank, chosen.lora_dropout)
 
 
 def build_optimizer(model: LanguageModel, settings: TrainSettings) -> Optimizer:

@@ -43,7 +43,7 @@ from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
 from .traffic import is_worth_telling, traffic_report
-from .weights import base_of, check_weights, load_weights, model_to_start_from
+from .weights import base_to_start_from, check_weights, load_weights, model_to_start_from
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
@@ -83,7 +83,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         return prepared
     settings = prepared.settings
     sketch, order = check_fit(settings, prepared.config, prepared.tiling)
-    base = base_of(prepared)
+    base = base_to_start_from(prepared)
     check_weights(prepared, base, sketch)
     explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})
     if settings.run.dry_run:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from tiles import TileTensor
 
-from ..base import Base
-from ..checkpoints import MODEL, OPTIMIZER, STATE, Checkpoint
-from ..errors import DataError
+from ..base import Base, base_of
+from ..checkpoints import MODEL, OPTIMIZER, Checkpoint
 from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
@@ -35,7 +34,7 @@ def _directory(prepared: Prepared) -> Path | None:
     return Path(begin) if begin and prepared.resumed is None else None
 
 
-def base_of(prepared: Prepared) -> Base | None:
+def base_to_start_from(prepared: Prepared) -> Base | None:
     """The frozen weights of a run with adapters; None where all weights are trained.
 
     Raises:
@@ -44,30 +43,11 @@ def base_of(prepared: Prepared) -> Base | None:
     if rank_of(prepared.settings) is None:
         return None
     if prepared.resumed is not None:
-        return base_of_checkpoint(prepared.resumed, prepared.settings)
+        return base_of(prepared.resumed)
     files = prepared.settings.checkpoints
     if files.init_from:
         return Base.of_directory(files.init_from)
     return Base.of_file(files.load_checkpoint) if files.load_checkpoint else Base("seed")
-
-
-def base_of_checkpoint(checkpoint: Checkpoint, settings: TrainSettings) -> Base | None:
-    """The frozen weights that a checkpoint's adapters stand beside, checked; None if it holds a whole model.
-
-    Args:
-        settings: of its run.
-
-    Raises:
-        DataError: they are not there, or not those that the adapters were trained beside.
-    """
-    if rank_of(settings) is None:
-        return None
-    file = checkpoint.path / STATE
-    base = Base.of_state(checkpoint.state, str(file))
-    if base is None:
-        raise DataError(f"{file} does not say where the weights are that its adapters stand beside; use another checkpoint")
-    base.check(checkpoint.path)
-    return base
 
 
 def check_weights(prepared: Prepared, base: Base | None, sketch: Sketch) -> None:
@@ -104,7 +84,7 @@ def _files(
     if prepared.resumed is not None:
         return [(prepared.resumed.path / MODEL, model, True), (prepared.resumed.path / OPTIMIZER, optimizer, True)]
     files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
-    if prepared.settings.checkpoints.load_checkpoint and rank_of(prepared.settings) is None:  # else it is the base, see `base_of`
+    if prepared.settings.checkpoints.load_checkpoint and rank_of(prepared.settings) is None:  # else it is the base
         files.append((Path(prepared.settings.checkpoints.load_checkpoint), model, False))
     if prepared.settings.checkpoints.load_optimizer:
         files.append((Path(prepared.settings.checkpoints.load_optimizer), optimizer, False))
@@ -132,7 +112,7 @@ def load_model(checkpoint: Checkpoint, tiling: ModelTiling, runtime: TaskRuntime
     Raises:
         DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
     """
-    config, base = checkpoint.config, base_of_checkpoint(checkpoint, settings)
+    config, base = checkpoint.config, base_of(checkpoint)
     if base is None:
         model = build_model(config, tiling, runtime, settings, fill=False)
     else:
