@@ -122,6 +122,11 @@ class Module:
         """Number of weights; shared ones count once."""
         return sum(int(np.prod(p.shape)) for p in self.parameters())
 
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are learnt; shared ones count once."""
+        return sum(int(np.prod(p.shape)) for p in self.parameters() if p.trainable)
+
     def freeze(self) -> None:
         """Learn none of the parameters any longer; see `Parameter.freeze`."""
         for parameter in self.parameters():

@@ -222,6 +222,11 @@ class RecordedEngine(Inference):
         self._squares: TileTensor | None = None
 
     @property
+    def num_trained(self) -> int:
+        """Number of weights that are learnt."""
+        return self.model.num_trained
+
+    @property
     def num_tasks(self) -> int:
         """Tasks of one optimizer step."""
         return self._training_step().num_tasks

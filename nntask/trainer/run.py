@@ -36,7 +36,7 @@ from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, state_of
 from .recorded import RecordedEngine
-from .rules import trace_range
+from .rules import rank_of, trace_range
 from .sampling import Sampling, sample
 from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
@@ -100,7 +100,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
                 engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, order.name)
                 dataset = open_dataset(prepared.data, printer.say)
                 stream = _stream(prepared, dataset)
-                counts = _counts(prepared)
+                counts = _counts(prepared, engine)
                 running = _Running(prepared, base, dataset, stream, runtime, engine, counts, printer, interrupts)
                 _print_header(running, order)
                 write_file(prepared.run / CONFIG, to_toml(settings))
@@ -247,9 +247,10 @@ def _steps(settings: TrainSettings, stream: BatchStream) -> tuple[int, int]:
     return warmup + settings.run.nepochs * stream.batches_per_epoch, warmup
 
 
-def _counts(prepared: Prepared) -> FlopCounts:
+def _counts(prepared: Prepared, engine: RecordedEngine) -> FlopCounts:
     config, model = prepared.config, prepared.settings.model
-    return flop_counts_of(config, model.seq_len or config.n_positions, flash=model.flashattention)
+    num_adapter_weights = 0 if rank_of(prepared.settings) is None else engine.num_trained
+    return flop_counts_of(config, model.seq_len or config.n_positions, flash=model.flashattention, num_adapter_weights=num_adapter_weights)
 
 
 def _print_header(running: _Running, order: PlannedOrder) -> None:
@@ -261,6 +262,12 @@ def _print_header(running: _Running, order: PlannedOrder) -> None:
         f"{model_name(settings)}: {config.num_parameters / 1e6:.1f} M parameters, {config.n_layer} layers, width {config.n_embd}; "
         f"{settings.tiling.batch} x {settings.model.seq_len} tokens a step"
     )
+    if running.base is not None:
+        chosen, place = settings.optimizer, running.base.path or "the seed"
+        say(
+            f"{chosen.train}: {running.engine.num_trained / 1e6:.2f} M weights of adapters are trained, alpha {chosen.lora_alpha:g}; "
+            f"the others are frozen and come from {place}"
+        )
     if settings.model.dtype == "tf32":
         say("tf32 on a CPU computes in fp32")
     say(
@@ -323,7 +330,8 @@ def _close(running: _Running, loop: Loop, journal: Journal) -> None:
         printer.say(f"Training time: {seconds} seconds")
         printer.say(f"Training throughput tokens/sec: {tokens / seconds}")
         printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
-        printer.say(f"Model flops utilisation (6N + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
+        formula = "6N" if running.base is None else "4N + 6A"
+        printer.say(f"Model flops utilisation ({formula} + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
         printer.say(f"Loss on the last batch: {timed.loss_last}")
     stats = running.runtime.stats()
     if is_worth_telling(journal.own, stats):
