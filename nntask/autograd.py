@@ -39,6 +39,7 @@ Backward = Callable[[Gradients], None]
 The backward function of a loss is given None when the backward pass begins there: its gradient is 1."""
 
 _enabled: Final[ContextVar[bool]] = ContextVar("nntask_tape_enabled", default=True)
+_watched: Final[ContextVar[list[Edge] | None]] = ContextVar("nntask_watched_edges", default=None)
 _postponed: Final[ContextVar[list[Callable[[], None]] | None]] = ContextVar("nntask_postponed", default=None)
 _order: Final = itertools.count()
 
@@ -273,7 +274,13 @@ def _tape(on: bool) -> Iterator[None]:
 
 def edges_of(inputs: Sequence[Tensor | None]) -> tuple[Edge, ...]:
     """Edges of the inputs that want a gradient; empty when the tape is off."""
-    return tuple(x.edge for x in inputs if x is not None and x.edge is not None) if _enabled.get() else ()
+    edges = tuple(x.edge for x in inputs if x is not None and x.edge is not None)
+    if _enabled.get():
+        return edges
+    watched = _watched.get()
+    if watched is not None:
+        watched += edges
+    return ()
 
 
 def on_tape(
@@ -302,21 +309,54 @@ def checkpoint(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         x: any shape.
     """
     edge, kept = x.edge, x.data
-    if edge is None or not tape_enabled():
+    if not tape_enabled():
         return block(x)
-    with no_grad():
+    with no_grad(), _watching() as inside:
         y = block(x.detach()).data
+    if edge is None and not inside:  # nothing in it is learnt
+        return Tensor(y)
 
     def backward(gradients: Gradients) -> None:
         (dy,) = gradients
         assert dy is not None
-        inner = Edge(Node("checkpoint input", None, (), 1))
-        inner.gradient = edge.take()
+        inner = None if edge is None else Edge(Node("checkpoint input", None, (), 1))
+        if edge is not None and inner is not None:
+            inner.gradient = edge.take()
         with _tape(True):
             again = block(Tensor(kept, inner))
         if again.edge is not None:
             run_backward(again.edge, dy)
-        if inner.gradient is not None:
+        if edge is not None and inner is not None and inner.gradient is not None:
             edge.add(inner.gradient)
 
-    return on_tape("checkpoint", [x], [y], backward)[0]
+    node = Node("checkpoint", backward, () if edge is None else (edge,), 1)
+    return Tensor(y, Edge(node))
+
+
+@contextmanager
+def _watching() -> Iterator[list[Edge]]:
+    """Collect the edges that operations inside would have led to, had the tape been on: those of what is learnt."""
+    found: list[Edge] = []
+    token = _watched.set(found)
+    try:
+        yield found
+    finally:
+        _watched.reset(token)
+
+
+def only(gradients: Gradients) -> TileTensor:
+    """The gradient of an operation's only output."""
+    (gradient,) = gradients
+    assert gradient is not None  # a node without any gradient is not visited
+    return gradient
+
+
+def accumulator_of(edge: Edge) -> TileTensor:
+    """Where weight gradients are summed.
+
+    Raises:
+        UsageError: the weight was computed and is not a parameter.
+    """
+    if not isinstance(edge, ParameterEdge):
+        raise UsageError(f"weights must be parameters, got the output of {edge.node.name}; make it a Parameter")
+    return edge.accumulator()

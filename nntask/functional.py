@@ -9,22 +9,23 @@ way and adds its own in the same pass over memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypedDict
 
 from tiles import TileTensor
 from tiles.ops import attention as attention_ops
-from tiles.ops import elementwise, matmul, norm
+from tiles.ops import elementwise, norm
 from tiles.ops import embedding as embedding_ops
 from tiles.ops import loss as loss_ops
 from tiles.ops import random as random_ops
 
-from .autograd import Edge, Gradients, ParameterEdge, Tensor, contribute_late, on_tape
+from .autograd import Edge, Gradients, Tensor, accumulator_of, contribute_late, on_tape, only
 from .errors import UsageError
+from .linear import linear as linear  # a part of this module's names
+from .linear import linear_activation as linear_activation
 
 SITES: Final = 1 << 12
-"""Most places in a model that drop out."""
+"""Most places in a model that drop out: adapters have the second half of them, everything else the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
     def backward(gradients: Gradients) -> None:
         for edge in edges:
-            edge.add(_only(gradients))
+            edge.add(only(gradients))
 
     return on_tape("add", [x, y], [elementwise.add(x.data, y.data)], backward)[0]
 
@@ -64,9 +65,9 @@ def add_positions(x: Tensor, p: Tensor) -> Tensor:
     x_edge, p_edge = x.edge, p.edge
 
     def backward(gradients: Gradients) -> None:
-        dy = _only(gradients)  # (B, T, C)
+        dy = only(gradients)  # (B, T, C)
         if p_edge is not None:
-            elementwise.add_rows_backward(dy, _accumulator(p_edge))
+            elementwise.add_rows_backward(dy, accumulator_of(p_edge))
         if x_edge is not None:
             x_edge.add(dy)
 
@@ -79,46 +80,10 @@ def embedding(tokens: TileTensor, w: Tensor) -> Tensor:
 
     def backward(gradients: Gradients) -> None:
         if edge is not None:
-            dy = _only(gradients)  # (B, T, C)
-            contribute_late(lambda: embedding_ops.embedding_backward(tokens, dy, _accumulator(edge)))
+            dy = only(gradients)  # (B, T, C)
+            contribute_late(lambda: embedding_ops.embedding_backward(tokens, dy, accumulator_of(edge)))
 
     return on_tape("embedding", [w], [embedding_ops.embedding(tokens, w.data)], backward)[0]
-
-
-def linear(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool = False) -> Tensor:
-    """x (.., K) @ w (K, N) + b (N,) -> (.., N); with `transpose_w`, w is (N, K)."""
-    y = matmul.linear(x.data, w.data, None if b is None else b.data, transpose_w=transpose_w)
-    return on_tape("linear", [x, w, b], [y], _linear_backward(x, w, b, transpose_w=transpose_w))[0]
-
-
-def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str) -> Tensor:
-    """activation(x (.., K) @ w (K, N) + b (N,)) -> (.., N), in one pass.
-
-    Args:
-        kind: gelu_new, gelu, relu or silu.
-    """
-    pre, y = matmul.linear_gelu(x.data, w.data, None if b is None else b.data, kind)
-    through_linear = _linear_backward(x, w, b, transpose_w=False)
-
-    def backward(gradients: Gradients) -> None:
-        through_linear([elementwise.activation_backward(pre, _only(gradients), kind)])  # (.., N)
-
-    return on_tape("linear_activation", [x, w, b], [y], backward)[0]
-
-
-def _linear_backward(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool) -> Callable[[Gradients], None]:
-    x_data, w_data, x_edge, w_edge, b_edge = x.data, w.data, x.edge, w.edge, None if b is None else b.edge
-
-    def backward(gradients: Gradients) -> None:
-        dy = _only(gradients)  # (.., N)
-        if w_edge is not None:
-            matmul.linear_backward_weight(x_data, dy, _accumulator(w_edge), transpose_w=transpose_w)
-        if b_edge is not None:
-            matmul.linear_backward_bias(dy, _accumulator(b_edge))
-        if x_edge is not None:
-            x_edge.add(matmul.linear_backward_input(dy, w_data, transpose_w=transpose_w))  # (.., K)
-
-    return backward
 
 
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
@@ -129,7 +94,7 @@ def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
 
     def backward(gradients: Gradients) -> None:
         x_edge = edges[0]
-        dx = _layer_norm_backward(x_data, gamma_data, mean, rstd, _only(gradients), edges[1:], None if x_edge is None else x_edge.take())
+        dx = _layer_norm_backward(x_data, gamma_data, mean, rstd, only(gradients), edges[1:], None if x_edge is None else x_edge.take())
         if x_edge is not None:
             x_edge.add(dx)
 
@@ -160,7 +125,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     x_data, gamma_data, x_edge, gamma_edge = x.data, gamma.data, x.edge, gamma.edge
 
     def backward(gradients: Gradients) -> None:
-        dx = _rms_norm_backward(x_data, gamma_data, rstd, _only(gradients), gamma_edge, None if x_edge is None else x_edge.take())
+        dx = _rms_norm_backward(x_data, gamma_data, rstd, only(gradients), gamma_edge, None if x_edge is None else x_edge.take())
         if x_edge is not None:
             x_edge.add(dx)
 
@@ -188,8 +153,8 @@ def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> t
 def _rms_norm_backward(
     x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None
 ) -> TileTensor:
-    """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, or to a discarded one where nobody wants it."""
-    dgamma = gamma.like(name="unused") if edge is None else _accumulator(edge)
+    """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, if somebody wants it."""
+    dgamma = None if edge is None else accumulator_of(edge)
     return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual)
 
 
@@ -202,8 +167,8 @@ def _layer_norm_backward(
     edges: tuple[Edge | None, ...],
     dresidual: TileTensor | None,
 ) -> TileTensor:
-    """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, or to discarded ones where nobody wants them."""
-    dgamma, dbeta = (gamma.like(name="unused") if edge is None else _accumulator(edge) for edge in edges)
+    """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, if somebody wants them."""
+    dgamma, dbeta = (None if edge is None else accumulator_of(edge) for edge in edges)
     return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
 
 
@@ -212,7 +177,7 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     gate_data, up_data, gate_edge, up_edge = gate.data, up.data, gate.edge, up.edge
 
     def backward(gradients: Gradients) -> None:
-        found = elementwise.silu_gate_backward(gate_data, up_data, _only(gradients))
+        found = elementwise.silu_gate_backward(gate_data, up_data, only(gradients))
         for edge, gradient in zip((gate_edge, up_edge), found, strict=True):
             if edge is not None:
                 edge.add(gradient)
@@ -231,7 +196,7 @@ def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int) -> Tenso
 
     def backward(gradients: Gradients) -> None:
         if edge is not None:
-            edge.add(elementwise.rotary(_only(gradients), cos, sin, head_size, inverse=True))
+            edge.add(elementwise.rotary(only(gradients), cos, sin, head_size, inverse=True))
 
     return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size)], backward)[0]
 
@@ -272,7 +237,7 @@ def attention(
     o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, T)
 
     def backward(gradients: Gradients) -> None:
-        do = _only(gradients)  # (B, T, H*D)
+        do = only(gradients)  # (B, T, H*D)
         through = attention_ops.attention_backward if flash else attention_ops.stored_attention_backward
         found = through(qd, kd, vd, o, kept, do, **how)
         for edge, gradient in zip(edges, found, strict=True):
@@ -290,7 +255,7 @@ def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:
 
     def backward(gradients: Gradients) -> None:
         if edge is not None:
-            edge.add(random_ops.dropout(_only(gradients), p, key, stream))
+            edge.add(random_ops.dropout(only(gradients), p, key, stream))
 
     return on_tape("dropout", [x], [random_ops.dropout(x.data, p, key, stream)], backward)[0]
 
@@ -313,27 +278,9 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: TileTensor, *, scale: fl
     def backward(gradients: Gradients) -> None:
         if gradients[0] is not None:
             raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, and here it came from a later tensor; use its scale=")
-        dw = w_data.like(name="unused") if w_edge is None else _accumulator(w_edge)
+        dw = None if w_edge is None else accumulator_of(w_edge)
         dx = loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, scale=scale)
         if x_edge is not None:
             x_edge.add(dx)
 
     return on_tape("linear_cross_entropy", [x, w], [loss], backward, is_loss=True)[0]
-
-
-def _only(gradients: Gradients) -> TileTensor:
-    """The gradient of an operation's only output."""
-    (gradient,) = gradients
-    assert gradient is not None  # a node without any gradient is not visited
-    return gradient
-
-
-def _accumulator(edge: Edge) -> TileTensor:
-    """Where weight gradients are summed.
-
-    Raises:
-        UsageError: the weight was computed and is not a parameter.
-    """
-    if not isinstance(edge, ParameterEdge):
-        raise UsageError(f"weights must be parameters, got the output of {edge.node.name}; make it a Parameter")
-    return edge.accumulator()

@@ -21,6 +21,11 @@ def normal(std: float) -> Init:
     return partial(_normal, std)
 
 
+def uniform(bound: float) -> Init:
+    """Numbers drawn evenly from -bound to bound."""
+    return partial(_uniform, bound)
+
+
 def constant(value: float) -> Init:
     """The same number everywhere."""
     return partial(_constant, value)
@@ -33,6 +38,10 @@ def stream_of(name: str) -> int:
 
 def _normal(std: float, tensor: TileTensor, seed: int, stream: int) -> None:
     random.random_normal(tensor, std, seed, stream)
+
+
+def _uniform(bound: float, tensor: TileTensor, seed: int, stream: int) -> None:
+    random.random_uniform(tensor, -bound, bound, seed, stream)
 
 
 def _constant(value: float, tensor: TileTensor, seed: int, stream: int) -> None:

@@ -22,21 +22,25 @@ from .init import Init, stream_of
 
 
 class Parameter(Tensor):
-    """A tensor that is learnt.
+    """A tensor that is learnt, or was: a frozen one stays as it is, has no gradient, and no operation asks for one.
 
     Args:
         shape: extents.
         tile: extents of a tile, -1 for a whole axis.
         init: makes the first values.
+
+    Attributes:
+        trainable: whether it is learnt; `freeze` ends it.
     """
 
-    __slots__ = ("extents", "init", "name", "tile")
+    __slots__ = ("extents", "init", "name", "tile", "trainable")
 
     def __init__(self, shape: Sequence[int], tile: Sequence[int], init: Init) -> None:
         self.extents = tuple(shape)
         self.tile = tuple(tile)
         self.init = init
         self.name = ""
+        self.trainable = True
         self.edge = None
 
     @property
@@ -48,9 +52,14 @@ class Parameter(Tensor):
         """Make the tiles and, unless `seed` is None, the tasks that fill them."""
         self.name = name
         self.data = TileTensor(runtime, self.extents, self.tile, dtype, kind="persistent", data_class="parameters", name=name)
-        self.edge = ParameterEdge(self.data)
+        self.edge = ParameterEdge(self.data) if self.trainable else None
         if seed is not None:
             self.init(self.data, seed, stream_of(name))
+
+    def freeze(self) -> None:
+        """Learn it no longer, from the next forward pass on; its gradient is forgotten."""
+        self.trainable = False
+        self.edge = None
 
     @property
     def gradient(self) -> TileTensor | None:
@@ -79,12 +88,16 @@ class Module:
             elif isinstance(value, list):
                 yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Module | Parameter))
 
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """(dotted name, module) of this module, "" unless `prefix` is given, and of everything below it."""
+        yield prefix, self
+        for name, member in self.members():
+            if isinstance(member, Module):
+                yield from member.named_modules(f"{prefix}.{name}" if prefix else name)
+
     def modules(self) -> Iterator[Module]:
         """This module and everything below it."""
-        yield self
-        for _, member in self.members():
-            if isinstance(member, Module):
-                yield from member.modules()
+        return (module for _, module in self.named_modules())
 
     def named_parameters(self, prefix: str = "") -> dict[str, Parameter]:
         """Parameters by dotted name, in order of first appearance; shared ones once."""
@@ -109,6 +122,16 @@ class Module:
         """Number of weights; shared ones count once."""
         return sum(int(np.prod(p.shape)) for p in self.parameters())
 
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are learnt; shared ones count once."""
+        return sum(int(np.prod(p.shape)) for p in self.parameters() if p.trainable)
+
+    def freeze(self) -> None:
+        """Learn none of the parameters any longer; see `Parameter.freeze`."""
+        for parameter in self.parameters():
+            parameter.freeze()
+
     def allocate(self, runtime: TaskRuntime, dtype: npt.DTypeLike, seed: int | None) -> None:
         """Give every parameter its name, tiles and first values.
 
@@ -120,8 +143,16 @@ class Module:
             parameter.allocate(runtime, name, dtype, seed)
 
     def tensors(self) -> dict[str, TileTensor]:
-        """The parameters' tiles by name, for checkpoints."""
+        """The parameters' tiles by name."""
         return {name: parameter.data for name, parameter in self.named_parameters().items()}
+
+    def trained_tensors(self) -> dict[str, TileTensor]:
+        """Those of the parameters that are learnt, for checkpoints."""
+        return {name: parameter.data for name, parameter in self.named_parameters().items() if parameter.trainable}
+
+    def frozen_tensors(self) -> dict[str, TileTensor]:
+        """Those of the parameters that are frozen."""
+        return {name: parameter.data for name, parameter in self.named_parameters().items() if not parameter.trainable}
 
     def load(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Overwrite every parameter; nothing is written unless all names and shapes fit.

@@ -59,7 +59,7 @@ class Optimizer(ABC):
     """What all optimizers share: groups, masters, the hyper tensor, the gradient norm.
 
     Args:
-        parameters: parameters with tiles, or groups of them.
+        parameters: parameters with tiles, or groups of them; frozen ones are left out.
         lr: learning rate until `prepare` is given another.
         weight_decay: of parameters without a group.
         max_norm: the whole gradient is scaled down to this norm; 0 is off.
@@ -69,7 +69,7 @@ class Optimizer(ABC):
         grad_norm: (1,) sum of squares of the last emitted step's gradient before clipping; `norm_of` makes the norm of it. None before.
 
     Raises:
-        UsageError: no parameters, one twice, or a number out of range.
+        UsageError: no parameters that are learnt, one twice, or a number out of range.
     """
 
     def __init__(self, parameters: Sequence[Parameter] | Sequence[Group], *, lr: float, weight_decay: float, max_norm: float) -> None:
@@ -293,7 +293,10 @@ def _as_groups(parameters: Sequence[Parameter] | Sequence[Group], weight_decay: 
     if not names or len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise UsageError(f"an optimizer needs parameters, each once, got {len(names)} with {twice or 'none'} repeated; pass model.parameters()")
-    return [group for group in groups if group.parameters]
+    learnt = [Group([p for p in group.parameters if p.trainable], group.weight_decay) for group in groups]
+    if not any(group.parameters for group in learnt):
+        raise UsageError(f"an optimizer needs parameters that are learnt, and all {len(names)} are frozen; add adapters, or freeze fewer")
+    return [group for group in learnt if group.parameters]
 
 
 def _check_ranges(**numbers: float) -> None:

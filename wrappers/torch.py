@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from nntask.checkpoints import MODEL, find_checkpoint
+from nntask.checkpoints import find_checkpoint
 from nntask.errors import UsageError
+from nntask.merge import weights_of
 from nntask.models.language import LanguageModel
 from nntask.models.registry import FAMILIES, build, family_of
-from nntask.tensorfile import TensorFile
 from nntask.tiling import ModelTiling
 from scheduler import Handle, Mode, TaskRuntime
 from tiles import TileTensor
@@ -79,7 +79,7 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
 
 
 def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
-    """A model, a run directory or a checkpoint as a module of transformers, in its own element type, in evaluation mode.
+    """A model, a run directory or a checkpoint as a module of transformers, in its own element type, in evaluation mode; adapters are merged.
 
     Raises:
         DataError: there is no checkpoint, or it is broken.
@@ -90,12 +90,10 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
         config, arrays = source.config, {name: tensor.read() for name, tensor in source.tensors().items()}
     else:
         checkpoint = find_checkpoint(source)
-        checkpoint.verify(MODEL)
         config, arrays = checkpoint.config, {}
-        with TensorFile(checkpoint.path / MODEL) as file:
-            for name, place in file.ranges().items():
-                arrays[name] = np.empty(place.shape, place.dtype)
-                place.read(arrays[name])
+        for name, weight in weights_of(checkpoint).items():
+            arrays[name] = np.empty(weight.shape, weight.dtype)
+            weight.read(arrays[name])
     values = config.to_dict()
     state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in family_of(config).to_hf(arrays, config).items()}
     module = transformers.AutoModelForCausalLM.from_config(

@@ -166,13 +166,22 @@ class ModelDirectory:
             DataError: see `check`.
         """
         self.check({name: tensor.shape for name, tensor in tensors.items()})
-        for ours, (name, where) in self.weights().items():
-            tensor = tensors[ours]
-            for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
-                tensor.runtime.attach(handle, TileSource(where[tensor.tiling.slices(index)], name, tensor.dtype))
+        attach_weights(tensors, self.weights())
 
     def _where(self, name: str) -> Path:
         return self.ranges[name].file.path
+
+
+def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, FileRange]]) -> None:
+    """Make ranges of files the sources of tensors of their shapes; reads nothing.
+
+    Args:
+        weights: name of a tensor -> its name in the files, for messages, and where it lies.
+    """
+    for ours, (name, where) in weights.items():
+        tensor = tensors[ours]
+        for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
+            tensor.runtime.attach(handle, TileSource(where[tensor.tiling.slices(index)], name, tensor.dtype))
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:

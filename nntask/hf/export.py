@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,16 +18,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoints import MODEL, Checkpoint
+from ..checkpoints import Checkpoint
 from ..data import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..fileranges import FileRange, OpenFile, strides_of
+from ..merge import Weight, weights_of
 from ..models.registry import family_of
-from ..tensorfile import STORAGE, TensorFile, header_of
+from ..tensorfile import STORAGE, header_of
 from .directory import CONFIG, INDEX, SINGLE
 from .shadow import Shadow, blanks, shapes_of
 from .tokenizers import tokenizer_files
 
+ADAPTER_CONFIG: Final = "adapter_config.json"
 _PIECE_NBYTES: Final = 8 << 20
 _TEMPORARY: Final = ".writing-"
 _KIND_NAMES: Final = {STORAGE["fp32"]: "float32", STORAGE["fp16"]: "float16", STORAGE["bf16"]: "bfloat16"}
@@ -58,7 +60,7 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
     names = {entry.name for entry in path.iterdir()}
     if not force:
         raise UsageError(f"{path} exists; name another directory, or replace it with --force")
-    if names and CONFIG not in names:
+    if names and not names & {CONFIG, ADAPTER_CONFIG}:
         raise UsageError(f"{path} has no {CONFIG}, and --force replaces model directories only; name another directory, or remove this one")
 
 
@@ -76,16 +78,31 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
         StorageError: the disk is full or failed; nothing was replaced.
     """
     check_target(path, source, force=force)
-    source.verify(MODEL)
-    with TensorFile(source.path / MODEL) as file:
-        weights = file.ranges()
+    weights = weights_of(source)
+
+    def write(directory: Path) -> Exported:
+        done = _write_weights(source.config, weights, directory, dtype, shard_nbytes)
+        end = None if tokenizer is None else tokenizer.end_of_text
+        kind = _KIND_NAMES[kind_of({each.dtype for each in weights.values()}, dtype)]
+        # transformers 5 says dtype where 4 said torch_dtype
+        write_json(directory / CONFIG, {**source.config.to_dict(), "bos_token_id": end, "eos_token_id": end, "dtype": kind, "torch_dtype": kind})
+        write_tokenizer(directory, tokenizer, source.config.n_positions)
+        return done
+
+    return write_directory(path, write)
+
+
+def write_directory(path: Path, write: Callable[[Path], Exported]) -> Exported:
+    """Make a directory beside `path` under another name, let `write` fill it, force it to disk and rename it.
+
+    Raises:
+        StorageError: the disk is full or failed; nothing was replaced.
+    """
     target = path.absolute()
     temporary = target.with_name(f"{_TEMPORARY}{target.name}-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        done = _write_weights(source.config, weights, temporary, dtype, shard_nbytes)
-        stored = _KIND_NAMES[_kind(weights, dtype)]
-        _write_texts(temporary, source.config, stored, tokenizer)
+        done = write(temporary)
         _sync_all(temporary)
         _put_in_place(temporary, target)
     except BaseException as error:
@@ -96,16 +113,20 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
     return done
 
 
-def _kind(weights: Mapping[str, FileRange], dtype: str) -> np.dtype[Any]:
-    """The element type to store."""
+def kind_of(kinds: set[np.dtype[Any]], dtype: str) -> np.dtype[Any]:
+    """The element type to store.
+
+    Args:
+        kinds: of what there is.
+        dtype: as of `export`.
+    """
     if dtype != "auto":
         return STORAGE[dtype]
-    kinds = {each.dtype for each in weights.values()}
     return kinds.pop() if len(kinds) == 1 and kinds <= set(_KIND_NAMES) else STORAGE["fp32"]
 
 
-def _write_weights(config: Any, weights: Mapping[str, FileRange], directory: Path, dtype: str, shard_nbytes: int) -> Exported:
-    family, kind = family_of(config), _kind(weights, dtype)
+def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, dtype: str, shard_nbytes: int) -> Exported:
+    family, kind = family_of(config), kind_of({each.dtype for each in weights.values()}, dtype)
     try:
         shapes = shapes_of(family.to_hf(blanks({name: each.shape for name, each in weights.items()}), config))
     except KeyError as error:
@@ -113,14 +134,14 @@ def _write_weights(config: Any, weights: Mapping[str, FileRange], directory: Pat
     places: dict[str, FileRange] = {}
     shards = _shards(shapes, kind, shard_nbytes)
     for name, members in shards.items():
-        places.update(_new_file(directory / name, members, kind))
+        places.update(new_file(directory / name, members, kind))
     if len(shards) > 1:
-        _write_json(directory / INDEX, _index(shards, shapes, kind))
+        write_json(directory / INDEX, _index(shards, shapes, kind))
     shadow = Shadow(places)
     for name, array in family.from_hf(shadow.arrays(), config).items():
         place = shadow.range_of(array)
         for window, piece in _pieces(weights[name]):
-            place[window].write(_stored(name, piece, kind))
+            place[window].write(as_stored(name, piece, kind))
     num_weights = sum(prod(shape) for shape in shapes.values())
     return Exported(tuple(shards), num_weights * kind.itemsize, num_weights)
 
@@ -146,7 +167,7 @@ def _index(shards: Mapping[str, Mapping[str, tuple[int, ...]]], shapes: Mapping[
     return {"metadata": {"total_size": total}, "weight_map": {name: file for file, members in shards.items() for name in members}}
 
 
-def _new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, FileRange]:
+def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, FileRange]:
     """Make a file with a header and room for tensors; returns where they belong."""
     header, places = header_of({name: (shape, kind) for name, shape in shapes.items()}, {"format": "pt"})
     file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -159,7 +180,7 @@ def _new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[
     return found
 
 
-def _pieces(source: FileRange) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
+def _pieces(source: Weight) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
     """Rows of a tensor, and where they lie in it."""
     row = prod(source.shape[1:]) * source.dtype.itemsize
     rows = max(1, _PIECE_NBYTES // row)
@@ -171,7 +192,7 @@ def _pieces(source: FileRange) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[
         yield window, piece
 
 
-def _stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
+def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
     """Values in their new element type.
 
     Raises:
@@ -187,17 +208,15 @@ def _stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDAr
     return values
 
 
-def _write_texts(directory: Path, config: Any, stored: str, tokenizer: Tokenizer | None) -> None:
-    """config.json and the files of the tokenizer."""
-    end = None if tokenizer is None else tokenizer.end_of_text
-    # transformers 5 says dtype where 4 said torch_dtype
-    _write_json(directory / CONFIG, {**config.to_dict(), "bos_token_id": end, "eos_token_id": end, "dtype": stored, "torch_dtype": stored})
+def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: int) -> None:
+    """The files of a tokenizer, if there is one."""
     if tokenizer is not None:
-        for name, values in tokenizer_files(tokenizer, config.n_positions).items():
-            _write_json(directory / name, values)
+        for name, values in tokenizer_files(tokenizer, n_positions).items():
+            write_json(directory / name, values)
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """A file of readable JSON."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

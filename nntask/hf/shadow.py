@@ -8,15 +8,17 @@ family's module, and reading needs no second description of them.
 from __future__ import annotations
 
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..fileranges import FileRange
-from ..models.registry import Arrays
+from ..fileranges import FileRange, OpenFile, strides_of
+from ..models.registry import Arrays, Family
 
 
 class Shadow:
@@ -66,6 +68,18 @@ def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ..
             seen.add(id(array))
             found[name] = array.shape
     return found
+
+
+def names_of(family: Family, config: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Our names of a model's weights -> the names of the tensors that hold them in the family's files.
+
+    Args:
+        shapes: of all weights of a model, by our names.
+    """
+    nowhere, bytewise = OpenFile(Path(os.devnull)), np.dtype(np.uint8)
+    theirs = shapes_of(family.to_hf(blanks(shapes), config))
+    shadow = Shadow({name: FileRange(nowhere, bytewise, 0, shape, strides_of(shape, bytewise)) for name, shape in theirs.items()})
+    return {ours: shadow.name_of(array) for ours, array in family.from_hf(shadow.arrays(), config).items()}
 
 
 class _Blank:

@@ -51,13 +51,13 @@ class Attention(Module):
 
     def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        q, k, v = self.q(x), self.k(x), self.v(x)  # (B, T, C) @ (C, H*D) -> (B, T, H*D) each
+        q, k, v = self.q(x, masks), self.k(x, masks), self.v(x, masks)  # (B, T, C) @ (C, H*D) -> (B, T, H*D) each
         dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
         o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
             q, k, v, head_size=self.head_size, scale=self.scale, dropout=dropout, flash=self.flash
         )
         del q, k, v
-        return self.c_proj(o)  # (B, T, H*D) @ (H*D, C) -> (B, T, C)
+        return self.c_proj(o, masks)  # (B, T, H*D) @ (H*D, C) -> (B, T, C)
 
 
 class MLP(Module):
@@ -68,9 +68,9 @@ class MLP(Module):
         self.c_fc = Linear(width, inner, (tiling.embd_tile, tiling.inner_tile), std=config.initializer_range, activation=config.activation)
         self.c_proj = Linear(inner, width, (tiling.inner_tile, tiling.embd_tile), std=_projection_std(config))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.c_proj(self.c_fc(x))  # activation((B, T, C) @ (C, I)) @ (I, C) -> (B, T, C)
+        return self.c_proj(self.c_fc(x, masks), masks)  # activation((B, T, C) @ (C, I)) @ (I, C) -> (B, T, C)
 
 
 class Block(Module):
@@ -90,7 +90,7 @@ class Block(Module):
         a = self.attn_dropout(self.attn(self.ln_1(x), masks), masks)  # (B, T, C)
         x, h = self.ln_2.after_add(x, a)  # x + a and its norm, (B, T, C) each
         del a
-        return x + self.mlp_dropout(self.mlp(h), masks)  # (B, T, C)
+        return x + self.mlp_dropout(self.mlp(h, masks), masks)  # (B, T, C)
 
 
 class GPT2(LanguageModel):

@@ -55,15 +55,15 @@ class Attention(Module):
 
     def __call__(self, x: Tensor, angles: Angles, masks: Masks | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        q = functional.rotary(self.q_proj(x), *angles, self.head_size)  # (B, T, C) @ (H*D, C)^T -> (B, T, H*D)
-        k = functional.rotary(self.k_proj(x), *angles, self.head_size)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
-        v = self.v_proj(x)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
+        q = functional.rotary(self.q_proj(x, masks), *angles, self.head_size)  # (B, T, C) @ (H*D, C)^T -> (B, T, H*D)
+        k = functional.rotary(self.k_proj(x, masks), *angles, self.head_size)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
+        v = self.v_proj(x, masks)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
         dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
         o = functional.attention(  # softmax(q k^T / sqrt(D)) v -> (B, T, H*D)
             q, k, v, head_size=self.head_size, scale=self.head_size**-0.5, dropout=dropout, flash=self.flash
         )
         del q, k, v
-        return self.o_proj(o)  # (B, T, H*D) @ (C, H*D)^T -> (B, T, C)
+        return self.o_proj(o, masks)  # (B, T, H*D) @ (C, H*D)^T -> (B, T, C)
 
 
 class MLP(Module):
@@ -75,10 +75,10 @@ class MLP(Module):
         self.up_proj = TransposedLinear(width, inner, (tiling.embd_tile, tiling.inner_tile), std=std, has_bias=has_bias)
         self.down_proj = TransposedLinear(inner, width, (tiling.inner_tile, tiling.embd_tile), std=std, has_bias=has_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        gated = functional.silu_gate(self.gate_proj(x), self.up_proj(x))  # silu((B, T, C) @ (I, C)^T) * the same -> (B, T, I)
-        return self.down_proj(gated)  # (B, T, I) @ (C, I)^T -> (B, T, C)
+        gated = functional.silu_gate(self.gate_proj(x, masks), self.up_proj(x, masks))  # silu((B, T, C) @ (I, C)^T) * the same -> (B, T, I)
+        return self.down_proj(gated, masks)  # (B, T, I) @ (C, I)^T -> (B, T, C)
 
 
 class Block(Module):
@@ -96,7 +96,7 @@ class Block(Module):
         a = self.self_attn(self.input_layernorm(x), angles, masks)  # (B, T, C)
         x, h = self.post_attention_layernorm.after_add(x, a)  # x + a and its norm, (B, T, C) each
         del a
-        return x + self.mlp(h)  # (B, T, C)
+        return x + self.mlp(h, masks)  # (B, T, C)
 
 
 class Llama(LanguageModel):

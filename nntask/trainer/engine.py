@@ -53,7 +53,7 @@ class Engine(Protocol):
         """(V,) scores of the token that follows `ids` (at most the sequence length)."""
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
-        """Parameters by name."""
+        """Parameters that are learnt, by name."""
 
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
         """State of the optimizer by name."""

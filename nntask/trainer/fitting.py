@@ -97,12 +97,14 @@ class Sketch:
 
     Attributes:
         plan: the step in submission order.
-        model, optimizer: tensors by name; they have shapes and types, and no data.
+        trained, frozen: the model's tensors by name, those that are learnt and those that are not; they have shapes and types, and no data.
+        optimizer: likewise, of its state.
         reading: bytes of host memory for those who read the files that the weights begin in.
     """
 
     plan: StepPlan
-    model: Mapping[str, TileTensor]
+    trained: Mapping[str, TileTensor]
+    frozen: Mapping[str, TileTensor]
     optimizer: Mapping[str, TileTensor]
     reading: int = 0
 
@@ -158,7 +160,8 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
-    return Sketch(runtime.plan, model.tensors(), optimizer.tensors(), rounded(runtime.reading_nbytes) if runtime.reading_nbytes else 0)
+    reading = rounded(runtime.reading_nbytes) if runtime.reading_nbytes else 0
+    return Sketch(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), reading)
 
 
 def _start(settings: TrainSettings, config: ModelConfig) -> ModelDirectory | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any, Final
 
 from scheduler.core import errors as scheduler_errors
@@ -16,13 +17,14 @@ from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
 
+from ..lora import largest_rank
 from ..models.config import PRESETS
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
 from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, sketch, work_of
 from .places import Target, durations, this_machine, with_coarse_tiles
 from .prepare import TILE_FLAGS, with_tiles
-from .rules import resolve
+from .rules import check_rank, resolve
 from .settings import TrainSettings
 
 FEW_TASKS: Final = 3000
@@ -44,22 +46,24 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
         UsageError: a rule is broken, or the step has no such order.
     """
     settings = resolve(settings, config)
+    check_rank(settings, largest_rank(config))
     if target is not None:
         settings = with_coarse_tiles(settings, config, target)
     settings, tiling = with_tiles(settings, config)
     target = this_machine(settings) if target is None else target
     with no_collections():
-        drawn = sketch(settings, config, tiling)
-        plan = drawn.plan
+        found = sketch(settings, config, tiling)
+        plan = found.plan
         order = choose_order(plan, settings, target)
-        needs = least_needs(plan, settings, target, order, reading=drawn.reading)
-        found, refusal = _simulate(order, settings, target, needs)
-        figures = _figures(settings, config, tiling, target, order, needs)
-        if found is not None:
-            figures.update(_costs(found, settings))
-        figures["feasible"] = found is not None
+        needs = least_needs(plan, settings, target, order, reading=found.reading)
+        simulation, refusal = _simulate(order, settings, target, needs)
+        num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
+        figures = _figures(settings, config, tiling, target, order, needs, num_trained)
+        if simulation is not None:
+            figures.update(_costs(simulation, settings))
+        figures["feasible"] = simulation is not None
         figures["refusal"] = refusal
-        figures["advice"] = [] if found is not None else advice(settings, config, target, needs)
+        figures["advice"] = [] if simulation is not None else advice(settings, config, target, needs)
         if reach:
             figures.update(_reach(settings, config, target, len(plan.tasks)))
     return figures
@@ -91,7 +95,9 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
     return found, ""
 
 
-def _figures(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, target: Target, order: PlannedOrder, needs: Needs) -> dict[str, Any]:
+def _figures(
+    settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, target: Target, order: PlannedOrder, needs: Needs, num_trained: int
+) -> dict[str, Any]:
     """Everything that is known before virtual time."""
     last = target.nodes[target.last][0]
     names = Counter(task.name for task in order.plan.tasks)
@@ -104,6 +110,7 @@ def _figures(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, 
         "tasks_per_step": len(order.plan.tasks),
         "seconds_per_step": None,
         "parameters": config.num_parameters,
+        "trained_parameters": num_trained,
         "budget_bytes": dict(target.nodes),
         "needed_bytes": order.plan.needed_bytes(),
         "bytes_by_class": _by_class(order.plan),

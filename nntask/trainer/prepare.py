@@ -6,16 +6,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ..base import Base
 from ..checkpoints import STATE, Checkpoint, run_of, step_directories
 from ..data import TOKENIZER, DataSpec, check_spec
 from ..errors import DataError, UsageError
+from ..lora import largest_rank
 from ..models.interface import ModelConfig
 from ..schedule import make_schedule
 from ..tensorfile import TensorFile
 from ..tiletable import read_table, shape_of
 from ..tiling import ModelTiling, default_tiling
 from .outputs import check_new_run, check_writable, default_run_dir, versions
-from .rules import disk_of, resolve
+from .rules import check_rank, disk_of, resolve
 from .settings import TrainSettings, differences, from_dict
 
 TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile")
@@ -47,6 +49,7 @@ def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         DataError: data or a checkpoint is missing or broken, or a place cannot be written.
     """
     settings, tiling = with_tiles(with_tokenizer(resolve(settings, config)), config)
+    check_rank(settings, largest_rank(config))
     make_schedule(
         settings.optimizer.schedule,
         settings.optimizer.lr or 0.0,
@@ -133,8 +136,13 @@ def model_name(settings: TrainSettings) -> str:
     return Path(path).stem if path else settings.model.model or "tiny"
 
 
-def state_of(prepared: Prepared, fingerprint: str, tokenizer: str | None) -> dict[str, Any]:
-    """What state.json holds besides step and cursor."""
+def state_of(prepared: Prepared, fingerprint: str, tokenizer: str | None, base: Base | None) -> dict[str, Any]:
+    """What state.json holds besides step and cursor.
+
+    Args:
+        fingerprint: of the data.
+        base: of adapters; None where all weights are trained.
+    """
     return {
         "seed": prepared.settings.data.seed,
         "model": prepared.config.to_dict(),
@@ -142,6 +150,7 @@ def state_of(prepared: Prepared, fingerprint: str, tokenizer: str | None) -> dic
         "data": fingerprint,
         "tokenizer": tokenizer,
         "versions": versions(),
+        **({} if base is None else {"base": base.to_dict()}),
     }
 
 

@@ -18,12 +18,14 @@ from tiles import TileTensor
 
 from ..autograd import accumulation, no_grad
 from ..data import Batch
+from ..lora import LoRA, add_adapters
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..models.registry import build
 from ..optim import SGD, Adam, AdamW, Optimizer, decay_groups, norm_of
 from ..tiling import ModelTiling
 from .engine import Outcome
+from .rules import rank_of
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -58,8 +60,12 @@ class _Recorded:
 
 
 def build_model(config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings, *, fill: bool = True) -> LanguageModel:
-    """The model that `settings` ask for, its first weights on the way, or without `fill` unwritten, for weights that are loaded."""
-    return build(
+    """The model that `settings` ask for, with adapters if they do.
+
+    Args:
+        fill: whether its first weights are on the way; unwritten otherwise, for weights that are loaded. Adapters have theirs in any case.
+    """
+    model = build(
         config,
         tiling,
         runtime,
@@ -68,6 +74,16 @@ def build_model(config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, 
         recompute=settings.model.recompute == "block",
         flash=settings.model.flashattention,
     )
+    lora = adapters_of(settings)
+    if lora is not None:
+        add_adapters(model, lora, seed=settings.data.seed)
+    return model
+
+
+def adapters_of(settings: TrainSettings) -> LoRA | None:
+    """What `--train` asks for; None where all weights are trained."""
+    rank, chosen = rank_of(settings), settings.optimizer
+    return None if rank is None else LoRA(rank, chosen.lora_alpha or rank, chosen.lora_dropout)
 
 
 def build_optimizer(model: LanguageModel, settings: TrainSettings) -> Optimizer:
@@ -113,8 +129,8 @@ class Inference:
         self._steps: dict[tuple[str, int], _Recorded] = {}
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
-        """Parameters by name."""
-        return self.model.tensors()
+        """Parameters that are learnt, by name."""
+        return self.model.trained_tensors()
 
     def next_logits(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.floating[Any]]:
         """(V,) scores of the token that follows `ids` (at most the sequence length)."""
@@ -204,6 +220,11 @@ class RecordedEngine(Inference):
         self._step: Step | None = None
         self._losses: list[TileTensor] = []
         self._squares: TileTensor | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are learnt."""
+        return self.model.num_trained
 
     @property
     def num_tasks(self) -> int:

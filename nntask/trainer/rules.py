@@ -58,6 +58,7 @@ _OR_WHOLE: Final = (
 )
 _RANGES: Final = (
     ("model", "dropout", 0.0, 1.0, True),
+    ("optimizer", "lora_dropout", 0.0, 1.0, True),
     ("optimizer", "lr", 0.0, float("inf"), True),
     ("optimizer", "weight_decay", 0.0, float("inf"), True),
     ("optimizer", "optimizer_eps", 0.0, float("inf"), True),
@@ -68,6 +69,7 @@ _RANGES: Final = (
     ("optimizer", "min_lr", 0.0, float("inf"), True),
     ("optimizer", "start_lr", 0.0, float("inf"), True),
 )
+_LORA: Final = re.compile(r"lora:(\d{1,9})")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
@@ -98,6 +100,7 @@ def check_values(settings: TrainSettings) -> None:
             near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
             raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; {near}")
     _check_combinations(settings)
+    _check_adapters(settings)
     resources = settings.resources
     for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
         if text:
@@ -153,6 +156,59 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
     if settings.observe.trace_steps and not settings.observe.trace:
         raise UsageError(f"--trace-steps {settings.observe.trace_steps} needs --trace FILE; add it")
+
+
+def rank_of(settings: TrainSettings) -> int | None:
+    """The rank of the adapters that are trained; None where all weights are.
+
+    Raises:
+        UsageError: --train is neither all nor lora:RANK.
+    """
+    asked = settings.optimizer.train
+    if asked == "all":
+        return None
+    match = _LORA.fullmatch(asked)
+    if match is None or int(match[1]) < 1:
+        raise UsageError(f"--train must be all, or lora:RANK with a rank of at least 1, got {asked}; for example --train lora:8")
+    return int(match[1])
+
+
+def _check_adapters(settings: TrainSettings) -> None:
+    """Rules between --train and the flags that only adapters have, or cannot have."""
+    optimizer, files = settings.optimizer, settings.checkpoints
+    if rank_of(settings) is None:
+        for flag, value in (("--lora-alpha", optimizer.lora_alpha), ("--lora-dropout", optimizer.lora_dropout or None)):
+            if value is not None:
+                raise UsageError(f"{flag} {value:g} is about adapters and --train all has none; add --train lora:8, or drop it")
+        return
+    if optimizer.lora_alpha is not None and not 0 < optimizer.lora_alpha < float("inf"):
+        raise UsageError(f"--lora-alpha must be a finite number above 0, got {optimizer.lora_alpha:g}; for example twice the rank")
+    instead = {
+        "--save-checkpoint": (files.save_checkpoint, "writes the weights of a whole model", "drop it, and write one with nntask export --merge"),
+        "--save-optimizer": (
+            files.save_optimizer,
+            "writes the optimizer state of a whole model",
+            "drop it; the run's checkpoints have the adapters'",
+        ),
+        "--load-optimizer": (files.load_optimizer, "reads the optimizer state of a whole model", "drop it; --resume goes on with the adapters'"),
+    }
+    for flag, (path, what, advice) in instead.items():
+        if path:
+            raise UsageError(f"{flag} {path} {what} and --train {optimizer.train} trains adapters; {advice}")
+
+
+def check_rank(settings: TrainSettings, limit: int) -> None:
+    """Check the rank of adapters against the smallest width of the matrices they stand beside.
+
+    Raises:
+        UsageError: it is larger.
+    """
+    rank = rank_of(settings)
+    if rank is not None and rank > limit:
+        raise UsageError(
+            f"--train lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter; "
+            f"the nearest legal value is lora:{limit}"
+        )
 
 
 def disk_of(text: str) -> tuple[Path, int | None] | None:
@@ -221,7 +277,9 @@ def resolve(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
     lr = optimizer.lr if optimizer.lr is not None else (1e-3 if small else 3e-4)
     warmup = optimizer.warmup_steps if optimizer.warmup_steps is not None else (0 if optimizer.full_lr_iter > 1 else 10)
     kind = "adamw" if optimizer.optimizer == "fusedadamw" else optimizer.optimizer
-    optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, optimizer=kind)
+    alpha, rank = optimizer.lora_alpha, rank_of(settings)
+    alpha = float(rank) if alpha is None and rank is not None else alpha
+    optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, optimizer=kind, lora_alpha=alpha)
     asked = run.nepochs + run.nepochs_warmup + run.nforward + run.nbackward + run.nforward_warmup + run.nbackward_warmup
     if run.steps is None and not asked:
         run = replace(run, steps=DEFAULT_STEPS)

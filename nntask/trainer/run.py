@@ -17,13 +17,14 @@ from scheduler.ordering import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 from tiles.kernels.cpu import kernel_versions
 
-from ..checkpoints import AGAINST_DIVERGENCE, MODEL, OPTIMIZER, Checkpoint, step_directories
+from ..base import Base
+from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, StorageError, UsageError
 from ..models.interface import ModelConfig
 from ..schedule import make_schedule
 from ..sizes import format_size
-from ..tensorfile import STORAGE, TensorFile, load_tensors, save_tensors
+from ..tensorfile import STORAGE, save_tensors
 from .autotile import prepare_in_best_tiles
 from .evaluation import evaluate
 from .explain import Explainer, matching
@@ -35,14 +36,14 @@ from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, state_of
 from .recorded import RecordedEngine
-from .rules import trace_range
+from .rules import rank_of, trace_range
 from .sampling import Sampling, sample
 from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
 from .traffic import is_worth_telling, traffic_report
-from .weights import check_start, model_to_start_from
+from .weights import base_to_start_from, check_weights, load_weights, model_to_start_from
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
@@ -55,6 +56,7 @@ class _Running:
     """What the parts of a run share."""
 
     prepared: Prepared
+    base: Base | None
     dataset: Dataset
     stream: BatchStream
     runtime: Runtime
@@ -81,7 +83,8 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         return prepared
     settings = prepared.settings
     sketch, order = check_fit(settings, prepared.config, prepared.tiling)
-    _check_weights(prepared, sketch.model, sketch.optimizer)
+    base = base_to_start_from(prepared)
+    check_weights(prepared, base, sketch)
     explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})
     if settings.run.dry_run:
         _stream(prepared, open_dataset(prepared.data, printer.say))
@@ -93,15 +96,15 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         runtime = open_runtime(settings)
         try:
             with runtime:  # in the try: it waits at its end for tasks that may have failed
-                start = model_to_start_from(prepared, runtime)
+                start = model_to_start_from(prepared, base, runtime)
                 engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, order.name)
                 dataset = open_dataset(prepared.data, printer.say)
                 stream = _stream(prepared, dataset)
-                counts = _counts(prepared)
-                running = _Running(prepared, dataset, stream, runtime, engine, counts, printer, interrupts)
+                counts = _counts(prepared, engine)
+                running = _Running(prepared, base, dataset, stream, runtime, engine, counts, printer, interrupts)
                 _print_header(running, order)
                 write_file(prepared.run / CONFIG, to_toml(settings))
-                _load_weights(prepared, engine)
+                load_weights(prepared, engine)
                 return _go(running, Explainer(runtime, explained, printer.say))
         except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed, scheduler_errors.RunStopped) as error:
             if runtime.tier_failure is not None:  # a read that failed loses data, and its readers are cancelled one after another
@@ -195,7 +198,7 @@ def _loop(running: _Running, journal: Journal, tracer: Tracer, explainer: Explai
         running.stream,
         running.runtime,
         run=prepared.run,
-        state=state_of(prepared, dataset.fingerprint, tokenizer.name if tokenizer else None),
+        state=state_of(prepared, dataset.fingerprint, tokenizer.name if tokenizer else None, running.base),
         journal=journal,
         printer=running.printer,
         interrupts=running.interrupts,
@@ -244,41 +247,10 @@ def _steps(settings: TrainSettings, stream: BatchStream) -> tuple[int, int]:
     return warmup + settings.run.nepochs * stream.batches_per_epoch, warmup
 
 
-def _counts(prepared: Prepared) -> FlopCounts:
+def _counts(prepared: Prepared, engine: RecordedEngine) -> FlopCounts:
     config, model = prepared.config, prepared.settings.model
-    return flop_counts_of(config, model.seq_len or config.n_positions, flash=model.flashattention)
-
-
-def _check_weights(prepared: Prepared, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> None:
-    """Compare every file of weights that will be loaded with the model, and with its checksum, before anything is computed or written."""
-    for path, tensors, exact in _weight_files(prepared, model, optimizer):
-        with TensorFile(path) as file:
-            file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
-    if prepared.resumed is not None:
-        prepared.resumed.verify(MODEL, OPTIMIZER)
-    check_start(prepared, model)
-
-
-def _load_weights(prepared: Prepared, engine: RecordedEngine) -> None:
-    for path, tensors, exact in _weight_files(prepared, engine.model_tensors(), engine.optimizer_tensors()):
-        load_tensors(path, tensors, exact=exact)
-    files = prepared.settings.checkpoints
-    if prepared.resumed is None and files.load_checkpoint and not files.load_optimizer:
-        engine.optimizer.reset()  # masters are copies of the weights
-
-
-def _weight_files(
-    prepared: Prepared, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]
-) -> list[tuple[Path, Mapping[str, TileTensor], bool]]:
-    """Files to load: path, tensors they fill, and whether element types must be equal."""
-    if prepared.resumed is not None:
-        return [(prepared.resumed.path / MODEL, model, True), (prepared.resumed.path / OPTIMIZER, optimizer, True)]
-    files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
-    if prepared.settings.checkpoints.load_checkpoint:
-        files.append((Path(prepared.settings.checkpoints.load_checkpoint), model, False))
-    if prepared.settings.checkpoints.load_optimizer:
-        files.append((Path(prepared.settings.checkpoints.load_optimizer), optimizer, False))
-    return files
+    num_adapter_weights = 0 if rank_of(prepared.settings) is None else engine.num_trained
+    return flop_counts_of(config, model.seq_len or config.n_positions, flash=model.flashattention, num_adapter_weights=num_adapter_weights)
 
 
 def _print_header(running: _Running, order: PlannedOrder) -> None:
@@ -290,6 +262,12 @@ def _print_header(running: _Running, order: PlannedOrder) -> None:
         f"{model_name(settings)}: {config.num_parameters / 1e6:.1f} M parameters, {config.n_layer} layers, width {config.n_embd}; "
         f"{settings.tiling.batch} x {settings.model.seq_len} tokens a step"
     )
+    if running.base is not None:
+        chosen, place = settings.optimizer, running.base.path or "the seed"
+        say(
+            f"{chosen.train}: {running.engine.num_trained / 1e6:.2f} M weights of adapters are trained, alpha {chosen.lora_alpha:g}; "
+            f"the others are frozen and come from {place}"
+        )
     if settings.model.dtype == "tf32":
         say("tf32 on a CPU computes in fp32")
     say(
@@ -352,7 +330,8 @@ def _close(running: _Running, loop: Loop, journal: Journal) -> None:
         printer.say(f"Training time: {seconds} seconds")
         printer.say(f"Training throughput tokens/sec: {tokens / seconds}")
         printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
-        printer.say(f"Model flops utilisation (6N + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
+        formula = "6N" if running.base is None else "4N + 6A"
+        printer.say(f"Model flops utilisation ({formula} + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
         printer.say(f"Loss on the last batch: {timed.loss_last}")
     stats = running.runtime.stats()
     if is_worth_telling(journal.own, stats):

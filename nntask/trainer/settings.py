@@ -94,6 +94,12 @@ class DataSettings:
 class OptimizerSettings:
     """How it learns."""
 
+    train: str = "all"
+    """all weights, or lora:RANK: the model stays as it is, and adapters of that rank beside its matrices learn (Hu et al., 2021)"""
+    lora_alpha: float | None = None
+    """what adapters add is scaled by this over their rank (default: the rank)"""
+    lora_dropout: float = 0.0
+    """probability of dropping an element on its way into an adapter"""
     optimizer: Literal["fusedadamw", "adamw", "adam", "sgd"] = "fusedadamw"
     """fusedadamw is another name of adamw"""
     lr: float | None = None

@@ -1,4 +1,7 @@
-"""Weights that a run begins with: the model directory of --init-from, checked before anything is computed and read when it is needed."""
+"""Weights that a run begins with, and that a checkpoint stands for: compared with the model before anything is computed.
+
+Weights of a model directory, and those that adapters stand beside, are read tile by tile when they are first used; others before the first step.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +11,118 @@ from typing import TYPE_CHECKING
 
 from tiles import TileTensor
 
+from ..base import Base, base_of
+from ..checkpoints import MODEL, OPTIMIZER, Checkpoint
 from ..hf.directory import ModelDirectory
+from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
+from ..tensorfile import TensorFile, load_tensors
+from ..tiling import ModelTiling
+from .fitting import Sketch
 from .prepare import Prepared
-from .recorded import build_model
+from .recorded import RecordedEngine, build_model
+from .rules import rank_of
+from .settings import TrainSettings
 
 if TYPE_CHECKING:
-    from scheduler.runtime import Runtime
+    from scheduler import TaskRuntime
 
 
 def _directory(prepared: Prepared) -> Path | None:
-    """The directory that a new run begins with; a continued one has its own weights."""
+    """The directory that a new run of all weights begins with; a continued one has its own weights."""
     begin = prepared.settings.checkpoints.init_from
     return Path(begin) if begin and prepared.resumed is None else None
 
 
-def check_start(prepared: Prepared, model: Mapping[str, TileTensor]) -> None:
-    """Compare names and shapes of the directory's tensors with the model's; reads headers only.
+def base_to_start_from(prepared: Prepared) -> Base | None:
+    """The frozen weights of a run with adapters; None where all weights are trained.
 
     Raises:
-        DataError: see `ModelDirectory`.
+        DataError: they are not there, or not those that the run began with.
     """
-    directory = _directory(prepared)
-    if directory is not None:
-        ModelDirectory.open(directory).check({name: tensor.shape for name, tensor in model.items()})
+    if rank_of(prepared.settings) is None:
+        return None
+    if prepared.resumed is not None:
+        return base_of(prepared.resumed)
+    files = prepared.settings.checkpoints
+    if files.init_from:
+        return Base.of_directory(files.init_from)
+    return Base.of_file(files.load_checkpoint) if files.load_checkpoint else Base("seed")
 
 
-def model_to_start_from(prepared: Prepared, runtime: Runtime) -> LanguageModel | None:
-    """The directory's model, each tile to be read when it is first used; None where there is no directory."""
+def check_weights(prepared: Prepared, base: Base | None, sketch: Sketch) -> None:
+    """Compare every file of weights that will be read with the model, and with its checksum, before anything is computed or written.
+
+    Raises:
+        DataError: one is missing or broken, or holds weights of another model.
+    """
+    for path, tensors, exact in _files(prepared, sketch.trained, sketch.optimizer):
+        with TensorFile(path) as file:
+            file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
+    if prepared.resumed is not None:
+        prepared.resumed.verify(MODEL, OPTIMIZER)
     directory = _directory(prepared)
+    if base is not None:
+        base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in sketch.frozen.items()})
+    elif directory is not None:
+        ModelDirectory.open(directory).check({name: tensor.shape for name, tensor in sketch.trained.items()})
+
+
+def load_weights(prepared: Prepared, engine: RecordedEngine) -> None:
+    """Read the files of weights that are not read tile by tile."""
+    for path, tensors, exact in _files(prepared, engine.model_tensors(), engine.optimizer_tensors()):
+        load_tensors(path, tensors, exact=exact)
+    files = prepared.settings.checkpoints
+    if prepared.resumed is None and files.load_checkpoint and not files.load_optimizer:
+        engine.optimizer.reset()  # masters are copies of the weights
+
+
+def _files(
+    prepared: Prepared, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]
+) -> list[tuple[Path, Mapping[str, TileTensor], bool]]:
+    """Files to load: path, tensors they fill, and whether element types must be equal."""
+    if prepared.resumed is not None:
+        return [(prepared.resumed.path / MODEL, model, True), (prepared.resumed.path / OPTIMIZER, optimizer, True)]
+    files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
+    if prepared.settings.checkpoints.load_checkpoint and rank_of(prepared.settings) is None:  # else it is the base
+        files.append((Path(prepared.settings.checkpoints.load_checkpoint), model, False))
+    if prepared.settings.checkpoints.load_optimizer:
+        files.append((Path(prepared.settings.checkpoints.load_optimizer), optimizer, False))
+    return files
+
+
+def model_to_start_from(prepared: Prepared, base: Base | None, runtime: TaskRuntime) -> LanguageModel | None:
+    """The model whose weights are in files, each tile to be read when it is first used; None where a new model begins with none."""
+    directory = _directory(prepared)
+    if base is not None:
+        return _beside(base, prepared.config, prepared.tiling, runtime, prepared.settings)
     if directory is None:
         return None
     model = build_model(prepared.config, prepared.tiling, runtime, prepared.settings, fill=False)
     ModelDirectory.open(directory).attach(model.tensors())
+    return model
+
+
+def load_model(checkpoint: Checkpoint, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings) -> LanguageModel:
+    """The model of a checkpoint as it was saved, adapters and what they stand beside included: what scores text.
+
+    Args:
+        settings: of its run, resolved.
+
+    Raises:
+        DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
+    """
+    config, base = checkpoint.config, base_of(checkpoint)
+    if base is None:
+        model = build_model(config, tiling, runtime, settings, fill=False)
+    else:
+        model = _beside(base, config, tiling, runtime, settings)
+    checkpoint.load(model.trained_tensors())
+    return model
+
+
+def _beside(base: Base, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings) -> LanguageModel:
+    """A model with adapters in their first state, beside the weights of `base`."""
+    model = build_model(config, tiling, runtime, settings, fill=base.kind == "seed")
+    base.attach(model.frozen_tensors())
     return model

@@ -36,8 +36,10 @@ def linear_cross_entropy(x: TileTensor, w: TileTensor, targets: TileTensor, *, s
     return sum_scalars(parts, "loss"), lse
 
 
-def linear_cross_entropy_backward(x: TileTensor, w: TileTensor, targets: TileTensor, lse: TileTensor, dw: TileTensor, *, scale: float) -> TileTensor:
-    """dx of `linear_cross_entropy`, recomputing the logits; dw receives contributions."""
+def linear_cross_entropy_backward(
+    x: TileTensor, w: TileTensor, targets: TileTensor, lse: TileTensor, dw: TileTensor | None, *, scale: float
+) -> TileTensor:
+    """dx of `linear_cross_entropy`, recomputing the logits; dw receives contributions, unless None."""
     _check(x, w, targets)
     dx = x.like(name="d head")
     num_c = x.grid[2]
@@ -47,9 +49,9 @@ def linear_cross_entropy_backward(x: TileTensor, w: TileTensor, targets: TileTen
             accesses += [(w[v, c], R) for c in range(num_c)]
             accesses += [(targets[b, t], R), (lse[b, t], R)]
             accesses += [(dx[b, t, c], chained(v)) for c in range(num_c)]
-            accesses += [(dw[v, c], REDUX) for c in range(num_c)]
+            accesses += [(dw[v, c], REDUX) for c in range(num_c)] if dw is not None else []
             accesses.append(_scratch(x, w))
-            emit(x.runtime, "head_backward", accesses, num_c=num_c, v_start=v * w.tile[0], scale=scale, first=v == 0)
+            emit(x.runtime, "head_backward", accesses, num_c=num_c, v_start=v * w.tile[0], scale=scale, first=v == 0, accumulate=False)
     return dx
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from scheduler import REDUX, Access, R, W
+from scheduler import REDUX, RW, Access, R, W
 
 from ..kernels.registry import emit
 from ..tensor import TileTensor
@@ -22,6 +22,20 @@ def linear(x: TileTensor, w: TileTensor, bias: TileTensor | None = None, *, tran
         for k in range(x.grid[-1]):
             _linear_task(x, w, bias, y, row, n, k, transpose_w)
     return y
+
+
+def add_linear(x: TileTensor, w: TileTensor, y: TileTensor, *, transpose_w: bool = False) -> None:
+    """y += x @ op(w)  # (..., K) @ (K, N) -> (..., N)."""
+    inner, outer = (1, 0) if transpose_w else (0, 1)
+    last = len(x.shape) - 1
+    same_axis(x, last, w, inner)
+    same_axis(y, last, w, outer)
+    for axis in range(last):
+        same_axis(x, axis, y, axis)
+    constants: dict[str, Any] = {"trans_a": False, "trans_b": transpose_w, "alpha": 1.0, "accumulate": True}
+    for row, n in itertools.product(leading(x), range(y.grid[-1])):
+        for k in range(x.grid[-1]):
+            emit(x.runtime, "matmul", [(x[*row, k], R), (w[(n, k) if transpose_w else (k, n)], R), (y[*row, n], RW)], **constants)
 
 
 def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str, *, transpose_w: bool = False) -> tuple[TileTensor, TileTensor]:

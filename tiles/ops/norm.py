@@ -13,7 +13,7 @@ from scheduler import REDUX, SCRATCH, Access, R, W
 
 from ..kernels.cpu.norm import scratch_nbytes
 from ..kernels.registry import emit, scratch
-from ..tensor import TileTensor
+from ..tensor import TileTensor, TileView
 from ..tiling import Index
 from .elementwise import add, fill
 from .grid import chained, leading, same_axis, same_tiling, statistics
@@ -111,19 +111,19 @@ def layer_norm_backward(
     mean: TileTensor,
     rstd: TileTensor,
     dy: TileTensor,
-    dgamma: TileTensor,
-    dbeta: TileTensor,
+    dgamma: TileTensor | None,
+    dbeta: TileTensor | None,
     *,
     dresidual: TileTensor | None = None,
 ) -> TileTensor:
-    """dx of `layer_norm` (+ dresidual); dgamma and dbeta receive contributions."""
+    """dx of `layer_norm` (+ dresidual); dgamma and dbeta receive contributions, unless None."""
     return _norm_backward(x, gamma, mean, rstd, dy, [dgamma, dbeta], dresidual)
 
 
 def rms_norm_backward(
-    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, dgamma: TileTensor, *, dresidual: TileTensor | None = None
+    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, dgamma: TileTensor | None, *, dresidual: TileTensor | None = None
 ) -> TileTensor:
-    """dx of `rms_norm` (+ dresidual); dgamma receives contributions."""
+    """dx of `rms_norm` (+ dresidual); dgamma receives contributions, unless None."""
     return _norm_backward(x, gamma, None, rstd, dy, [dgamma], dresidual)
 
 
@@ -133,10 +133,10 @@ def _norm_backward(
     mean: TileTensor | None,
     rstd: TileTensor,
     dy: TileTensor,
-    sums: list[TileTensor],
+    sums: list[TileTensor | None],
     dresidual: TileTensor | None,
 ) -> TileTensor:
-    _check(x, gamma, *sums)
+    _check(x, gamma, *(total for total in sums if total is not None))
     same_tiling(x, dy, *([dresidual] if dresidual is not None else []))
     dx = x.like(name="d norm")
     op = "rms_norm_backward" if mean is None else "layer_norm_backward"
@@ -152,8 +152,8 @@ def _norm_backward(
         accesses: list[Access] = [(x[tile], R), (gamma[0,], R), *moments, (dy[tile], R)]
         if dresidual is not None:
             accesses.append((dresidual[tile], R))
-        accesses += [(dx[tile], W), *((total[0,], REDUX) for total in sums)]
-        emit(x.runtime, op, accesses, residual=dresidual is not None)
+        accesses += [(dx[tile], W), *(_contribution(gamma, total, 0) for total in sums)]
+        emit(x.runtime, op, accesses, residual=dresidual is not None, accumulate=False)
     return dx
 
 
@@ -162,7 +162,7 @@ def _norm_backward_row(
     gamma: TileTensor,
     moments: list[Access],
     dy: TileTensor,
-    sums: list[TileTensor],
+    sums: list[TileTensor | None],
     dresidual: TileTensor | None,
     dx: TileTensor,
     row: Index,
@@ -177,8 +177,16 @@ def _norm_backward_row(
         accesses = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R), (plain[row], R), (weighted[row], R)]
         if dresidual is not None:
             accesses.append((dresidual[*row, c], R))
-        accesses += [(dx[*row, c], W), *((total[c,], REDUX) for total in sums)]
-        emit(runtime, "norm_backward_apply", accesses, width=width, center=len(sums) == 2, residual=dresidual is not None)
+        accesses += [(dx[*row, c], W), *(_contribution(gamma, total, c) for total in sums)]
+        emit(runtime, "norm_backward_apply", accesses, width=width, center=len(sums) == 2, residual=dresidual is not None, accumulate=False)
+
+
+def _contribution(gamma: TileTensor, total: TileTensor | None, c: int) -> Access:
+    """Where a task leaves its part of the gradient of tile `c` of gamma or beta: in the sum, or in working memory where nobody wants it."""
+    if total is not None:
+        return total[c,], REDUX
+    view = TileView((gamma.tiling.extents((c,))[0],), np.dtype(np.float64 if gamma.dtype == np.float64 else np.float32))
+    return gamma.runtime.handle(view.nbytes, view, name="scratch", data_class="scratch"), SCRATCH
 
 
 def softmax(x: TileTensor) -> TileTensor:

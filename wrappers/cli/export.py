@@ -1,11 +1,11 @@
-"""``nntask export``: a run or a checkpoint as a directory that transformers loads."""
+"""``nntask export``: a run or a checkpoint as a directory that transformers loads, or its adapters as one that PEFT does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from .help import parse
 
@@ -13,15 +13,20 @@ if TYPE_CHECKING:
     from nntask.checkpoints import Checkpoint
     from nntask.data import Tokenizer
 
+LARGEST_SHARD: Final = "5GB"
+
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """Write a model as transformers' from_pretrained reads it. RUN is a run directory or one of its checkpoints, DIR a new directory."""
+    """Write a model as transformers' from_pretrained reads it, or the adapters of a run that trained some as PEFT's does. RUN is a run directory or
+    one of its checkpoints, DIR a new directory."""
 
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """element type of the weights; auto: the one they are stored in"""
-    shard_size: str = "5GB"
-    """most bytes of weights in one file, e.g. 500MB"""
+    merge: bool = False
+    """of a run with adapters, write the whole model, what they add merged into it"""
+    shard_size: str = ""
+    """most bytes of weights in one file, e.g. 500MB (default 5GB)"""
     tokenizer_path: str = ""
     """directory with tokenizer.json, for a run that was trained on token ids without one"""
     force: bool = False
@@ -32,16 +37,27 @@ def run(argv: Sequence[str]) -> int:
     """Write the directory and say what is in it."""
     settings, words = parse(ExportSettings, argv, "nntask export", words=("RUN", "DIR"))
     from nntask.checkpoints import find_checkpoint
+    from nntask.errors import UsageError
     from nntask.hf.export import export
+    from nntask.hf.peft import export_adapters
     from nntask.sizes import format_size, parse_size
 
-    shard_nbytes = parse_size(settings.shard_size, "--shard-size")
+    shard_nbytes = parse_size(settings.shard_size or LARGEST_SHARD, "--shard-size")
     checkpoint = find_checkpoint(words[0])
+    has_adapters = checkpoint.state.get("base") is not None
+    if settings.merge and not has_adapters:
+        raise UsageError(f"--merge is about adapters, and {checkpoint.path} holds a whole model; drop it")
+    if settings.shard_size and has_adapters and not settings.merge:
+        raise UsageError(f"--shard-size {settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge")
     tokenizer = _tokenizer(checkpoint, settings.tokenizer_path)
     target = Path(words[1])
-    done = export(checkpoint, target, dtype=settings.dtype, shard_nbytes=shard_nbytes, tokenizer=tokenizer, force=settings.force)
+    if has_adapters and not settings.merge:
+        done = export_adapters(checkpoint, target, dtype=settings.dtype, tokenizer=tokenizer, force=settings.force)
+    else:
+        done = export(checkpoint, target, dtype=settings.dtype, shard_nbytes=shard_nbytes, tokenizer=tokenizer, force=settings.force)
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
-    print(f"wrote {done.num_weights / 1e6:.1f} M weights of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
+    what = "adapter weights" if has_adapters and not settings.merge else "weights"
+    print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
     if tokenizer is None:
         print("the run was trained on token ids without a tokenizer, so there is none; --tokenizer-path DIR adds it")
     return 0

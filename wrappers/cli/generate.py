@@ -117,6 +117,7 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
     from nntask.trainer.recorded import Inference
     from nntask.trainer.sampling import Sampling, sample
     from nntask.trainer.settings import from_dict
+    from nntask.trainer.weights import load_model
 
     config = checkpoint.config
     trained, tiling = with_tiles(from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE)), config)
@@ -124,8 +125,7 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
     prompt = [int(i) for i in tokenizer.encode([settings.prompt])[0]] if settings.prompt else []
     how = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
     with _runtime(settings) as runtime:
-        inference = Inference(config, tiling, runtime, trained)
-        checkpoint.load(inference.model_tensors())
+        inference = Inference(config, tiling, runtime, trained, load_model(checkpoint, tiling, runtime, trained))
         shown, ids = "", list(prompt)
         for token in sample(
             inference.next_logits,

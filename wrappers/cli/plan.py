@@ -74,6 +74,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     from nntask.sizes import format_size
 
     yield f"parameters          {figures['parameters']:,}"
+    if figures["trained_parameters"] != figures["parameters"]:
+        yield f"trained             {figures['trained_parameters']:,} weights of adapters"
     yield f"tasks per step      {figures['tasks_per_step']:,}"
     yield "tiles               " + ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
     yield "workers             " + ", ".join(f"{count} x {name}" for name, count in figures["workers"].items()) + f"; policy {figures['policy']}"

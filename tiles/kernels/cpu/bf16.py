@@ -224,10 +224,10 @@ def _takes_head_backward(views: Views, constants: Constants) -> bool:
 
 @register_bf16("head_backward", takes=_takes_head_backward, scratch_nbytes=_head_backward_scratch)
 def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
-    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, dw * num_c, scratch, scratch."""
+    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, [dw * num_c,] scratch, scratch."""
     xs, ws = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
     ids, lse = tiles[2 * num_c].reshape(-1), tiles[2 * num_c + 1].reshape(-1)
-    dxs, dws = tiles[2 * num_c + 2 : 3 * num_c + 2], tiles[3 * num_c + 2 : 4 * num_c + 2]
+    dxs, dws = tiles[2 * num_c + 2 : 3 * num_c + 2], tiles[3 * num_c + 2 : -2]
     room, own = tiles[-2:]
     sums, used = [], 0
     for dx in dxs:
@@ -239,8 +239,9 @@ def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: 
         logit_gradients(p, ids, lse, v_start + start, v_start + end, scale)
         short = np.ndarray(p.shape, BF16, buffer=own, offset=used)
         onednn.convert(p, short)
-        for x, w, dx, dw in zip(xs, ws, sums, dws, strict=True):
+        for w, dx in zip(ws, sums, strict=True):
             onednn.gemm(short, w[start:end], dx, accumulate=not first or start > 0)
+        for x, dw in zip(xs, dws, strict=bool(dws)):
             onednn.gemm(short, x, dw[start:end], trans_a=True, accumulate=accumulate)
     for dx, total in zip(dxs, sums, strict=True):
         onednn.convert(total.reshape(dx.shape), dx)

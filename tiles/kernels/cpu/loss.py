@@ -66,16 +66,20 @@ def _inside(ids: Array, first: int, last: int) -> Iterator[tuple[Array, Array]]:
         yield rows_in, ids[rows_in] - first
 
 
-def _flops(factor: float) -> Any:
-    def count(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-        num_c = constants["num_c"]
-        width = sum(view.shape[-1] for view in views[:num_c])
-        return float(factor) * 2.0 * float(np.prod(views[0].shape[:-1])) * float(width * views[num_c].shape[0])
-
-    return count
+def _product_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Of x @ w^T."""
+    num_c = constants["num_c"]
+    width = sum(view.shape[-1] for view in views[:num_c])
+    return 2.0 * float(np.prod(views[0].shape[:-1])) * float(width * views[num_c].shape[0])
 
 
-@register("head_forward", "cpu", flops=_flops(1.0))
+def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """The logits again, dx, and dw if it is there."""
+    has_dw = len(views) > 3 * constants["num_c"] + 3
+    return (3.0 if has_dw else 2.0) * _product_flops(views, constants)
+
+
+@register("head_forward", "cpu", flops=_product_flops)
 def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool) -> None:
     """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
     xs, ws, (*statistics, scratch) = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c], tiles[2 * num_c :]
@@ -128,15 +132,16 @@ def logit_gradients(p: Array, ids: Array, lse: Array, first: int, last: int, sca
         p[ignored] = 0
 
 
-@register("head_backward", "cpu", flops=_flops(3.0))
+@register("head_backward", "cpu", flops=_backward_flops)
 def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
-    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, dw * num_c, scratch."""
+    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, [dw * num_c,] scratch."""
     xs, ws = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
     ids, lse = tiles[2 * num_c].reshape(-1), tiles[2 * num_c + 1].reshape(-1)
     dxs = [rows(dx) for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]]
-    dws = tiles[3 * num_c + 2 : 4 * num_c + 2]
+    dws = tiles[3 * num_c + 2 : -1]
     for start, end, p in blocks(xs, ws, xs[0].dtype, tiles[-1], _product):
         logit_gradients(p, ids, lse, v_start + start, v_start + end, scale)
-        for x, w, dx, dw in zip(xs, ws, dxs, dws, strict=True):
+        for w, dx in zip(ws, dxs, strict=True):
             gemm(p, w[start:end], dx, beta=float(not first or start > 0))
+        for x, dw in zip(xs, dws, strict=bool(dws)):
             gemm(p, x, dw[start:end], trans_a=True, beta=float(accumulate))

@@ -68,18 +68,19 @@ def head_finish(
 
 @register("head_backward", "cuda")
 def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
-    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, dw * num_c, scratch."""
+    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, [dw * num_c,] scratch."""
     xs, ws = [x.rows() for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
     targets, lse = tiles[2 * num_c : 2 * num_c + 2]
-    dxs, dws = [dx.rows() for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]], tiles[3 * num_c + 2 : 4 * num_c + 2]
+    dxs, dws = [dx.rows() for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]], tiles[3 * num_c + 2 : -1]
     for start, end, s in _logits(xs, ws, tiles[-1]):
         numbers = (np.int32(v_start + start), np.int32(s.shape[1]), np.float32(scale))
         _source.start("logit_gradients", xs[0].dtype, s, targets, lse, *numbers, grid=(s.shape[0], 1, 1), shared=4 * THREADS)
         stride = s.shape[1] * s.dtype.itemsize // xs[0].dtype.itemsize
         p = s.at(xs[0].dtype, *s.shape)
-        for x, w, dx, dw in zip(xs, ws, dxs, dws, strict=True):
+        for w, dx in zip(ws, dxs, strict=True):
             onto = not first or start > 0
             device().gemm(p, w[start:end], dx, trans_a=False, trans_b=False, alpha=1.0, accumulate=onto, stride_a=stride)
+        for x, dw in zip(xs, dws, strict=bool(dws)):
             device().gemm(p, x, dw[start:end], trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate, stride_a=stride)
 
 

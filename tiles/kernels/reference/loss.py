@@ -56,17 +56,18 @@ def head_finish(targets: Array, peak: Array, total: Array, picked: Array, lse: A
 
 @register("head_backward", "reference")
 def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
-    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, dw * num_c, scratch."""
+    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, [dw * num_c,] scratch."""
     xs, ws = tiles[:num_c], tiles[num_c : 2 * num_c]
     targets, lse = tiles[2 * num_c : 2 * num_c + 2]
-    dxs, dws = tiles[2 * num_c + 2 : 3 * num_c + 2], tiles[3 * num_c + 2 : 4 * num_c + 2]
+    dxs, dws = tiles[2 * num_c + 2 : 3 * num_c + 2], tiles[3 * num_c + 2 : -1]
     ids = targets.reshape(-1)
     p = scale * np.exp(logits(xs, ws) - lse.reshape(-1, 1))
     inside = np.flatnonzero((ids >= v_start) & (ids < v_start + p.shape[1]))
     p[inside, ids[inside] - v_start] -= scale
     p[ids < 0] = 0
-    for x, w, dx, dw in zip(xs, ws, dxs, dws, strict=True):
+    for w, dx in zip(ws, dxs, strict=True):
         grown = (p @ w).reshape(dx.shape)
         dx[...] = grown if first else dx + grown
+    for x, dw in zip(xs, dws, strict=bool(dws)):
         share = p.T @ x.reshape(-1, x.shape[-1])
         dw[...] = dw + share if accumulate else share

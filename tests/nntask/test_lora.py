@@ -1,0 +1,357 @@
+"""Adapters beside frozen weights: PEFT's losses, no trace of gradients for what is frozen, the same bits whatever runs the tasks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+import hf_oracle
+import llama_oracle
+import ml_dtypes
+import numpy as np
+import peft
+import pytest
+import torch
+
+from nntask import no_grad
+from nntask.autograd import Tensor, checkpoint
+from nntask.errors import DataError, UsageError
+from nntask.lora import LoRA, adapted, add_adapters, largest_rank
+from nntask.models.config import GPT2Config
+from nntask.models.gpt2 import GPT2
+from nntask.models.llama import Llama
+from nntask.models.llama_config import LlamaConfig
+from nntask.optim import SGD, AdamW, decay_groups
+from nntask.tensorfile import fingerprint_of, save_tensors
+from nntask.tiling import ModelTiling
+from scheduler import InlineRuntime, Runtime, TaskRuntime, Trace
+from scheduler.capture import CapturingRuntime
+
+PAGE = 4096
+FAMILIES = {"gpt2": hf_oracle, "llama": llama_oracle}
+TILING = ModelTiling(minibatch_tile=2, seq_tile=9, embd_tile=17, inner_tile=23, vocab_tile=50)
+BATCH, LENGTH, STEPS = 4, 16, 3
+GPT = GPT2Config(vocab_size=61, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+LLAMA = LlamaConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=8,
+    max_position_embeddings=LENGTH,
+)
+CUT = ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=30, head_tile=2, vocab_tile=25)
+MODELS = {"gpt2": (GPT2, GPT), "llama": (Llama, LLAMA)}
+
+
+def with_adapters(runtime: TaskRuntime, family: str = "gpt2", *, tiling: ModelTiling = CUT, lora: LoRA | None = None, **options):
+    """A model from a seed, with adapters."""
+    kind, config = MODELS[family]
+    model = kind(config, tiling, runtime, seed=3, **options)
+    add_adapters(model, lora or LoRA(3, 6.0, 0.1), seed=3)
+    return model
+
+
+class Job:
+    """A clipped step of two minibatches with every dropout there is, recorded where the runtime records."""
+
+    def __init__(self, runtime: TaskRuntime, family: str = "gpt2", **options) -> None:
+        self.model = with_adapters(runtime, family, **options)
+        self.optimizer = AdamW(decay_groups(self.model, 0.1), 3e-2, max_norm=1.0)
+        self.inputs = [self.model.input_tensors(BATCH // 2) for _ in range(2)]
+        self.step = None
+        if isinstance(runtime, Runtime):
+            with runtime.record() as self.step:
+                self.outputs = self.emit()
+
+    def emit(self) -> list:
+        """Tensors of the losses and of the gradient norm."""
+        self.model.train()
+        losses = [self.model(*pair, scale=0.5, minibatch=number) for number, pair in enumerate(self.inputs)]
+        for loss in losses:
+            loss.backward()
+        self.optimizer.step()
+        return [*losses, self.optimizer.grad_norm]
+
+    def run(self, steps: int = STEPS) -> list[bytes]:
+        """Bits of losses and norms of every step."""
+        rng, found = np.random.default_rng(7), []
+        for number in range(steps):
+            ids = rng.integers(0, 61, (BATCH, LENGTH + 1)).astype(np.int32)
+            for (tokens, targets), part in zip(self.inputs, np.split(ids, 2), strict=True):
+                tokens.write(part[:, :-1])
+                targets.write(part[:, 1:])
+            self.model.dropout_key.write(np.array([3, number], np.uint64))
+            self.optimizer.prepare(number + 1, 3e-2)
+            if self.step is None:
+                found.append(b"".join(output.read().tobytes() for output in self.emit()))
+            else:
+                ticket = self.step.replay()
+                found.append(b"".join(ticket.read(output).tobytes() for output in self.outputs))
+        return found
+
+
+class Copies(Trace):
+    """How often each piece of data went from one node to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: defaultdict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+
+    def add_copy(self, source: int, target: int, name: str, *rest: int) -> None:
+        """Bytes moved."""
+        self.names[source, target][name] += 1
+
+
+@cache
+def truth(family: str, lanes: int) -> list[bytes]:
+    """What running every task at once, in order, gives."""
+    return Job(InlineRuntime(lanes), family).run()
+
+
+@cache
+def plan(family: str, recompute: bool = False):
+    """The step in submission order."""
+    runtime = CapturingRuntime(1)
+    job = Job(runtime, family, recompute=recompute)
+    with runtime.record():
+        job.outputs = job.emit()
+    return runtime.plan, job.model
+
+
+def pages(tensors) -> int:
+    """Bytes that the ledger counts for the tiles of tensors."""
+    return sum(-(-handle.nbytes // PAGE) * PAGE for tensor in tensors for handle in tensor.handles)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_pefts(family: str) -> None:
+    """20 steps of AdamW with decay and clipping, from the same first values: within 1e-4 of PEFT on torch."""
+    oracle = FAMILIES[family]
+    config = oracle.random_config(5)
+    theirs = oracle.hf_model(config)
+    model = oracle.our_model(theirs, config, TILING, InlineRuntime())
+    add_adapters(model, LoRA(3, 6.0), seed=1)
+    groups = adapted(model)
+    names = sorted({name.rpartition(".")[2] for name in groups})
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=3, lora_alpha=6, target_modules=names, fan_in_fan_out=family == "gpt2"))
+    first = {f"base_model.model.{name}.lora_A.weight": next(iter(layers.values())).lora.A.read() for name, layers in groups.items()}
+    state = peft.get_peft_model_state_dict(theirs)
+    assert {name for name in state if "lora_A" in name} == set(first)
+    assert model.num_trained == sum(value.numel() for value in state.values())
+    peft.set_peft_model_state_dict(theirs, state | {name: torch.from_numpy(value) for name, value in first.items()})
+    learnt = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    torch_optimizer = torch.optim.AdamW(learnt, lr=1e-2, weight_decay=0.1)
+    optimizer = AdamW(model.parameters(), 1e-2, weight_decay=0.1, max_norm=0.5)
+    tokens, targets = model.input_tensors(3)
+    losses = []
+    for step, (x, y) in enumerate(hf_oracle.batches(config, 20, 3, config.n_positions), 1):
+        expected = hf_oracle.hf_loss(theirs, x, y)
+        torch_optimizer.zero_grad()
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(learnt, 0.5)
+        torch_optimizer.step()
+        tokens.write(x)
+        targets.write(y)
+        optimizer.prepare(step)
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append((float(loss.read()[0]), expected.item()))
+    assert max(abs(ours - his) for ours, his in losses) < 1e-4
+    assert losses[-1][1] < losses[0][1] - 0.05  # it learnt, so the comparison says something
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_gradients_with_dropout_are_the_slopes(family: str) -> None:
+    """In fp64: the change of the loss along a random direction of every factor is what the gradients say, with a fixed mask."""
+    runtime = InlineRuntime()
+    model = with_adapters(runtime, family, dtype=np.float64, lora=LoRA(3, 5.0, 0.3))
+    tokens, targets = model.input_tensors(2)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 61, (2, LENGTH + 1)).astype(np.int32)
+    tokens.write(ids[:, :-1])
+    targets.write(ids[:, 1:])
+    values = {name: rng.standard_normal(t.shape) * 0.2 for name, t in model.trained_tensors().items()}
+    direction = {name: rng.standard_normal(value.shape) for name, value in values.items()}
+
+    def loss(at: float) -> Tensor:
+        for name, tensor in model.trained_tensors().items():
+            tensor.write(values[name] + at * direction[name])
+        return model(tokens, targets)
+
+    loss(0.0).backward()
+    gradients = {name: parameter.gradient.read() for name, parameter in model.named_parameters().items() if parameter.trainable}
+    slope = sum(float((gradient * direction[name]).sum()) for name, gradient in gradients.items())
+    with no_grad():
+        measured = (loss(1e-6).read()[0] - loss(-1e-6).read()[0]) / 2e-6
+    assert abs(slope) > 0.01
+    assert measured == pytest.approx(slope, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", MODELS)
+def test_no_task_writes_or_differentiates_what_is_frozen(family: str, recompute: bool) -> None:
+    """Frozen tiles are read only, gradients and state are the adapters' alone, and below the first adapter nothing goes back."""
+    found, model = plan(family, recompute)
+    frozen = {handle.name for tensor in model.frozen_tensors().values() for handle in tensor.handles}
+    modes = {(handle.name in frozen, mode) for task in found.tasks for handle, mode in task.accesses if handle.data_class == "parameters"}
+    assert {mode for is_frozen, mode in modes if is_frozen} == {"R"}
+    assert "RW" in {mode for is_frozen, mode in modes if not is_frozen}
+    sizes: Counter[str] = Counter()
+    for handle in found.uses:
+        sizes[handle.data_class] += handle.size
+    trained = pages(model.trained_tensors().values())
+    assert sizes["gradients"] == trained
+    assert sizes["optimizer"] == 2 * trained
+    names = Counter(task.name for task in found.tasks)
+    assert not {"embedding_backward", "add_rows_backward", "column_sums"} & set(names)
+    # the first norm's input leads to nothing that is learnt: of 2 L + 1 norms, all but one have a backward pass
+    backward = names["norm_backward_apply"]  # one for each tile of 2 sequences x 2 x 2, in two minibatches
+    assert backward == 2 * 8 * (2 * 2 + 1 - 1)
+
+
+def test_the_ledger_counts_the_adapters_share() -> None:
+    """Bytes by class at the peak of a real run: optimizer state is two moments of the adapters, gradients at most theirs of two steps in flight."""
+    with Runtime(2, ram=1 << 26) as runtime:
+        job = Job(runtime)
+        job.run(2)
+        peak = runtime.stats()["peak_bytes_by_class"]["ram"]
+    trained = pages(job.model.trained_tensors().values())
+    assert peak["optimizer"] == 2 * trained
+    assert peak.get("gradients", 0) <= 2 * trained
+    assert trained < pages(job.model.frozen_tensors().values())
+
+
+def test_frozen_tiles_go_to_the_tier_at_most_once(tmp_path: Path) -> None:
+    """Weights that the seed made leave a short memory once, however often they come back; what is learnt goes out again and again."""
+    found, _ = plan("gpt2")
+    trace = Copies()
+    with Runtime(1, ram=found.needed_bytes() // 3, disk=tmp_path, trace=trace) as runtime:
+        job = Job(runtime)
+        assert job.run() == truth("gpt2", 1)
+        frozen = {handle.name for tensor in job.model.frozen_tensors().values() for handle in tensor.handles}
+    out, back = trace.names[0, 1], trace.names[1, 0]
+    assert max(out[name] for name in frozen) == 1
+    assert max(back[name] for name in frozen) > 1
+    assert max(out.values()) > 1
+
+
+@pytest.mark.parametrize(
+    ("family", "workers", "options"),
+    [
+        ("gpt2", 4, {"sched": "eager"}),
+        ("gpt2", 2, {"sched": "reuse", "sim_gpus": 1}),
+        ("llama", 2, {"sched": "dmda", "sim_gpus": 2}),
+    ],
+)
+def test_losses_are_the_same_bits(family: str, workers: int, options: dict) -> None:
+    """Workers, policies and simulated devices, with four lanes."""
+    with Runtime(workers, ram=1 << 28, lanes=4, **options) as runtime:
+        assert Job(runtime, family).run() == truth(family, 4)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_losses_are_the_same_bits_recomputed(family: str) -> None:
+    """--recompute block, of which the first block too is recomputed although nothing below it is learnt."""
+    assert Job(InlineRuntime(), family, recompute=True).run() == truth(family, 1)
+    kept, _ = plan(family)
+    recomputed, _ = plan(family, True)
+    assert Counter(task.name for task in recomputed.tasks)["attention"] == 2 * Counter(task.name for task in kept.tasks)["attention"]
+    assert recomputed.needed_bytes() < kept.needed_bytes()
+    assert len(set(truth(family, 1))) == STEPS
+
+
+def test_first_values_do_not_depend_on_tiles() -> None:
+    """A within its bound and drawn by position, B zero: the model scores as before."""
+    whole, cut = (with_adapters(InlineRuntime(), tiling=tiling).trained_tensors() for tiling in (ModelTiling(), CUT))
+    assert set(whole) == set(cut)
+    for name, tensor in whole.items():
+        values = tensor.read()
+        assert np.array_equal(values, cut[name].read())
+        if name.endswith("A"):
+            bound = tensor.shape[1] ** -0.5
+            assert 0.8 * bound < np.abs(values).max() <= bound
+        else:
+            assert not values.any()
+    plain, adapted_model = GPT2(GPT, CUT, InlineRuntime(), seed=3), with_adapters(InlineRuntime())
+    ids = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH)
+    scores = []
+    for model in (plain, adapted_model):
+        model.eval()
+        tokens, _ = model.input_tensors(2)
+        tokens.write(ids)
+        with no_grad():
+            scores.append(model.logits(tokens).read())
+    assert np.array_equal(*scores)
+
+
+def test_what_is_one_matrix_in_the_files_has_one_adapter() -> None:
+    """GPT-2's q, k and v share A, like the columns of c_attn; LLaMA's are matrices of their own."""
+    groups = adapted(with_adapters(InlineRuntime()))
+    assert list(groups["transformer.h.1.attn.c_attn"]) == ["h.1.attn.q", "h.1.attn.k", "h.1.attn.v"]
+    q, k, v = groups["transformer.h.1.attn.c_attn"].values()
+    assert q.lora.A is k.lora.A is v.lora.A
+    assert len({id(layer.lora.B) for layer in (q, k, v)}) == 3
+    assert all(len(layers) == 1 for layers in adapted(with_adapters(InlineRuntime(), "llama")).values())
+
+
+def test_bf16_keeps_frozen_weights_as_stored() -> None:
+    """Masters and moments in fp32 are the adapters' alone, and frozen weights have the bits they had."""
+    runtime = InlineRuntime()
+    job = Job(runtime, dtype=ml_dtypes.bfloat16)
+    before = {name: tensor.read().tobytes() for name, tensor in job.model.frozen_tensors().items()}
+    learnt = {name: tensor.read().tobytes() for name, tensor in job.model.trained_tensors().items()}
+    job.run()
+    assert {name: tensor.read().tobytes() for name, tensor in job.model.frozen_tensors().items()} == before
+    assert all(tensor.read().tobytes() != learnt[name] for name, tensor in job.model.trained_tensors().items())
+    state = job.optimizer.tensors()
+    assert {name.partition(".")[2] for name in state} == set(learnt)
+    assert {name.partition(".")[0] for name in state} == {"master", "m", "v"}
+    assert {tensor.dtype for tensor in state.values()} == {np.dtype(np.float32)}
+
+
+def test_recomputing_a_block_in_which_nothing_is_learnt_leaves_no_tape() -> None:
+    """A checkpoint over frozen weights from a frozen input is only computed."""
+    model = GPT2(GPT, CUT, InlineRuntime(), seed=1)
+    model.freeze()
+    tokens, _ = model.input_tensors(1)
+    tokens.write(np.zeros((1, LENGTH), np.int32))
+    assert checkpoint(lambda x: model.h[0](x, None), model.wte(tokens)).edge is None
+    with pytest.raises(UsageError, match="and all 36 are frozen"):
+        SGD(model.parameters(), 0.1)
+
+
+def test_refusals() -> None:
+    """Numbers out of range, a rank above the smallest width, adapters twice."""
+    for numbers in ((0, 8.0, 0.0), (8, 0.0, 0.0), (8, float("inf"), 0.0), (8, 8.0, 1.0)):
+        with pytest.raises(UsageError, match="rank must be at least 1"):
+            LoRA(*numbers)
+    model = GPT2(GPT, CUT, InlineRuntime(), seed=1)
+    assert largest_rank(GPT) == largest_rank(LLAMA) == 24
+    with pytest.raises(UsageError, match="at most 24, the smallest width of a matrix that it adapts, got 25"):
+        add_adapters(model, LoRA(25, 1.0))
+    add_adapters(model, LoRA(2, 1.0))
+    with pytest.raises(UsageError, match="takes adapters once"):
+        add_adapters(model, LoRA(2, 1.0))
+
+
+def test_fingerprints_see_other_weights(tmp_path: Path) -> None:
+    """Names, shapes, types and the values at the ends and in the middle of each tensor; equal files have equal ones."""
+    model = GPT2(GPT, CUT, InlineRuntime(), seed=1)
+    tensors = model.tensors()
+    save_tensors(tmp_path / "a", tensors)
+    save_tensors(tmp_path / "b", tensors)
+    assert fingerprint_of(tmp_path / "a") == fingerprint_of(tmp_path / "b")
+    found = {fingerprint_of(tmp_path / "a")}
+    save_tensors(tmp_path / "c", {"x" if name == "ln_f.bias" else name: tensor for name, tensor in tensors.items()})
+    save_tensors(tmp_path / "d", tensors, dtype=np.dtype(np.float16))
+    tensors["h.1.mlp.c_proj.weight"].write(tensors["h.1.mlp.c_proj.weight"].read() * 1.001)
+    save_tensors(tmp_path / "e", tensors)
+    found |= {fingerprint_of(tmp_path / name) for name in "cde"}
+    assert len(found) == 4
+    with pytest.raises(DataError, match="cannot read"):
+        fingerprint_of(tmp_path / "none")
