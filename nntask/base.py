@@ -22,7 +22,7 @@ from .fileranges import FileRange
 from .hf.directory import ModelDirectory, attach_weights
 from .tensorfile import TensorFile, fingerprint_of
 from .trainer.rules import rank_of
-from .trainer.settings import from_dict
+from .trainer.settings import TrainSettings, from_dict
 
 Kind = Literal["directory", "file", "seed"]
 _KINDS: Final = ("directory", "file", "seed")
@@ -156,3 +156,19 @@ def base_of(checkpoint: Checkpoint) -> Base | None:
         raise DataError(f"{file} does not say where the weights are that its adapters stand beside; use another checkpoint")
     base.check(checkpoint.path)
     return base
+
+
+def base_to_start_from(settings: TrainSettings, resumed: Checkpoint | None) -> Base | None:
+    """The frozen weights of a run with adapters; None where all weights are trained.
+
+    Raises:
+        DataError: they are not there, or not those that the run began with.
+    """
+    if rank_of(settings) is None:
+        return None
+    if resumed is not None:
+        return base_of(resumed)
+    files = settings.checkpoints
+    if files.init_from:
+        return Base.of_directory(files.init_from)
+    return Base.of_file(files.load_checkpoint) if files.load_checkpoint else Base("seed")

@@ -20,6 +20,7 @@ from scheduler.core.steps import RecordedTask, StepPlan
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
 from tiles import TileTensor
 
+from ..base import Base
 from ..errors import DoesNotFit, UsageError
 from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
@@ -109,17 +110,20 @@ class Sketch:
     reading: int = 0
 
 
-def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> tuple[Sketch, PlannedOrder]:
+def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, base: Base | None = None) -> tuple[Sketch, PlannedOrder]:
     """Refuse resolved settings whose step cannot run on this machine within its budgets, and choose the order of one that can.
 
     Takes no memory, and a second for 20,000 tasks; more where budgets are short, to compare orders.
+
+    Args:
+        base: the frozen weights of a run with adapters.
 
     Raises:
         DoesNotFit: a budget is too small; says by how much, and what would fit.
         UsageError: the step has too many tasks, or no order of the name that was asked for.
     """
     with no_collections():
-        found = sketch(settings, config, tiling)
+        found = sketch(settings, config, tiling, base=base)
         target = this_machine(settings)
         needs = least_needs(found.plan, settings, target, reading=found.reading)
         if not needs.fit(target):
@@ -133,11 +137,12 @@ def capture(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, n
     return sketch(settings, config, tiling, num_minibatches).plan
 
 
-def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, num_minibatches: int | None = None) -> Sketch:
+def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, num_minibatches: int | None = None, base: Base | None = None) -> Sketch:
     """Model and step that resolved settings train with, from shapes.
 
     Args:
         num_minibatches: per step; as many as the settings ask for unless given.
+        base: the frozen weights of a run with adapters.
 
     Raises:
         UsageError: the step has more than `MOST_TASKS` tasks.
@@ -152,9 +157,10 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
         )
     runtime = CapturingRuntime(settings.tiling.lanes or 1)
     model = build_model(config, tiling, runtime, settings)
-    start = _start(settings, config)
-    if start is not None:
-        start.attach(model.tensors())
+    if base is not None:
+        base.attach(model.frozen_tensors())
+    elif (start := _start(settings, config)) is not None:
+        start.attach(model.frozen_tensors() or model.tensors())
     optimizer = build_optimizer(model, settings)
     inputs = [model.input_tensors(size, settings.model.seq_len) for _ in range(count)]
     with runtime.record():

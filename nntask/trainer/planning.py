@@ -17,6 +17,7 @@ from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
 
+from ..base import base_to_start_from
 from ..lora import largest_rank
 from ..models.config import PRESETS
 from ..models.interface import ModelConfig
@@ -52,7 +53,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     settings, tiling = with_tiles(settings, config)
     target = this_machine(settings) if target is None else target
     with no_collections():
-        found = sketch(settings, config, tiling)
+        found = sketch(settings, config, tiling, base=base_to_start_from(settings, None))
         plan = found.plan
         order = choose_order(plan, settings, target)
         needs = least_needs(plan, settings, target, order, reading=found.reading)

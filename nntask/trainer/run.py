@@ -17,7 +17,7 @@ from scheduler.ordering import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 from tiles.kernels.cpu import kernel_versions
 
-from ..base import Base
+from ..base import Base, base_to_start_from
 from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, StorageError, UsageError
@@ -43,7 +43,7 @@ from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
 from .traffic import is_worth_telling, traffic_report
-from .weights import base_to_start_from, check_weights, load_weights, model_to_start_from
+from .weights import check_weights, load_weights, model_to_start_from
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
@@ -82,8 +82,8 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
     if isinstance(prepared, int):
         return prepared
     settings = prepared.settings
-    sketch, order = check_fit(settings, prepared.config, prepared.tiling)
-    base = base_to_start_from(prepared)
+    base = base_to_start_from(settings, resumed)
+    sketch, order = check_fit(settings, prepared.config, prepared.tiling, base)
     check_weights(prepared, base, sketch)
     explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})
     if settings.run.dry_run:

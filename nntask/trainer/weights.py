@@ -34,22 +34,6 @@ def _directory(prepared: Prepared) -> Path | None:
     return Path(begin) if begin and prepared.resumed is None else None
 
 
-def base_to_start_from(prepared: Prepared) -> Base | None:
-    """The frozen weights of a run with adapters; None where all weights are trained.
-
-    Raises:
-        DataError: they are not there, or not those that the run began with.
-    """
-    if rank_of(prepared.settings) is None:
-        return None
-    if prepared.resumed is not None:
-        return base_of(prepared.resumed)
-    files = prepared.settings.checkpoints
-    if files.init_from:
-        return Base.of_directory(files.init_from)
-    return Base.of_file(files.load_checkpoint) if files.load_checkpoint else Base("seed")
-
-
 def check_weights(prepared: Prepared, base: Base | None, sketch: Sketch) -> None:
     """Compare every file of weights that will be read with the model, and with its checksum, before anything is computed or written.
 
