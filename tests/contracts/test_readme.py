@@ -44,6 +44,10 @@ OTHER_FLAGS = {
     "case",
     "fastest",
     "force",
+    "a",
+    "b",
+    "rtol",
+    "atol",
     "shard-size",
 }
 """Flags of make, of the other commands and of the benchmark scripts."""
