@@ -90,16 +90,18 @@ class Comparison:
         self._nbytes = [0, 0]
         self._is_over = [False, False]
         self._is_waiting = False
+        self._has_failed = False
         self._changed = threading.Condition()
 
     def side(self, which: int) -> OnTask:
         """What a runtime's `on_task` takes for side 0 or 1."""
         return lambda task: self._see(which, task)
 
-    def end(self, which: int) -> None:
-        """A side runs no more tasks; the other need not wait for it."""
+    def end(self, which: int, *, failed: bool) -> None:
+        """A side runs no more tasks; the other need not wait for it, nor go on if this one has failed."""
         with self._changed:
             self._is_over[which] = True
+            self._has_failed = self._has_failed or failed
             self._changed.notify_all()
 
     def num_alone(self) -> int:
@@ -109,6 +111,8 @@ class Comparison:
     def _see(self, which: int, task: FinishedTask) -> None:
         written = [tile for tile in task.tiles if tile.mode != R]
         with self._changed:
+            if self._has_failed:
+                raise _OtherSideFailed
             other = self._kept[1 - which].pop(task.number, None)
             if other is None:
                 self._keep(which, task, [np.array(tile.data) for tile in written])
@@ -142,6 +146,10 @@ class Comparison:
         self._is_waiting = True
         self._changed.wait_for(lambda: self._nbytes[which] <= AHEAD or self._is_over[1 - which])
         self._is_waiting = False
+
+
+class _OtherSideFailed(Exception):
+    """Stops a side that nobody waits for any more."""
 
 
 def compare(name: str, a: Array, b: Array, rtol: float, atol: float) -> tuple[float, TileDifference | None]:
@@ -178,15 +186,17 @@ def run_side_by_side(comparison: Comparison, sides: tuple[Callable[[], Runtime],
     errors: list[BaseException] = []
 
     def drive(which: int) -> None:
+        failed = True
         try:
             with sides[which]() as runtime:
                 runtime.on_task(comparison.side(which))
                 program(runtime)
                 runtime.wait()
+            failed = False
         except BaseException as error:  # told by the thread that asked
             errors.append(error)
         finally:
-            comparison.end(which)
+            comparison.end(which, failed=failed)
 
     threads = [threading.Thread(target=drive, args=(which,), name=f"nntask compare {which}", daemon=True) for which in range(2)]
     for thread in threads:

@@ -116,7 +116,7 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     from nntask.models.config import PRESETS
     from nntask.trainer.prepare import with_tiles
     from nntask.trainer.rules import resolve
-    from nntask.trainer.settings import CheckpointSettings, ModelSettings, TrainSettings, from_dict
+    from nntask.trainer.settings import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, from_dict
 
     from .layers import model_config
 
@@ -130,7 +130,7 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     elif path.is_dir():
         checkpoint = find_checkpoint(path)
         settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
-        settings = replace(settings, checkpoints=CheckpointSettings())
+        settings = replace(settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
     else:
         raise UsageError(f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run or a model directory, got {word!r}, which is none")
     config = model_config(settings) if checkpoint is None else checkpoint.config
