@@ -2,7 +2,8 @@
 
 Each side is a runtime with one worker of its kind, driven by a thread of its own; both submit the same tasks in the same order, so a task is known by
 its number. The side that comes first to a task keeps a copy of what the task wrote, the other compares its own with that and forgets the copy. A side
-that is far ahead waits. Of all tasks that differ the first in submission order is told: what it read was equal, so it is the one that went wrong.
+that is far ahead waits. Of all tasks that differ the first in submission order is told: what it read was equal within the tolerance, so it is the one
+that went wrong.
 """
 
 from __future__ import annotations

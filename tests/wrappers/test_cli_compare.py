@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,10 @@ SMALL = {"vocab_size": 64, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_hea
 
 
 @pytest.fixture(autouse=True)
-def here(folder: Path) -> Iterator[Path]:
-    """A directory with a small config; what a test registers goes with it."""
+def here(folder: Path, own_kernels: None) -> Path:
+    """A directory with a small config."""
     (folder / "small.json").write_text(json.dumps(SMALL))
-    registry.load()
-    tables: list[dict[Any, Any]] = [registry._kernels, registry._native]
-    before = [dict(table) for table in tables]
-    yield folder
-    for table, kept in zip(tables, before, strict=True):
-        table.clear()
-        table.update(kept)
-    for cached in (registry.codelet, registry._native_codelet, registry._widening_codelet):
-        cached.cache_clear()
+    return folder
 
 
 def on_sim() -> bool:
