@@ -98,9 +98,9 @@ class Runtime(RecordingRuntime):
     def on_task(self, callback: OnTask | None) -> OnTask | None:
         """Show each task that finishes from now on to `callback`; also a decorator.
 
-        It is called on the thread of the worker that ran the task, by several at a time, and the worker waits for it; without a callback nothing is
-        spent. What it raises stops the run in an orderly way (see `watching`): everything submitted so far runs, then `wait`, and `submit` and
-        `replay` at once, raise `RunStopped`; data can still be read.
+        It is called on the thread of the worker that ran the task, by several at a time, and the worker waits for it; without a callback a task
+        pays one comparison. What it raises stops the run in an orderly way (see `watching`): everything submitted so far runs, then `wait`, and
+        `submit` and `replay` at once, raise `RunStopped`; data can still be read.
 
         Args:
             callback: takes a `FinishedTask`; there is one at a time. None for nobody. Setting it ends an earlier stop.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,19 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv("XDG_CACHE_HOME", str(folder))
     yield folder
     patch.undo()
+
+
+@pytest.fixture
+def own_kernels() -> Iterator[None]:
+    """Kernels and activations that a test registers go with it."""
+    from tiles.kernels import registry
+
+    registry.load()
+    tables: list[dict[Any, Any]] = [registry._kernels, registry._native, registry._activations]
+    before = [dict(table) for table in tables]
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
+    for cached in (registry.codelet, registry._native_codelet, registry._widening_codelet):
+        cached.cache_clear()

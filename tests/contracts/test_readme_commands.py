@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -32,25 +32,19 @@ FENCE = re.compile(r"(?:^<!-- ci: (?P<marker>.*?) -->\n)?^```(?P<language>[^\n]*
 SHELL: Final = ("sh", "bash")
 OTHERS: Final = ("python", "text", "toml", "json", "mermaid")
 MARKERS: Final = ("network", "gpu", "minutes")
-FEW_SECONDS: Final = 60
-MINUTES: Final = 280
+LONGEST: Final = {None: 60, "minutes": 280}
+"""Seconds a block may take."""
 
 
-def blocks() -> list[Any]:
-    """The shell blocks, page by page, in order."""
-    found = []
-    for page in PAGES:
-        for number, fence in enumerate(each for each in FENCE.finditer(page.read_text()) if each["language"] in SHELL):
-            marks = [pytest.mark.long] if fence["marker"] == "minutes" else []
-            if fence["marker"] not in ("network", "gpu"):
-                found.append(pytest.param(page, fence["body"], bool(marks), id=f"{page.name} {number}", marks=marks))
-    return found
+def blocks(page: Path, markers: tuple[str | None, ...]) -> list[re.Match[str]]:
+    """The page's shell blocks with one of the markers, in order."""
+    return [fence for fence in FENCE.finditer(page.read_text()) if fence["language"] in SHELL and fence["marker"] in markers]
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
     """A directory with the examples, what the commands read, and `nntask` and `python` on its path."""
-    here = tmp_path_factory.mktemp("clone")
+    here = tmp_path
     (here / "examples").symlink_to(ROOT / "examples")
     (here / "bin").mkdir()
     for name, command in (("nntask", f'"{sys.executable}" -m nntask'), ("python", f'"{sys.executable}"')):
@@ -82,9 +76,8 @@ def _write_model(place: Path) -> None:
     (place / "config.json").write_text(json.dumps({"model_type": "gpt2", **config.to_dict()}))
 
 
-@pytest.mark.parametrize(("page", "commands", "takes_minutes"), blocks())
-def test_commands_run_as_printed(page: Path, commands: str, takes_minutes: bool, clone: Path) -> None:
-    """Every command of the block ends with exit code 0."""
+def run_blocks(page: Path, markers: tuple[str | None, ...], clone: Path) -> None:
+    """Run the page's blocks with one of the markers as printed, in order; every command of each must end with exit code 0."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("NNTASK_", "STARPU_"))}
     variables |= {
         "PATH": f"{clone / 'bin'}:{os.environ['PATH']}",
@@ -92,16 +85,31 @@ def test_commands_run_as_printed(page: Path, commands: str, takes_minutes: bool,
         "HF_HUB_OFFLINE": "1",
         "NNTASK_CACHE": str(clone / "cache"),
     }
-    done = subprocess.run(
-        ["bash", "-e", "-x", "-c", commands],
-        cwd=clone,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=MINUTES if takes_minutes else FEW_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    for block in blocks(page, markers):
+        done = subprocess.run(
+            ["bash", "-e", "-x", "-c", block["body"]],
+            cwd=clone,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST[block["marker"]],
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run_as_printed(page: Path, clone: Path) -> None:
+    """All blocks without a marker."""
+    run_blocks(page, (None,), clone)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, ("minutes",))], ids=lambda page: page.name)
+def test_commands_of_minutes_run_as_printed(page: Path, clone: Path) -> None:
+    """Those that take minutes as well, among the others."""
+    run_blocks(page, (None, "minutes"), clone)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -117,7 +125,5 @@ def test_no_block_escapes(page: Path) -> None:
 
 
 def test_the_readme_has_commands() -> None:
-    """There is something to run, and most of it is run."""
-    ran = [block for block in blocks() if block.values[0] == PAGES[0]]
-    assert len(ran) >= 4
-    assert sum(not block.values[2] for block in ran) >= 2
+    """There is something to run, and most of it is run by default."""
+    assert len(blocks(PAGES[0], (None,))) > len(blocks(PAGES[0], MARKERS)) / 2 > 0

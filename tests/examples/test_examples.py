@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,10 +15,10 @@ import pytest
 from nntask import GPT2, GPT2Config, ModelTiling
 from scheduler import InlineRuntime
 from tiles import TileTensor, register, register_activation
-from tiles.kernels import registry
 from tiles.kernels.reference.elementwise import activate, slope
 from tiles.ops import elementwise
 
+pytestmark = pytest.mark.usefixtures("own_kernels")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -31,20 +30,6 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def own_kernels() -> Iterator[None]:
-    """What a test registers goes with it."""
-    registry.load()
-    tables: list[dict[Any, Any]] = [registry._kernels, registry._native, registry._activations]
-    before = [dict(table) for table in tables]
-    yield
-    for table, kept in zip(tables, before, strict=True):
-        table.clear()
-        table.update(kept)
-    for cached in (registry.codelet, registry._native_codelet, registry._widening_codelet):
-        cached.cache_clear()
 
 
 def test_custom_kernel() -> None:

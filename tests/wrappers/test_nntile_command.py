@@ -45,12 +45,12 @@ def test_without_data(tmp_path):
     assert seconds < 5
 
 
-def lay_data(here: Path) -> None:
+def lay_data(here: Path, num_rows: int = 2000) -> None:
     """WikiText as one of the Hub's files, and a tokenizer, in the directory `data`."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(500)]
-    rows = [" ".join(rng.choices(words, k=40)) + "\n" for _ in range(2000)]
+    rows = [" ".join(rng.choices(words, k=40)) + "\n" for _ in range(num_rows)]
     (here / "data").mkdir()
     pq.write_table(pa.table({"text": rows}), here / "data" / "train-00000-of-00001.parquet")
     train_bpe(rows[:500], 600).save(here / "data")
@@ -84,7 +84,7 @@ def test_it_trains(tmp_path):
 @pytest.mark.long
 def test_the_batch_as_printed(tmp_path):
     """1024 sequences a step, in 256 minibatches, are planned as printed; only --dry-run is added."""
-    lay_data(tmp_path)
+    lay_data(tmp_path, 20_000)
     code, out, err, _ = run(tmp_path, without="--restrict=cuda", more=("--dry-run",), HF_HUB_OFFLINE="1")
     assert (code, err) == (0, "")
     assert "batch = 1024" in out
