@@ -51,7 +51,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     with no_collections():
         drawn = sketch(settings, config, tiling)
         plan = drawn.plan
-        order = choose_order(plan, settings, target)
+        order = choose_order(plan, settings, target.without(drawn.reading))
         needs = least_needs(plan, settings, target, order, reading=drawn.reading)
         found, refusal = _simulate(order, settings, target, needs)
         figures = _figures(settings, config, tiling, target, order, needs)
@@ -69,7 +69,7 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
     """What the step costs; or why it cannot run."""
     if not needs.fit(target):
         return None, shortage(target, needs)
-    target = target.with_budget(0, target.nodes[0][1] - needs.reading)
+    target = target.without(needs.reading)
     resources = settings.resources
     is_short = order.plan.needed_bytes() > target.memory
     try:
