@@ -205,11 +205,11 @@ class Engine:
                 raise self.room.broken
             if handle.num_uses or handle.agenda is not None:
                 raise ValueError(f"{handle!r} was attached to a source while tasks or recorded steps use it; attach it before anything uses it")
-            ram = self.machine.nodes[RAM]
-            if not ram.could_set_aside(scratch):
+            if not self.machine.residency.has_room_for_readers(scratch):
+                ram = self.machine.nodes[RAM]
                 raise DoesNotFit(
                     f"reading {handle!r} from its source takes {scratch:,} B of {ram.name} for {THREADS} readers, but of its budget of "
-                    f"{ram.budget + ram.aside:,} B they are not free at its upper end; raise the budget, or attach sources before data is written",
+                    f"{ram.budget:,} B {ram.used:,} B are taken; raise the budget, or attach sources before data is written",
                     ram.name,
                 )
             try:
@@ -391,11 +391,11 @@ class Engine:
                 "hits": machine.residency.num_hits,
                 "misses": machine.residency.num_misses,
                 "moved_bytes": {f"{machine.residency.name_of(a)}->{nodes[b].name}": n for (a, b), n in machine.moved_bytes.items()},
-                "resident_bytes": {node.name: node.used + node.aside for node in nodes},
-                "peak_bytes": {node.name: node.peak + node.aside for node in nodes},
-                "peak_bytes_by_class": {node.name: {**node.peak_by_class, "scratch": node.peak_by_class["scratch"] + node.aside} for node in nodes},
-                "recent_peak_bytes": {node.name: node.recent_peak + node.aside for node in nodes},
-                "budget_bytes": {node.name: node.budget + node.aside for node in nodes},
+                "resident_bytes": {node.name: node.used for node in nodes},
+                "peak_bytes": {node.name: node.peak for node in nodes},
+                "peak_bytes_by_class": {node.name: dict(node.peak_by_class) for node in nodes},
+                "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
+                "budget_bytes": {node.name: node.budget for node in nodes},
                 "stall_seconds": self._stalls.nanoseconds / 1e9,
                 "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in self._threads.values()},
                 "seconds": perf_counter() - self._started,

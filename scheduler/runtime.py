@@ -263,18 +263,18 @@ class Runtime(RecordingRuntime):
         Raises:
             RecordingError: the step has no order of the name that was asked for.
         """
-        nodes, last = self._engine.machine.nodes, self._engine.machine.residency.last
+        nodes, last, readers = self._engine.machine.nodes, self._engine.machine.residency.last, self._engine.machine.residency.readers_bytes
         workers = [(worker.kind, worker.node) for worker in self._engine.machine.dispatch.crew]
         places = {node for _, node in workers}
         below = last if RAM in places else RAM
         channels = THREADS if nodes[below].is_storage else 0
-        memory = sum(nodes[place].budget for place in places)
+        memory = sum(nodes[place].budget for place in places) - (readers if RAM in places else 0)
         try:
             return plan_order(
                 plan,
                 order,
                 memory=memory,
-                last=nodes[last].budget,
+                last=nodes[last].budget - (readers if last == RAM else 0),
                 computes_on_last=self._engine.machine.computes_on_last,
                 num_devices=len(places) if self._engine.machine.policy.keeps_parts and RAM not in places else 1,
                 pace=lambda parted: pace_of(parted, workers, below, self._engine.models, channels=channels),

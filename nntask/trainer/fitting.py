@@ -129,7 +129,7 @@ def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling,
         if not needs.fit(target):
             changes = advice(settings, config, target, needs)
             raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
-        return found, choose_order(found.plan, settings, target)
+        return found, choose_order(found.plan, settings, target.without(found.reading))
 
 
 def capture(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, num_minibatches: int | None = None) -> StepPlan:

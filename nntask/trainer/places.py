@@ -118,6 +118,10 @@ class Target:
         nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
         return Target(self.workers, nodes, self.storage, self.models, self.rates)
 
+    def without(self, nbytes: int) -> Target:
+        """The same machine with so much less host memory."""
+        return self.with_budget(0, self.nodes[0][1] - nbytes) if nbytes else self
+
 
 def this_machine(settings: TrainSettings) -> Target:
     """The machine that `open_runtime` would make of the settings, with what earlier runs have measured on it.

@@ -55,7 +55,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     with no_collections():
         found = sketch(settings, config, tiling, base=base_to_start_from(settings, None))
         plan = found.plan
-        order = choose_order(plan, settings, target)
+        order = choose_order(plan, settings, target.without(found.reading))
         needs = least_needs(plan, settings, target, order, reading=found.reading)
         simulation, refusal = _simulate(order, settings, target, needs)
         num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
@@ -74,7 +74,7 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
     """What the step costs; or why it cannot run."""
     if not needs.fit(target):
         return None, shortage(target, needs)
-    target = target.with_budget(0, target.nodes[0][1] - needs.reading)
+    target = target.without(needs.reading)
     resources = settings.resources
     is_short = order.plan.needed_bytes() > target.memory
     try:

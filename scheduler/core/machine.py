@@ -306,9 +306,7 @@ class Machine:
         if handle.num_uses or handle.agenda is not None:
             raise InvalidEvent(f"{handle!r} was to be read from a file although tasks use it\n{tell(self.history, handle)}")
         self._free(handle)
-        if not self.nodes[RAM].set_aside(event.scratch):
-            raise InvalidEvent(f"node {self.nodes[RAM].name} has not the {event.scratch} B that reading {handle!r} takes at its upper end")
-        self.residency.attach(handle, event.source)
+        self.residency.attach(handle, event.source, event.scratch)
         self.dispatch.invalidates = True
         if self.residency.num_files == 1:
             self._decide_who_looks_ahead()

@@ -118,19 +118,6 @@ class ExtentAllocator:
         self.binned = 0
         self._bins, self._starts, self._ends, self._by_size = {}, {}, {}, ([], [])
 
-    def shrink(self, nbytes: int) -> bool:
-        """Give up so many bytes at the upper end for good, if they are free."""
-        if self.free_at_end() < nbytes:
-            return False
-        self.capacity -= nbytes
-        self.high = self.capacity
-        return True
-
-    def free_at_end(self) -> int:
-        """Free bytes at the upper end."""
-        self._flush()
-        return self.high - self.low if self.high == self.capacity else 0
-
     def largest_hole(self) -> int:
         """Size of the largest extent that could be allocated now."""
         return max((size for _, size in self.all_free()), default=0)
@@ -219,17 +206,15 @@ class MemoryNode:
             back beyond them is to be discarded.
 
     Attributes:
-        aside: bytes that were taken out of the budget for good.
         taken: bytes handed out so far.
         peak: most bytes in use at any `mark`; `recent_peak` since `forget_recent_peak`.
     """
 
-    __slots__ = ("aside", "budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
+    __slots__ = ("budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
 
     def __init__(self, name: str, budget: int, *, is_storage: bool = False) -> None:
         self.name = name
         self.budget = budget
-        self.aside = 0
         self.is_storage = is_storage
         self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget)
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
@@ -242,22 +227,6 @@ class MemoryNode:
     def used(self) -> int:
         """Bytes handed out now."""
         return self.extents.used
-
-    def set_aside(self, nbytes: int) -> bool:
-        """Take bytes out of the budget, `nbytes` in all so far, for what does not lie in extents; False if the upper end of the memory is in use."""
-        more = self._missing_aside(nbytes)
-        if more and not self.extents.shrink(more):
-            return False
-        self.budget -= more
-        self.aside += more
-        return True
-
-    def could_set_aside(self, nbytes: int) -> bool:
-        """Whether `set_aside` would do so."""
-        return self.extents.free_at_end() >= self._missing_aside(nbytes)
-
-    def _missing_aside(self, nbytes: int) -> int:
-        return max(rounded(nbytes) - self.aside, 0) if nbytes else 0
 
     def forget_recent_peak(self) -> None:
         """Begin a new period of `recent_peak`."""

@@ -22,8 +22,8 @@ from .claims import Claims
 from .errors import InvalidEvent
 from .events import Action, CopyTile, DiscardExtent
 from .eviction import EvictionPolicy, Horizon
-from .memory import MemoryNode
-from .records import FILE, FILE_NAME, RAM, SCRATCH, HandleRecord, NodeId, R, Replica, Task
+from .memory import MemoryNode, rounded
+from .records import FILE, FILE_NAME, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
 from .victims import Shelf
 
 
@@ -53,6 +53,7 @@ class Replicas:
         clock: count of events, for LRU.
         claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
+        readers: extents of host memory that those who read files work in; they may move, and never go.
         num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
             nodes.
@@ -79,6 +80,7 @@ class Replicas:
         "num_misses",
         "num_writing",
         "queued",
+        "readers",
         "shelves",
     )  # fmt: skip
 
@@ -98,6 +100,7 @@ class Replicas:
         self.num_hits = 0
         self.num_misses = 0
         self.num_writing = 0
+        self.readers: list[Replica] = []
         self.num_files = 0
         self.num_cold = 0
         self.actions: list[Action] = []
@@ -125,8 +128,29 @@ class Replicas:
         """Where what is evicted goes; the node itself if nothing lies below it."""
         return RAM if node not in (RAM, self.last) else self.last
 
-    def attach(self, handle: HandleRecord, source: object) -> None:
-        """The data of a handle, which has no replica, is from now on what lies in a file."""
+    def has_room_for_readers(self, nbytes: int) -> bool:
+        """Whether those who read files can have so many bytes of host memory, with what they have."""
+        return nbytes <= self.readers_bytes or rounded(nbytes) - self.readers_bytes <= self.nodes[RAM].extents.largest_hole()
+
+    @property
+    def readers_bytes(self) -> int:
+        """Bytes of host memory that those who read files have."""
+        return sum(replica.handle.size for replica in self.readers)
+
+    def attach(self, handle: HandleRecord, source: object, scratch: int) -> None:
+        """The data of a handle, which has no replica, is from now on what lies in a file; its readers need so many bytes of host memory."""
+        more = rounded(scratch) - self.readers_bytes if scratch else 0
+        if more > 0:
+            room = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
+            offset = self.nodes[RAM].take(more, room.data_class)
+            if offset is None:
+                raise InvalidEvent(f"node {self.nodes[RAM].name} has not the {scratch} B that reading {handle!r} takes")
+            replica = self._settle_in(room, RAM, offset, private=True)
+            replica.is_home = True
+            if self.last == RAM:
+                self.claims.enter(replica, 0)
+            self.readers.append(replica)
+            self.nodes[RAM].mark()
         handle.replicas[FILE] = Replica(handle, FILE, 0, "shared", is_home=True, view=source)
         self.has_several = True
         self.num_files += 1
@@ -326,7 +350,8 @@ class Replicas:
                 raise InvalidEvent(f"the shelf of node {node.name} lost track of where its replicas end")
             node.validate([(replica.offset, replica.handle.size) for replica in resident])
             for replica in resident:
-                self._validate_replica(replica, pins.pop(replica, 0))
+                if replica not in self.readers:
+                    self._validate_replica(replica, pins.pop(replica, 0))
                 if replica.node != number:
                     raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
         self.claims.validate(replica for replica in self.residents(self.last) if replica.is_home)

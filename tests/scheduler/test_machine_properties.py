@@ -15,7 +15,7 @@ from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.machine import Machine
 from scheduler.core.memory import ExtentAllocator
 from scheduler.core.policies import POLICIES, Pinned
-from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, Task, W, WorkerId
+from scheduler.core.records import ANY, FILE, RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replica, Task, W, WorkerId
 from scheduler.core.residency import Residency
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
@@ -233,6 +233,20 @@ def no_write_after_read(task: Task) -> None:
             handle.last_writer = task
 
 
+def takes_copies_for_homes(handle: HandleRecord, mode: Mode, last: NodeId) -> bool:
+    """`coherence.wants_home` that is content with what was read from a file."""
+    return last not in handle.replicas and (mode != R or FILE not in handle.replicas)
+
+
+honest_drop = Residency.drop
+
+
+def keep_files(self: Residency, replica: Replica) -> None:
+    """`Residency.drop` that goes on believing in a file after a write."""
+    if replica.node != FILE:
+        honest_drop(self, replica)
+
+
 def find_all_clean(self, victims):  # type: ignore[no-untyped-def]
     """`Residency._are_clean` that lets whatever the plan names be dropped."""
     return True
@@ -261,6 +275,8 @@ MUTANTS = {
         (Residency, "drop_unpinned", lambda self, handle: None),
     ],
     "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
+    "a copy of a file passes for a home": [(coherence, "wants_home", takes_copies_for_homes)],
+    "a file outlives a write": [(Residency, "drop", keep_files)],
     "a copy keeps no pin": [(Residency, "_await", lambda self, target, task: None)],
 }
 

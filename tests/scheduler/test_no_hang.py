@@ -62,8 +62,8 @@ class Sketch:
         self.owned[handle] = is_output
         return handle
 
-    def begin(self, sizes: list[int], num_inputs: int, in_files: int) -> None:
-        """Persistent data, some of it in files by the bits of `in_files`, and inputs with the step's own copies of them."""
+    def begin(self, sizes: list[int], num_inputs: int, in_files: int, readers: int) -> None:
+        """Persistent data, some of it in files by the bits of `in_files`, read with so many pages, and inputs with the step's own copies of them."""
         for at, pages in enumerate(sizes):
             (self.inputs if at < num_inputs else self.persistent).append(self.driver.handle(pages, f"p{at}"))
         for handle in self.inputs:
@@ -74,7 +74,7 @@ class Sketch:
         for at, handle in enumerate(self.persistent):
             if in_files >> at & 1:
                 self.files.append(handle)
-                self.driver.attach(handle)
+                self.driver.attach(handle, readers * PAGE)
 
     def add(self, what: int, a: int, b: int, pages: int) -> None:
         """One or more tasks of a kind."""
@@ -139,13 +139,14 @@ def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, evicti
         crew = [(kind, node, 1 if kind == "cpu" else 1 + extras[-1] % 3) for kind, node in workers]
         driver = FakeDriver(pages, crew, policy, storage=storage, eviction=eviction, window=window, prefetch=prefetch)
         drawn = Sketch(driver)
-        drawn.begin(sizes, num_inputs, in_files)
+        drawn.begin(sizes, num_inputs, in_files, extras[-1] % 3)
         for add in adds:
             drawn.add(*add)
         parts = [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
         return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts)
 
-    plan = draw([1] * num_nodes)[2].plan
+    first, _, recorded = draw([64] * num_nodes)
+    plan, readers = recorded.plan, first.machine.residency.readers_bytes // PAGE
     busy = {node for _, node in workers}
     last = num_nodes - 1 if storage else 0
     pages = []
@@ -153,7 +154,7 @@ def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, evicti
         computes = node in busy
         minimum = plan.minimum_bytes(is_last=node == last, computes=computes) // PAGE
         minimum += extras[node] - (below if computes and node != last else 0)
-        pages.append(minimum)
+        pages.append(minimum + (readers if node == 0 else 0))
     driver, drawn, step = draw(pages)
     return Case(driver, drawn, step, plan.largest_task())
 
