@@ -37,6 +37,7 @@ OTHER_FLAGS = {
     "fastest",
     "force",
     "shard-size",
+    "merge",
 }
 """Flags of make, of the other commands and of the benchmark scripts."""
 
