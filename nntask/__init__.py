@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .autograd import Tensor, checkpoint, no_grad, on_tape
     from .errors import NntaskError, UsageError
+    from .lora import LoRA, add_adapters
     from .models.config import PRESETS, GPT2Config
     from .models.gpt2 import GPT2
     from .models.llama import Llama
@@ -30,6 +31,7 @@ __all__ = [
     "Group",
     "Llama",
     "LlamaConfig",
+    "LoRA",
     "ModelTiling",
     "Module",
     "NntaskError",
@@ -37,6 +39,7 @@ __all__ = [
     "RopeScaling",
     "Tensor",
     "UsageError",
+    "add_adapters",
     "checkpoint",
     "decay_groups",
     "default_tiling",
@@ -49,6 +52,7 @@ _HOMES = {
     "autograd": ("Tensor", "checkpoint", "no_grad", "on_tape"),
     "errors": ("NntaskError", "UsageError"),
     "models": ("GPT2", "PRESETS", "GPT2Config", "Llama", "LlamaConfig", "RopeScaling"),
+    "lora": ("LoRA", "add_adapters"),
     "module": ("Module", "Parameter"),
     "optim": ("SGD", "Adam", "AdamW", "Group", "decay_groups"),
     "schedule": ("make_schedule",),

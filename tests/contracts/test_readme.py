@@ -53,6 +53,7 @@ OTHER_FLAGS = {
     "rm",
     "init",
     "build-arg",
+    "merge",
 }
 """Flags of make, of docker, of the other commands and of the benchmark scripts."""
 

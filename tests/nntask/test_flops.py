@@ -21,6 +21,16 @@ def test_gpt2_has_nntiles_formula(flash):
     assert found == flop_counts(n=n, d=d, i=i, layers=layers, vocab=vocab, num_parameters=124_439_808, flash=flash)
 
 
+def test_frozen_weights_are_multiplied_twice_and_adapters_three_times():
+    """4N + 6A + 12Ldn per token; of the products with weights, forward and input's gradient, and those of adapters whole."""
+    config, n, size = PRESETS["gpt2"], 1024, 1_179_648
+    whole, found = flop_counts_of(config, n, flash=True), flop_counts_of(config, n, flash=True, num_adapter_weights=size)
+    assert found.model == whole.model - 2 * n * config.num_parameters + 6 * n * size
+    assert found.forward == whole.forward + 2 * n * size
+    products = whole.forward - 12 * 6 * n * n * 768
+    assert found.backward == whole.backward - products + 4 * n * size
+
+
 @pytest.mark.parametrize("name", ["llama-tiny", "llama-1b", "llama-3b"])
 def test_products_of_a_llama_are_its_matrices(name):
     """Two operations per element of each matrix and token, and attention over the width of all heads of queries."""

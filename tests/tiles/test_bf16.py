@@ -88,7 +88,7 @@ def _attention_backward(m: Maker, tq: int, tk: int, first_k: bool, first_q: bool
     return [*args, np.empty(attention_scratch(tq, tk, 4, p), np.uint8)], [6, 7, 8], constants
 
 
-def _head(m: Maker, num_c: int, first: bool, backward: bool) -> Case:
+def _head(m: Maker, num_c: int, first: bool, backward: bool, has_dw: bool = True) -> Case:
     """35 tokens, a tile of 1,100 of 3,000 words: two blocks of columns, the second one short."""
     xs, ws = [m(5, 7, 13) for _ in range(num_c)], [m(1100, 13) for _ in range(num_c)]
     targets = m.ids(3000, 5, 7)
@@ -97,9 +97,9 @@ def _head(m: Maker, num_c: int, first: bool, backward: bool) -> Case:
     if not backward:
         args = [*xs, *ws, targets, m.wide(5, 7), m.positive(5, 7), m.wide(5, 7), room]
         return args, list(range(2 * num_c + 1, 2 * num_c + 4)), {"num_c": num_c, "v_start": 500, "vocab": 3000, "first": first}
-    grads = [*(m(5, 7, 13) for _ in range(num_c)), *(m.wide(1100, 13) for _ in range(num_c))]
-    outputs = list(range(2 * num_c + 2, 4 * num_c + 2))
-    constants = {"num_c": num_c, "v_start": 500, "scale": 0.5, "first": first, "accumulate": not first}
+    grads = [*(m(5, 7, 13) for _ in range(num_c)), *(m.wide(1100, 13) for _ in range(num_c * has_dw))]
+    outputs = list(range(2 * num_c + 2, 2 * num_c + 2 + len(grads)))
+    constants = {"num_c": num_c, "v_start": 500, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
     return [*xs, *ws, targets, m.positive(5, 7) * 12, *grads, room], outputs, constants
 
 
@@ -159,7 +159,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
         lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [2], {"v_start": 8, "vocab": 20, "accumulate": True}),
     ],
-    "head_backward": [lambda m, n=n, f=f: _head(m, n, f, True) for n in (1, 2) for f in BOTH],
+    "head_backward": [lambda m, n=n, f=f, w=w: _head(m, n, f, True, w) for n in (1, 2) for f in BOTH for w in BOTH],
     "head_forward": [lambda m, n=n, f=f: _head(m, n, f, False) for n in (1, 2) for f in BOTH],
     "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m.wide(2, 9), m.wide(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, r, a) for r in BOTH for a in BOTH],

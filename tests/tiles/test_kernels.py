@@ -69,7 +69,7 @@ def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.
     return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
 
 
-def _head(make: Maker, *, backward: bool, first: bool) -> Case:
+def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True) -> Case:
     xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
     targets = make.ids(30, 2, 5)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
@@ -77,9 +77,9 @@ def _head(make: Maker, *, backward: bool, first: bool) -> Case:
     if not backward:
         constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first}
         return [*xs, *ws, targets, make(2, 5), make.positive(2, 5), make(2, 5), room], [5, 6, 7] if first else [], constants
-    grads = [make(2, 5, 3), make(2, 5, 4), make(11, 3), make(11, 4)]
-    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": not first}
-    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, room], [6, 7, 8, 9] if first else [], constants
+    grads = [make(2, 5, 3), make(2, 5, 4), *([make(11, 3), make(11, 4)] if has_dw else [])]
+    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
+    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, room], [6, 7, 8, 9][: len(grads)] if first else [], constants
 
 
 def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> Case:
@@ -184,7 +184,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [], {"v_start": 8, "accumulate": True}),
     ],
     "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
-    "head_backward": [lambda m, f=f: _head(m, backward=True, first=f) for f in (False, True)],
+    "head_backward": [lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
     "head_finish": [
         lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),
     ],

@@ -62,6 +62,8 @@ def test_linear(runtime: TaskRuntime, tile: tuple[int, int, int, int], transpose
         pre, y = matmul.linear_gelu(tx, tw, tb, kind, transpose_w=transpose)
         dpre = elementwise.activation_backward(pre, tdy, kind)
     np.testing.assert_allclose(y.read(), want.detach().numpy(), atol=1e-12)
+    matmul.add_linear(tx, tw, y, transpose_w=transpose)
+    np.testing.assert_allclose(y.read(), (want + x @ (w.T if transpose else w)).detach().numpy(), atol=1e-12)
     dw, db = tw.like(), tb.like()
     dx = matmul.linear_backward_input(dpre, tw, transpose_w=transpose)
     matmul.linear_backward_weight(tx, dpre, dw, transpose_w=transpose)
@@ -92,13 +94,16 @@ def test_norms(runtime: TaskRuntime, tile: tuple[int, int, int, int], rms: bool,
         ts = elementwise.add(tx, tr) if residual else tx
         y, rstd = norm.rms_norm(ts, tg, 1e-5)
         dx = norm.rms_norm_backward(ts, tg, rstd, tdy, dgamma, dresidual=extra)
+        alone = norm.rms_norm_backward(ts, tg, rstd, tdy, None, dresidual=extra)
     else:
         ts, y, mean, rstd = norm.residual_layer_norm(tx, tr, tg, tbeta, 1e-5) if residual else (tx, *norm.layer_norm(tx, tg, tbeta, 1e-5))
         dx = norm.layer_norm_backward(ts, tg, mean, rstd, tdy, dgamma, dbeta, dresidual=extra)
+        alone = norm.layer_norm_backward(ts, tg, mean, rstd, tdy, None, None, dresidual=extra)
         np.testing.assert_allclose(dbeta.read(), beta.grad.numpy(), atol=1e-12)
     np.testing.assert_allclose(y.read(), want.detach().numpy(), atol=1e-12)
     np.testing.assert_allclose(dgamma.read(), gamma.grad.numpy(), atol=1e-12)
     np.testing.assert_allclose(dx.read(), s.grad.numpy() + (dy.detach().numpy() if residual else 0), atol=1e-12)
+    assert np.array_equal(alone.read(), dx.read())  # where nobody wants the vectors' gradients
 
 
 def test_softmax(runtime: TaskRuntime, tile: tuple[int, int, int, int]) -> None:
