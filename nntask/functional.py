@@ -20,6 +20,7 @@ from tiles.ops import loss as loss_ops
 from tiles.ops import random as random_ops
 
 from .autograd import Edge, Gradients, Tensor, accumulator_of, contribute_late, on_tape, only
+from .cache import LayerPast
 from .errors import UsageError
 from .linear import linear as linear  # a part of this module's names
 from .linear import linear_activation as linear_activation
@@ -219,6 +220,7 @@ def attention(
     scale: float,
     dropout: attention_ops.Dropout | None = None,
     flash: bool = True,
+    past: LayerPast | None = None,
 ) -> Tensor:
     """Causal self-attention of q (B, T, H*D) and k, v (B, T, G*D) -> (B, T, H*D).
 
@@ -229,7 +231,10 @@ def attention(
         scale: scores are q . k * scale.
         dropout: of the attention probabilities.
         flash: never hold the (B, H, T, T) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
+        past: keys and values of the tokens before these; the new ones join them. Without dropout, and nothing leaves a tape.
     """
+    if past is not None:
+        return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale))
     edges = (q.edge, k.edge, v.edge)
     qd, kd, vd = q.data, k.data, v.data
     how: _How = {"head_size": head_size, "scale": scale, "causal": True, "dropout": dropout}

@@ -119,6 +119,27 @@ def default_tiling(config: ModelConfig, minibatch: int, seq_len: int, *, device:
     return cut(config, minibatch, seq_len, table_limits(config, minibatch, seq_len, device=device))
 
 
+_CACHE_TILE: Final = 256
+_GENERATION: Final = Limits(tokens=_CACHE_TILE, features=4096, vocab=8192)
+
+
+def generation_tiling(config: ModelConfig) -> ModelTiling:
+    """Tiles for generating text, where each step reads every weight once for a few tokens: all texts of a batch in one tile, and two tiles at least
+    along everything but the residual stream, so that two workers share the reading; keys and values in tiles of `_CACHE_TILE` positions."""
+
+    def halved(extent: int, limit: int) -> int:
+        pieces = 2 * -(-extent // (2 * limit))  # as many for one worker as for the other
+        return even(extent, -(-extent // pieces))
+
+    return ModelTiling(
+        seq_tile=_CACHE_TILE,
+        embd_tile=even(config.n_embd, _GENERATION.features),
+        inner_tile=halved(config.inner_size, _GENERATION.features),
+        head_tile=whole_groups(config, halved(config.n_head, max(1, _GENERATION.features // config.head_size))),
+        vocab_tile=halved(config.vocab_size, _GENERATION.vocab),
+    )
+
+
 def cut(config: ModelConfig, minibatch: int, seq_len: int, limits: Limits) -> ModelTiling:
     """As few tiles within `limits` as possible, of nearly equal size."""
     if seq_len > limits.tokens:

@@ -28,8 +28,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_text: int
 
-    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Token ids of each text."""
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
+        """Token ids of each text; with `special`, also those that the tokenizer itself puts around a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become replacement characters."""
@@ -52,8 +52,8 @@ class ByteTokenizer:
         self.vocab_size = min(vocab_size, _NUM_BYTES + 1)
         self.end_of_text = _NUM_BYTES if vocab_size > _NUM_BYTES else ord("\n")
 
-    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Bytes of each text in UTF-8."""
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
+        """Bytes of each text in UTF-8; nothing is put around them."""
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -81,9 +81,9 @@ class BpeTokenizer:
         end = inner.token_to_id(END_OF_TEXT)
         self.end_of_text = int(end) if end is not None else 0
 
-    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Token ids of each text, without special tokens."""
-        return [np.array(e.ids, np.int64) for e in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
+        """Token ids of each text; with `special`, as the file's own template has them."""
+        return [np.array(e.ids, np.int64) for e in self.inner.encode_batch_fast(list(texts), add_special_tokens=special)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""

@@ -23,6 +23,7 @@ from tiles.ops import attention as attention_ops
 
 from .. import functional
 from ..autograd import Tensor, checkpoint
+from ..cache import LayerPast, Past
 from ..functional import Masks
 from ..init import normal
 from ..layers import Dropout, Embedding, LayerNorm, Linear
@@ -49,12 +50,12 @@ class Attention(Module):
         self.v = Linear(width, width, (tiling.embd_tile, heads), std=std)
         self.c_proj = Linear(width, width, (heads, tiling.embd_tile), std=_projection_std(config))
 
-    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
+    def __call__(self, x: Tensor, masks: Masks | None, past: LayerPast | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         q, k, v = self.q(x, masks), self.k(x, masks), self.v(x, masks)  # (B, T, C) @ (C, H*D) -> (B, T, H*D) each
         dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
         o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
-            q, k, v, head_size=self.head_size, scale=self.scale, dropout=dropout, flash=self.flash
+            q, k, v, head_size=self.head_size, scale=self.scale, dropout=dropout, flash=self.flash, past=past
         )
         del q, k, v
         return self.c_proj(o, masks)  # (B, T, H*D) @ (H*D, C) -> (B, T, C)
@@ -85,9 +86,9 @@ class Block(Module):
         self.mlp = MLP(config, tiling)
         self.mlp_dropout = Dropout(config.resid_pdrop, 3 * layer + 3)
 
-    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
+    def __call__(self, x: Tensor, masks: Masks | None, past: LayerPast | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        a = self.attn_dropout(self.attn(self.ln_1(x), masks), masks)  # (B, T, C)
+        a = self.attn_dropout(self.attn(self.ln_1(x), masks, past), masks)  # (B, T, C)
         x, h = self.ln_2.after_add(x, a)  # x + a and its norm, (B, T, C) each
         del a
         return x + self.mlp_dropout(self.mlp(h, masks), masks)  # (B, T, C)
@@ -129,12 +130,17 @@ class GPT2(LanguageModel):
         self.lm_head = self.wte.weight if config.tie_word_embeddings else Parameter((config.vocab_size, width), row_tile, normal(std))
         self.allocate(runtime, dtype, seed)
 
-    def trunk(self, tokens: TileTensor, masks: Masks | None) -> Tensor:
+    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
         """What the head sees: (B, T) int32 -> (B, T, C)."""
-        x = functional.add_positions(self.wte(tokens), self.wpe.weight)  # (B, T, C) + (P, C)[:T] -> (B, T, C)
+        x = self.wte(tokens)  # (B, T, C)
+        x = functional.add_positions(x, self.wpe.weight) if past is None else x + self.wpe(past.positions)  # + (P, C)[positions] -> (B, T, C)
         x = self.embd_dropout(x, masks)
-        for block in self.h:
-            x = checkpoint(lambda x, block=block: block(x, masks), x) if self.recompute else block(x, masks)  # type: ignore[misc]
+        for block, before in zip(self.h, past.layers if past is not None else [None] * len(self.h), strict=True):
+            x = (
+                checkpoint(lambda x, block=block, before=before: block(x, masks, before), x)  # type: ignore[misc]
+                if self.recompute
+                else block(x, masks, before)
+            )
         return self.ln_f(x)  # (B, T, C)
 
 

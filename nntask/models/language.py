@@ -14,6 +14,7 @@ from tiles.ops import select
 
 from .. import functional
 from ..autograd import Tensor
+from ..cache import Past
 from ..errors import UsageError
 from ..functional import Masks
 from ..module import Module, Parameter
@@ -43,8 +44,12 @@ class LanguageModel(Module):
         self.dropout_key = TileTensor(runtime, (2,), (2,), np.uint64, kind="input", data_class="data", name="dropout key")
         self.dropout_key.write(np.array([seed or 0, 0], np.uint64))
 
-    def trunk(self, tokens: TileTensor, masks: Masks | None) -> Tensor:
-        """What the head sees: (B, T) int32 -> (B, T, C)."""
+    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
+        """What the head sees: (B, T) int32 -> (B, T, C).
+
+        Args:
+            past: keys and values of the tokens before these, to which theirs are added; None where the sequences begin here.
+        """
         raise NotImplementedError
 
     def input_tensors(self, batch: int, seq_len: int | None = None) -> tuple[TileTensor, TileTensor]:
@@ -124,3 +129,7 @@ class LanguageModel(Module):
         """
         last = Tensor(select.select_rows(self.hidden(tokens).data, positions))  # (B, T, C) -> (B, 1, C)
         return functional.linear(last, self.lm_head, None, transpose_w=True)  # (B, 1, C) @ (V, C)^T -> (B, 1, V)
+
+    def continued_logits(self, tokens: TileTensor, past: Past) -> Tensor:
+        """Scores of the token after each of some tokens that continue cached ones: (B, w) int32 -> (B, w, V)."""
+        return functional.linear(self.trunk(tokens, None, past), self.lm_head, None, transpose_w=True)  # (B, w, C) @ (V, C)^T -> (B, w, V)

@@ -26,6 +26,7 @@ from tiles.ops import elementwise
 
 from .. import functional
 from ..autograd import Tensor, checkpoint
+from ..cache import LayerPast, Past
 from ..functional import Masks
 from ..init import normal
 from ..layers import Embedding, RMSNorm, TransposedLinear
@@ -35,7 +36,7 @@ from .language import LanguageModel
 from .llama_config import LlamaConfig
 
 Angles = tuple[TileTensor, TileTensor]
-"""cos and sin of every position's angles, (T, D / 2) each."""
+"""cos and sin of every position's angles, (T, D / 2) each, or (B, T, D / 2) where sequences are at positions of their own."""
 
 
 class Attention(Module):
@@ -53,14 +54,14 @@ class Attention(Module):
         self.v_proj = TransposedLinear(width, keys, (tiling.embd_tile, key_tile), std=std, has_bias=has_bias)
         self.o_proj = TransposedLinear(queries, width, (query_tile, tiling.embd_tile), std=std, has_bias=has_bias)
 
-    def __call__(self, x: Tensor, angles: Angles, masks: Masks | None) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, masks: Masks | None, past: LayerPast | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         q = functional.rotary(self.q_proj(x, masks), *angles, self.head_size)  # (B, T, C) @ (H*D, C)^T -> (B, T, H*D)
         k = functional.rotary(self.k_proj(x, masks), *angles, self.head_size)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
         v = self.v_proj(x, masks)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
         dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
         o = functional.attention(  # softmax(q k^T / sqrt(D)) v -> (B, T, H*D)
-            q, k, v, head_size=self.head_size, scale=self.head_size**-0.5, dropout=dropout, flash=self.flash
+            q, k, v, head_size=self.head_size, scale=self.head_size**-0.5, dropout=dropout, flash=self.flash, past=past
         )
         del q, k, v
         return self.o_proj(o, masks)  # (B, T, H*D) @ (C, H*D)^T -> (B, T, C)
@@ -91,9 +92,9 @@ class Block(Module):
         self.post_attention_layernorm = RMSNorm(width, tile, eps)
         self.mlp = MLP(config, tiling)
 
-    def __call__(self, x: Tensor, angles: Angles, masks: Masks | None) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, masks: Masks | None, past: LayerPast | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        a = self.self_attn(self.input_layernorm(x), angles, masks)  # (B, T, C)
+        a = self.self_attn(self.input_layernorm(x), angles, masks, past)  # (B, T, C)
         x, h = self.post_attention_layernorm.after_add(x, a)  # x + a and its norm, (B, T, C) each
         del a
         return x + self.mlp(h, masks)  # (B, T, C)
@@ -137,15 +138,18 @@ class Llama(LanguageModel):
         self.frequencies = TileTensor(runtime, shape, shape, angle_dtype, kind="input", data_class="data", name="rotary frequencies")
         self.frequencies.write(rotary_frequencies(config).astype(angle_dtype))
 
-    def trunk(self, tokens: TileTensor, masks: Masks | None) -> Tensor:
+    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
         """What the head sees: (B, T) int32 -> (B, T, C)."""
-        angles = elementwise.rotary_angles(self.frequencies, tokens.shape[1], tokens.tile[1])  # 2 x (T, D / 2)
+        if past is None:
+            angles = elementwise.rotary_angles(self.frequencies, tokens.shape[1], tokens.tile[1])  # 2 x (T, D / 2)
+        else:
+            angles = elementwise.rotary_angles_at(self.frequencies, past.positions)  # 2 x (B, T, D / 2)
         x = self.embed_tokens(tokens)  # (B, T, C)
-        for block in self.layers:
+        for block, before in zip(self.layers, past.layers if past is not None else [None] * len(self.layers), strict=True):
             x = (
-                checkpoint(lambda x, block=block: block(x, angles, masks), x)  # type: ignore[misc]
+                checkpoint(lambda x, block=block, before=before: block(x, angles, masks, before), x)  # type: ignore[misc]
                 if self.recompute
-                else block(x, angles, masks)
+                else block(x, angles, masks, before)
             )
         return self.norm(x)  # (B, T, C)
 

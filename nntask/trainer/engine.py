@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Protocol
 
 from tiles import TileTensor
 
@@ -36,7 +33,14 @@ class Pending(Protocol):
         """
 
 
-class Engine(Protocol):
+class Scorer(Protocol):
+    """A model that scores batches."""
+
+    def evaluate(self, batch: Batch) -> float:
+        """Sum of the token losses of a batch, targets of -1 ignored; changes nothing."""
+
+
+class Engine(Scorer, Protocol):
     """A model, its optimizer and their recorded step."""
 
     @property
@@ -45,12 +49,6 @@ class Engine(Protocol):
 
     def start(self, step: int, lr: float, batch: Batch) -> Pending:
         """Begin optimizer step `step` (from 1) on a whole batch; returns at once while fewer than two are in flight."""
-
-    def evaluate(self, batch: Batch) -> float:
-        """Sum of the token losses of a batch, targets of -1 ignored; changes nothing."""
-
-    def next_logits(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.floating[Any]]:
-        """(V,) scores of the token that follows `ids` (at most the sequence length)."""
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
         """Parameters that are learnt, by name."""

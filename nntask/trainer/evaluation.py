@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data import Batch
-from .engine import Engine
+from .engine import Scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Evaluation:
     def line(self) -> str:
         """For stdout."""
         bits = "" if self.bits_per_byte is None else f" | {self.bits_per_byte:.3f} bits/byte"
-        return f"validation loss {self.loss:.4f} | perplexity {self.perplexity:.2f}{bits} | {self.tokens} tokens"
+        return f"loss {self.loss:.4f} | perplexity {self.perplexity:.2f}{bits} | {self.tokens} tokens"
 
 
 def evaluate(
-    engine: Engine, batches: Sequence[Batch], byte_lengths: npt.NDArray[np.int64] | None, stopped: Callable[[], bool] = lambda: False
+    scorer: Scorer, batches: Iterable[Batch], byte_lengths: npt.NDArray[np.int64] | None, stopped: Callable[[], bool] = lambda: False
 ) -> Evaluation | None:
     """Score `batches`.
 
@@ -52,7 +52,7 @@ def evaluate(
     for batch in batches:
         if stopped():
             return None
-        total += engine.evaluate(batch)
+        total += scorer.evaluate(batch)
         scored: npt.NDArray[Any] = batch.targets[batch.targets >= 0]
         tokens += scored.size
         if byte_lengths is not None:

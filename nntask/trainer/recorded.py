@@ -1,4 +1,4 @@
-"""A language model behind the interface of the training loop: recorded steps for training, validation, timing and sampling.
+"""A language model behind the interface of the training loop: recorded steps for training, validation and timing.
 
 A training step is the whole batch: every minibatch forward and backward, and the optimizer. Steps are recorded when they are first needed.
 """
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from scheduler.recording import Step, Ticket
     from scheduler.runtime import Runtime
 
-_SHORTEST: Final = 32
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "auto": np.dtype(np.float32),
     "fp32": np.dtype(np.float32),
@@ -118,30 +117,30 @@ def emit_training_step(
 
 
 class Inference:
-    """A model that scores text: validation and sampling."""
+    """A model that scores text.
+
+    Args:
+        model: None for a new one.
+        context: tokens of a sequence; None for what the settings say.
+    """
 
     def __init__(
-        self, config: ModelConfig, tiling: ModelTiling, runtime: Runtime, settings: TrainSettings, model: LanguageModel | None = None
+        self,
+        config: ModelConfig,
+        tiling: ModelTiling,
+        runtime: Runtime,
+        settings: TrainSettings,
+        model: LanguageModel | None = None,
+        context: int | None = None,
     ) -> None:
         self.config, self.tiling, self.runtime, self.settings = config, tiling, runtime, settings
-        self.context = settings.model.seq_len or config.n_positions
+        self.context = context or settings.model.seq_len or config.n_positions
         self.model = build_model(config, tiling, runtime, settings) if model is None else model
         self._steps: dict[tuple[str, int], _Recorded] = {}
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
         """Parameters that are learnt, by name."""
         return self.model.trained_tensors()
-
-    def next_logits(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.floating[Any]]:
-        """(V,) scores of the token that follows `ids` (at most the sequence length)."""
-        length = _SHORTEST
-        while length < len(ids):
-            length *= 2
-        length = min(length, self.context)
-        recorded = self._recorded("next", length, lambda: self._emit_next(length))
-        tokens = np.zeros((1, length), np.int32)
-        tokens[0, : len(ids)] = ids
-        return recorded.run(tokens, np.array([len(ids) - 1], np.int32)).reshape(-1)
 
     def evaluate(self, batch: Batch) -> float:
         """Sum of the token losses of a batch, targets of -1 ignored; changes nothing."""
@@ -157,17 +156,6 @@ class Inference:
                 output = body()
             found = self._steps[name, size] = _Recorded(step, inputs, output)
         return found
-
-    def _emit_next(self, length: int) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
-        tokens, _ = self.model.input_tensors(1, length)
-        position = TileTensor(self.runtime, (1,), (1,), np.int32, kind="input", data_class="data", name="position")
-
-        def body() -> TileTensor:
-            self.model.eval()
-            with no_grad():
-                return self.model.next_logits(tokens, position).data
-
-        return (tokens, position), body
 
     def _emit_loss(self, batch: int, *, training: bool) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
         tokens, targets = self.model.input_tensors(batch, self.context)

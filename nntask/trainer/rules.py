@@ -259,7 +259,7 @@ def resolve(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
     small = model.model in _SMALL
     if model.fp32_fast_tf32:
         model = replace(model, dtype="tf32", fp32_fast_tf32=False)
-    model = replace(model, seq_len=_checked_length(model.seq_len, config))
+    model = replace(model, seq_len=checked_length(model.seq_len, config, config.n_positions))
     batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
     lanes = tiling.lanes if tiling.lanes is not None else (4 if tiling.redux else 1)
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
@@ -286,10 +286,15 @@ def resolve(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
     return replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints)
 
 
-def _checked_length(seq_len: int | None, config: ModelConfig) -> int:
+def checked_length(seq_len: int | None, config: ModelConfig, usual: int) -> int:
+    """--seq-len, or where it is not given the `usual` length, at most `DEFAULT_LENGTH`.
+
+    Raises:
+        UsageError: it is longer than the model's sequences may be.
+    """
     limit = config.n_positions
     if seq_len is None:
-        return min(limit, DEFAULT_LENGTH)
+        return min(usual, DEFAULT_LENGTH)
     if seq_len > limit:
         raise UsageError(f"--seq-len must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
     return seq_len

@@ -21,7 +21,9 @@ from ..base import Base, base_to_start_from
 from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, StorageError, UsageError
+from ..generation import Generator
 from ..models.interface import ModelConfig
+from ..sampling import Sampling
 from ..schedule import make_schedule
 from ..sizes import format_size
 from ..tensorfile import STORAGE, save_tensors
@@ -37,7 +39,6 @@ from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, state_of
 from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
-from .sampling import Sampling, sample
 from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
@@ -102,6 +103,8 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
                 stream = _stream(prepared, dataset)
                 counts = _counts(prepared, engine)
                 running = _Running(prepared, base, dataset, stream, runtime, engine, counts, printer, interrupts)
+                if settings.run.sample_tokens:
+                    _prompt(running)  # refused now rather than after the training
                 _print_header(running, order)
                 write_file(prepared.run / CONFIG, to_toml(settings))
                 load_weights(prepared, engine)
@@ -310,7 +313,7 @@ def _validate(running: _Running, step: int) -> None:
     tokenizer = running.dataset.tokenizer
     result = evaluate(running.engine, batches, tokenizer.byte_lengths() if tokenizer else None, running.interrupts.pending)
     if result is not None:
-        running.printer.say(f"step {step}: {result.line()}")
+        running.printer.say(f"step {step}: validation {result.line()}")
 
 
 def _close(running: _Running, loop: Loop, journal: Journal) -> None:
@@ -352,21 +355,32 @@ def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: S
 
 def _print_sample(running: _Running) -> None:
     """Text (or ids, without a tokenizer) from the trained model."""
-    settings, tokenizer = running.settings, running.dataset.tokenizer
-    end = tokenizer.end_of_text if tokenizer else 0
-    prompt = [int(i) for i in tokenizer.encode([settings.run.prompt])[0]] if tokenizer and settings.run.prompt else []
-    drawn = sample(
-        running.engine.next_logits,
-        [end, *prompt],
+    settings, tokenizer, prompt = running.settings, running.dataset.tokenizer, _prompt(running)
+    drawn = Generator(running.engine.model, running.runtime, running.stream.length).stream(
+        [prompt],
         settings.run.sample_tokens,
         replace(_SAMPLE_SETTINGS, seed=settings.data.seed),
-        context=running.stream.length,
-        vocab_size=tokenizer.vocab_size if tokenizer else running.prepared.config.vocab_size,
-        stop=end if tokenizer else None,
+        vocab_size=tokenizer.vocab_size if tokenizer else None,
+        stop=[tokenizer.end_of_text] if tokenizer else (),
     )
-    ids = list(takewhile(lambda _: not running.interrupts.pending(), drawn))
-    text = tokenizer.decode([*prompt, *ids]) if tokenizer else " ".join(map(str, ids))
+    new = [token for (token,) in takewhile(lambda _: not running.interrupts.pending(), drawn) if token is not None]
+    text = tokenizer.decode([*prompt[1:], *new]) if tokenizer else " ".join(map(str, new))
     running.printer.say("--- sample\n" + text + "\n---")
+
+
+def _prompt(running: _Running) -> list[int]:
+    """Ids that the sample begins with: an end of text, and those of --prompt.
+
+    Raises:
+        UsageError: they are more than a sequence has.
+    """
+    tokenizer, prompt, length = running.dataset.tokenizer, running.settings.run.prompt, running.stream.length
+    if tokenizer is None:
+        return [0]
+    ids = [tokenizer.end_of_text, *(int(i) for i in tokenizer.encode([prompt])[0])]
+    if len(ids) > length:
+        raise UsageError(f"--prompt has {len(ids)} tokens with the end of text before it, and a sequence --seq-len = {length}; shorten it")
+    return ids
 
 
 def _summarise(running: _Running, loop: Loop, journal: Journal) -> None:

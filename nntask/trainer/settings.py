@@ -145,7 +145,7 @@ class RunSettings:
     eval_batches: int = 8
     """batches per validation"""
     sample_tokens: int = 64
-    """tokens of text sampled at the end; 0 for none"""
+    """tokens of text sampled at the end, fewer when it is as long as a sequence; 0 for none"""
     prompt: str = ""
     """beginning of that text"""
     nforward: int = 0
@@ -191,8 +191,8 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ResourceSettings:
-    """Where it runs. Nothing here changes a loss."""
+class MachineSettings:
+    """Where it runs. Nothing here changes a number."""
 
     ncpu: int | None = None
     """CPU workers (default: the cores this process may use)"""
@@ -205,15 +205,21 @@ class ResourceSettings:
     ram: str = ""
     """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free); below what the model needs, --disk takes the rest"""
     disk: str = ""
-    """DIR or DIR:SIZE, a disk tier below RAM: one file in DIR of at most SIZE bytes (default: what is free there), gone when the run ends"""
+    """DIR or DIR:SIZE, a disk tier below RAM: one file in DIR of at most SIZE bytes (default: what is free there), gone at the end"""
     sched: Literal["auto", "eager", "prio", "lws", "dm", "dmda", "dmdas", "reuse"] = "auto"
     """scheduling policy"""
     evict: Literal["next-use", "lru", "fifo"] = "next-use"
     """what leaves a full memory first"""
-    order: str = "auto"
-    """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G or turn:K/8"""
     prefetch: bool = True
     """move tiles before they are asked for"""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceSettings(MachineSettings):
+    """Where it runs. Nothing here changes a loss."""
+
+    order: str = "auto"
+    """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G or turn:K/8"""
     restrict: Literal["none", "cpu", "cuda"] = "none"
     """where kernels may run"""
 

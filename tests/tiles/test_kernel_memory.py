@@ -17,6 +17,7 @@ import pytest
 from tiles.kernels.cpu import blas
 from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.cache import scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import scratch_nbytes as update_scratch
@@ -99,6 +100,20 @@ def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Cal
     args = [q, k, v, do, kept, m(1, h, tq), np.empty_like(q), np.empty_like(k), np.empty_like(v)]
     room = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
     return [*args, *([KEY] if p else []), room], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
+
+
+def _cached(m: Maker, num_tokens: int, group: int = 1) -> Call:
+    _, tk, g, size = _attention_sizes(m)
+    tk, h = max(tk, 4096), g * group
+    positions = (tk - num_tokens + np.arange(num_tokens)).astype(np.int32)[None]
+    args = [m(1, num_tokens, h * size), m(1, tk, g * size), m(1, tk, g * size), positions, m(1, num_tokens, h * size)]
+    args += [m(1, h, num_tokens), m(1, h, num_tokens), np.empty(cached_scratch(num_tokens, h, tk, m.dtype.itemsize), np.uint8)]
+    return args, {"head_size": size, "scale": 0.125, "start": 0, "first": True, "last": True}
+
+
+def _append(m: Maker, num_tokens: int) -> Call:
+    positions = (np.arange(num_tokens)).astype(np.int32)[None]
+    return [m(1, num_tokens, m.columns), m(1, num_tokens, m.columns), positions, m.tile(), m.tile()], {"start": 0}
 
 
 def _attention_apply(m: Maker, p: float) -> Call:
@@ -222,6 +237,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "add_into": [*_tiles(2, accumulate=False), *_tiles(2, accumulate=True)],
     "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
     "add_rows_backward": [lambda m, a=a: ([m(2, m.rows, m.columns), m(m.rows + 1, m.columns)], {"accumulate": a}) for a in (False, True)],
+    "append_to_cache": [lambda m: _append(m, 1), lambda m: _append(m, m.rows)],
     "attention": [lambda m, p=p, f=f, g=1 + f: _attention(m, p, f, g) for p in (0.0, 0.3) for f in (False, True)],
     "attention_apply": [lambda m, p=p: _attention_apply(m, p) for p in (0.0, 0.3)],
     "attention_backward": [lambda m, p=p, s=s, g=2 - s: _attention_backward(m, p, s, g) for p in (0.0, 0.3) for s in (False, True)],
@@ -229,6 +245,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "attention_lse": [_attention_lse],
     "attention_scores": [_attention_scores],
     "batched_matmul": [_batched],
+    "cached_attention": [lambda m, w=w, g=g: _cached(m, w, g) for w in (1, 200) for g in (1, 2)],
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],
     "dropout": [lambda m, f=f: ([m.tile(), KEY, m.tile()], _place(m, f, p=0.3)) for f in (False, True)],
@@ -258,6 +275,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "rms_norm_backward": [lambda m: _norm_backward(m, True)],
     "rotary": [lambda m: _rotary(m, 1), lambda m: _rotary(m, m.rows)],
     "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
+    "rotary_angles_at": [lambda m: ([m.row(), m.ids(5), m(1, m.rows, m.columns), m(1, m.rows, m.columns)], {})],
     "row_dots": [lambda m, a=a: ([m.tile(), m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
     "row_squares": [lambda m: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"width": 70, "accumulate": True})],
     "row_sums": [lambda m, a=a: ([m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],

@@ -14,6 +14,7 @@ from scheduler import REDUX, RW, InlineRuntime, R, W
 from tiles import TileTensor
 from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.cache import scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import scratch_nbytes as norm_scratch
 from tiles.kernels.reference.attention import Pair
@@ -67,6 +68,22 @@ def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.
     args = [q, k, v, do, kept, make(2, h, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
     constants = {"at": _pair(p), "stored": stored, "first_k": first, "first_q": first}
     return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
+
+
+def _cached(make: Maker, *, num_tokens: int, first: bool, last: bool, group: int = 1) -> Case:
+    """Three sequences, the first behind the tile, the last before it unless the tile is the first; three heads of keys."""
+    h, start = 3 * group, 0 if first else 9
+    positions = (np.array([[start + 9], [start + 4], [0 if first else 2]]) + np.arange(num_tokens)).astype(np.int32)
+    keys, values = make(3, 9, 12), make(3, 9, 12)
+    args = [make(3, num_tokens, 4 * h), keys, values, positions, make(3, num_tokens, 4 * h), make(3, h, num_tokens), make.positive(3, h, num_tokens)]
+    constants = {"head_size": 4, "scale": 0.5, "start": start, "first": first, "last": last}
+    return [*args, np.empty(cached_scratch(num_tokens, h, 9, 8), np.uint8)], [4, 5, 6] if first else [], constants
+
+
+def _append(make: Maker, num_tokens: int) -> Case:
+    """Sequences before, across the ends of, and behind a tile that holds positions 9 to 13."""
+    positions = (np.array([[0], [7], [10], [12], [14]]) + np.arange(num_tokens)).astype(np.int32)
+    return [make(5, num_tokens, 6), make(5, num_tokens, 6), positions, make(5, 5, 6), make(5, 5, 6)], [], {"start": 9}
 
 
 def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True) -> Case:
@@ -134,6 +151,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(3, 5, 7), m(6, 7)], [1], {"accumulate": False}),
         lambda m: ([m(3, 5, 7), m(6, 7)], [], {"accumulate": True}),
     ],
+    "append_to_cache": [lambda m, w=w: _append(m, w) for w in (1, 3, 8)],
     "attention": [
         *[lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
         *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
@@ -167,6 +185,13 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "batched_matmul": [
         lambda m: ([m(2, 3, 4, 5), m(2, 3, 5, 6), m(2, 3, 4, 6)], [2], _product(False, False, False)),
         lambda m: ([m(2, 3, 5, 4), m(2, 3, 6, 5), m(2, 3, 4, 6)], [], _product(True, True, True)),
+    ],
+    "cached_attention": [
+        lambda m, w=w, f=f, e=e, g=g: _cached(m, num_tokens=w, first=f, last=e, group=g)
+        for w in (1, 5)
+        for f in (False, True)
+        for e in (False, True)
+        for g in (1, 2)
     ],
     "column_sums": [
         lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),
@@ -227,8 +252,13 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "residual_rms_norm": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "rms_norm": [lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})],
     "rms_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
-    "rotary": [lambda m, i=i: ([m(2, 5, 12), m(5, 2), m(5, 2), m(2, 5, 12)], [3], {"head_size": 4, "inverse": i}) for i in (False, True)],
+    "rotary": [
+        lambda m, i=i, at=at: ([m(2, 5, 12), m(*at, 2), m(*at, 2), m(2, 5, 12)], [3], {"head_size": 4, "inverse": i})
+        for i in (False, True)
+        for at in ((5,), (2, 5))
+    ],
     "rotary_angles": [lambda m, t=t: ([m.positive(5), m(t, 5), m(t, 5)], [1, 2], {"start": 7}) for t in (4, 1100)],
+    "rotary_angles_at": [lambda m, t=t: ([m.positive(5), m.ids(900, 2, t), m(2, t, 5), m(2, t, 5)], [2, 3], {}) for t in (4, 1100)],
     "row_dots": [
         lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [2], {"accumulate": False}),
         lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [], {"accumulate": True}),

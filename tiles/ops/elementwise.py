@@ -139,8 +139,7 @@ def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[Tile
         length: T.
         tile: positions per tile.
     """
-    if frequencies.grid != (1,):
-        raise ValueError(f"frequencies must be one tile of one axis, got {frequencies!r}")
+    _check_frequencies(frequencies)
     shape, width = (length, frequencies.shape[0]), frequencies.shape[0]
     cos, sin = (TileTensor(frequencies.runtime, shape, (tile, width), frequencies.dtype, name=name) for name in ("cos", "sin"))
     for t in range(cos.grid[0]):
@@ -148,23 +147,42 @@ def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[Tile
     return cos, sin
 
 
+def rotary_angles_at(frequencies: TileTensor, positions: TileTensor) -> tuple[TileTensor, TileTensor]:
+    """cos and sin of position * frequency, for given positions  # (D / 2,), (B, T) int32 -> (B, T, D / 2) each."""
+    _check_frequencies(frequencies)
+    shape, tile = (*positions.shape, *frequencies.shape), (*positions.tile, *frequencies.shape)
+    cos, sin = (TileTensor(frequencies.runtime, shape, tile, frequencies.dtype, name=name) for name in ("cos", "sin"))
+    for index in positions.tiling.indices():
+        accesses: list[Access] = [(frequencies[0,], R), (positions[index], R), (cos[*index, 0], W), (sin[*index, 0], W)]
+        emit(cos.runtime, "rotary_angles_at", accesses)
+    return cos, sin
+
+
+def _check_frequencies(frequencies: TileTensor) -> None:
+    if frequencies.grid != (1,):
+        raise ValueError(f"frequencies must be one tile of one axis, got {frequencies!r}")
+
+
 def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, *, inverse: bool = False) -> TileTensor:
     """Rotary position embedding of every head; the inverse rotation is its backward pass.
 
     Args:
         x: (B, T, H * D), tiles of whole heads.
-        cos, sin: (T, D / 2), rows cut like T.
+        cos, sin: (T, D / 2), rows cut like T; or (B, T, D / 2), cut like B and T, where sequences are at positions of their own.
         head_size: D, even.
         inverse: rotate by the negative angles.
     """
     if head_size % 2 or x.shape[2] % head_size or x.tile[2] % head_size:
         raise ValueError(f"heads of an even size must fill whole tiles; got head size {head_size} and {x!r}")
     for table in (cos, sin):
-        same_axis(x, 1, table, 0)
-        if table.grid[1] != 1 or table.shape[1] != head_size // 2:
+        rank = len(table.shape)
+        for axis in range(rank - 1):
+            same_axis(x, 3 - rank + axis, table, axis)
+        if table.grid[-1] != 1 or table.shape[-1] != head_size // 2:
             raise ValueError(f"angles must be one tile of {head_size // 2} columns, got {table!r}")
     out = x.like(name="rotary")
     for index in x.tiling.indices():
-        accesses: list[Access] = [(x[index], R), (cos[index[1], 0], R), (sin[index[1], 0], R), (out[index], W)]
+        row = index[3 - len(cos.shape) : 2]
+        accesses: list[Access] = [(x[index], R), (cos[*row, 0], R), (sin[*row, 0], R), (out[index], W)]
         emit(x.runtime, "rotary", accesses, head_size=head_size, inverse=inverse)
     return out

@@ -14,7 +14,8 @@ from typing import Final
 
 COMMANDS: Final = {
     "train": "train a GPT-2 or a LLaMA, or continue a run",
-    "generate": "sample text from a run or a checkpoint",
+    "generate": "continue prompts with a run, a checkpoint or a model directory",
+    "perplexity": "score a text with a run, a checkpoint or a model directory",
     "data": "prepare train.bin and val.bin from a dataset",
     "export": "write a run or a checkpoint as a Hugging Face model directory",
     "plan": "parameters, bytes and tasks of a training run, without running it",

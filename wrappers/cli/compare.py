@@ -201,17 +201,19 @@ def _train(runtime: Any, asked: CompareSettings, subject: _Subject) -> None:
     from nntask.hf.directory import ModelDirectory
     from nntask.trainer.prepare import with_tiles
     from nntask.trainer.recorded import RecordedEngine, build_model
+    from nntask.trainer.weights import load_model
 
     settings, config, checkpoint = subject.settings, subject.config, subject.checkpoint
     _, tiling = with_tiles(settings, config)
     begin = settings.checkpoints.init_from
-    model = build_model(config, tiling, runtime, settings, fill=not begin and checkpoint is None)
+    if checkpoint is not None:
+        model = load_model(checkpoint, tiling, runtime, settings)
+    else:
+        model = build_model(config, tiling, runtime, settings, fill=not begin)
     if begin:
         directory = ModelDirectory.open(Path(begin))
         directory.check({name: tensor.shape for name, tensor in model.tensors().items()})
         directory.attach(model.tensors())
-    if checkpoint is not None:
-        checkpoint.load(model.tensors())
     engine = RecordedEngine(config, tiling, runtime, settings, model, settings.resources.order)
     size = (settings.tiling.batch or 1, (settings.model.seq_len or config.n_positions) + 1)
     for step in range(1, asked.steps + 1):

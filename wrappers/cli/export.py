@@ -64,8 +64,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _tokenizer(checkpoint: Checkpoint, path: str) -> Tokenizer | None:
-    from .generate import tokenizer_of
+    from nntask.trainer.source import ModelSource
 
     if checkpoint.state.get("tokenizer") is None and not path:
         return None
-    return tokenizer_of(checkpoint, path)
+    return ModelSource.open(checkpoint.path).tokenizer(path)

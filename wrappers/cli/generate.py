@@ -1,30 +1,44 @@
-"""``nntask generate``: text from a run or a checkpoint."""
+"""``nntask generate``: texts from a run, a checkpoint or a model directory.
+
+One text is printed as it grows. Those of --prompt-file are printed in the order of the file, each under a line ``--- N`` with the number of its
+line; the first that is not complete yet is printed as it grows. With --json each text is a line, a JSON object, once it is complete.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from nntask.trainer.settings import MachineSettings
 
 from .help import parse
 
 if TYPE_CHECKING:
-    from nntask.checkpoints import Checkpoint
-    from nntask.data import Tokenizer
+    from nntask.generation import Generator
+    from nntask.sampling import Sampling
+    from nntask.trainer.source import TextIds
     from scheduler.runtime import Runtime
+
+_HALF: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateSettings:
-    """Continue a prompt with a trained model. RUN is a run directory or one of its checkpoints."""
+class TextSettings:
+    """What is written."""
 
     prompt: str = ""
     """beginning of the text (default: the beginning of a new one)"""
+    prompt_file: str = ""
+    """file of beginnings, one a line; texts come in its order, each under a line --- N"""
+    batch: int = 8
+    """texts of --prompt-file that are written side by side"""
     max_new_tokens: int = 100
-    """tokens to add, fewer when the text ends"""
+    """tokens to add, fewer when the text ends or the model's context is full"""
     temperature: float = 0.8
     """scores are divided by it; 0 takes the best token always"""
     top_k: int = 0
@@ -33,132 +47,206 @@ class GenerateSettings:
     """only the best tokens that together have this probability"""
     seed: int = 0
     """of the draws"""
-    ncpu: int | None = None
-    """CPU workers (default: the cores this process may use)"""
-    ram: str = ""
-    """byte budget of RAM, e.g. 2GiB; below what the model needs, --disk takes the rest"""
-    disk: str = ""
-    """DIR or DIR:SIZE, a disk tier below RAM: one file in DIR of at most SIZE bytes (default: what is free there), gone at the end"""
+    cache: bool = True
+    """keep keys and values; --no-cache computes every token from the whole text again, for comparison"""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """element type of weights and cache; auto: the run's own, fp32 for a model directory"""
     tokenizer_path: str = ""
-    """directory with tokenizer.json, for a run that was trained on token ids without one"""
+    """directory with tokenizer.json, for a model that came without one"""
+    json: bool = False
+    """one JSON object a line and text: number, prompt, text, tokens, end (stop, length or context)"""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """Continue prompts with a trained model. MODEL is a run directory, one of its checkpoints, or a model directory of transformers."""
+
+    text: TextSettings = field(default_factory=TextSettings)
+    machine: MachineSettings = field(default_factory=MachineSettings)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Sample text and print it as it comes."""
-    settings, words = parse(GenerateSettings, argv, "nntask generate", words=("RUN",))
-    check(settings)
+    """Write texts and print them as they come."""
+    settings, words = parse(GenerateSettings, argv, "nntask generate", words=("MODEL",))
+    check(settings.text)
+    check_machine(settings.machine)
+    prompts = prompts_of(settings.text)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from nntask.checkpoints import find_checkpoint
+    from nntask.generation import Generator
+    from nntask.sampling import Sampling
+    from nntask.tiling import generation_tiling
+    from nntask.trainer.source import ModelSource
 
-    checkpoint = find_checkpoint(words[0])
-    tokenizer = tokenizer_of(checkpoint, settings.tokenizer_path)
-    _generate(settings, checkpoint, tokenizer)
+    asked = settings.text
+    source = ModelSource.open(words[0])
+    ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
+    how = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+    with runtime_of(settings.machine) as runtime:
+        model = source.build(runtime, generation_tiling(source.config), asked.dtype)
+        generator = Generator(model, runtime, source.context, use_cache=asked.cache)
+        generator.check([ids.prompt(prompt) for prompt in prompts])
+        for first in range(0, len(prompts), asked.batch):
+            _write(generator, ids, prompts[first : first + asked.batch], first, asked, how)
     return 0
 
 
-def check(settings: GenerateSettings) -> None:
+def check(asked: TextSettings) -> None:
     """Check the values.
 
     Raises:
         UsageError: the first one that breaks its rule.
-        DataError: the directory of --disk cannot be made or written.
     """
     from nntask.errors import UsageError
-    from nntask.sizes import LARGEST, parse_size
-    from nntask.trainer.prepare import check_disk
-    from nntask.trainer.rules import check_most
+    from nntask.sizes import LARGEST
 
     rules = (
-        ("--max-new-tokens", settings.max_new_tokens, settings.max_new_tokens >= 1, "at least 1", "1"),
-        ("--temperature", settings.temperature, 0 <= settings.temperature < float("inf"), "0 or more", "0"),
-        ("--top-k", settings.top_k, settings.top_k >= 0, "0 or more", "0"),
-        ("--top-p", settings.top_p, 0 < settings.top_p <= 1, "above 0 and at most 1", "1"),
-        ("--seed", settings.seed, 0 <= settings.seed <= LARGEST, f"at least 0 and at most {LARGEST}", "0" if settings.seed < 0 else str(LARGEST)),
-        ("--ncpu", settings.ncpu, settings.ncpu is None or settings.ncpu >= 1, "at least 1", "1"),
+        ("--batch", asked.batch, asked.batch >= 1, "at least 1", "1"),
+        ("--max-new-tokens", asked.max_new_tokens, 1 <= asked.max_new_tokens <= LARGEST, "at least 1", "1"),
+        ("--temperature", asked.temperature, 0 <= asked.temperature < float("inf"), "0 or more", "0"),
+        ("--top-k", asked.top_k, asked.top_k >= 0, "0 or more", "0"),
+        ("--top-p", asked.top_p, 0 < asked.top_p <= 1, "above 0 and at most 1", "1"),
+        ("--seed", asked.seed, 0 <= asked.seed <= LARGEST, f"at least 0 and at most {LARGEST}", "0" if asked.seed < 0 else str(LARGEST)),
     )
     for flag, value, ok, rule, near in rules:
         if not ok:
             raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
-    check_most("ncpu", settings.ncpu)
-    if settings.ram:
-        parse_size(settings.ram, "--ram")
-    check_disk(settings.disk)
+    if asked.prompt and asked.prompt_file:
+        raise UsageError(f"--prompt and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them")
 
 
-def tokenizer_of(checkpoint: Checkpoint, path: str = "") -> Tokenizer:
-    """The tokenizer a checkpoint was trained with, or the one at `path` if it was trained on bare token ids.
+def prompts_of(asked: TextSettings) -> list[str]:
+    """The beginnings of the texts.
 
     Raises:
-        UsageError: `path` is given although the checkpoint knows its tokenizer.
-        DataError: there is none, or it is of another model.
+        DataError: the file cannot be read, or a line of it is empty.
     """
-    from nntask.data import ByteTokenizer, load_tokenizer
-    from nntask.errors import DataError, UsageError
+    from nntask.errors import DataError
 
-    kind = checkpoint.state.get("tokenizer")
-    if kind is not None and path:
-        raise UsageError(f"--tokenizer-path {path} is for runs trained on bare token ids, and {checkpoint.path} has its tokenizer; drop it")
-    if kind == "bytes":
-        return ByteTokenizer(checkpoint.config.vocab_size)
-    if kind is None and not path:
-        raise DataError(f"{checkpoint.path} was trained on token ids without a tokenizer; name the one that made them with --tokenizer-path DIR")
-    tokenizer = load_tokenizer(path or checkpoint.path)
-    if tokenizer.vocab_size > checkpoint.config.vocab_size:
-        raise DataError(
-            f"the tokenizer at {path or checkpoint.path} has {tokenizer.vocab_size} ids and the model's vocabulary {checkpoint.config.vocab_size}; "
-            "name the one that made the model's training data"
-        )
-    return tokenizer
+    if not asked.prompt_file:
+        return [asked.prompt]
+    try:
+        with open(asked.prompt_file, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise DataError(f"--prompt-file {asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompt-file {asked.prompt_file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it") from None
+    if not lines:
+        raise DataError(f"--prompt-file {asked.prompt_file} is empty; write one prompt a line")
+    if "" in lines:
+        raise DataError(f"line {lines.index('') + 1} of --prompt-file {asked.prompt_file} is empty; write one prompt a line, or remove it")
+    return lines
 
 
-def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    from nntask.checkpoints import STATE
-    from nntask.trainer.prepare import with_tiles
-    from nntask.trainer.recorded import Inference
-    from nntask.trainer.sampling import Sampling, sample
-    from nntask.trainer.settings import from_dict
-    from nntask.trainer.weights import load_model
+class _Text:
+    """One text as it grows."""
 
-    config = checkpoint.config
-    trained, tiling = with_tiles(from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE)), config)
-    end = tokenizer.end_of_text
-    prompt = [int(i) for i in tokenizer.encode([settings.prompt])[0]] if settings.prompt else []
-    how = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
-    with _runtime(settings) as runtime:
-        inference = Inference(config, tiling, runtime, trained, load_model(checkpoint, tiling, runtime, trained))
-        shown, ids = "", list(prompt)
-        for token in sample(
-            inference.next_logits,
-            [end, *prompt],
-            settings.max_new_tokens,
-            how,
-            context=inference.context,
-            vocab_size=tokenizer.vocab_size,
-            stop=end,
-        ):
-            ids.append(token)
-            text = tokenizer.decode(ids)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character: wait for the rest
-                sys.stdout.write(text[len(shown) :])
-                sys.stdout.flush()
-                shown = text
-    sys.stdout.write(tokenizer.decode(ids)[len(shown) :] + "\n")
+    def __init__(self, number: int, prompt: str, begin: list[int], ids: TextIds) -> None:
+        self.number, self.prompt = number, prompt
+        self.new: list[int] = []
+        self.is_complete = False
+        self._ids, self._begin, self._num_given = ids, [int(i) for i in ids.tokenizer.encode([prompt])[0]], len(begin)
+        self._shown = 0
+
+    @property
+    def text(self) -> str:
+        """All of it, the prompt included."""
+        return self._ids.tokenizer.decode([*self._begin, *self.new])
+
+    def news(self) -> str:
+        """What has not been asked for yet; half a character waits for the rest, unless the text is complete."""
+        text = self.text
+        if text.endswith(_HALF) and not self.is_complete:
+            return ""
+        found, self._shown = text[self._shown :], len(text)
+        return found
+
+    def end(self, context: int, count: int) -> str:
+        """Why it is complete."""
+        if self._num_given + len(self.new) > context:
+            return "context"
+        return "length" if len(self.new) == count else "stop"
+
+
+def _write(generator: Generator, ids: TextIds, prompts: Sequence[str], first: int, asked: TextSettings, how: Sampling) -> None:
+    """Write the texts of one batch; `first` is the number of texts before."""
+    begins = [ids.prompt(prompt) for prompt in prompts]
+    texts = [_Text(first + row + 1, prompt, begin, ids) for row, (prompt, begin) in enumerate(zip(prompts, begins, strict=True))]
+    printer = _Printer(texts, asked, generator.context)
+    for tokens in generator.stream(begins, asked.max_new_tokens, how, vocab_size=ids.vocab_size, stop=ids.stop, first=first):
+        for text, token in zip(texts, tokens, strict=True):
+            if token is None:
+                text.is_complete = True
+            else:
+                text.new.append(token)
+        printer.show()
+    for text in texts:
+        text.is_complete = True
+    printer.show()
+
+
+class _Printer:
+    """Prints a batch of texts in their order, each as soon as those before it are complete."""
+
+    def __init__(self, texts: list[_Text], asked: TextSettings, context: int) -> None:
+        self._left, self._asked, self._context = texts, asked, context
+        self._begun = False
+
+    def show(self) -> None:
+        """Print what can be printed."""
+        while self._left and (self._left[0].is_complete or not self._asked.json):
+            text = self._left[0]
+            if self._asked.json:
+                print(json.dumps(self._facts(text), ensure_ascii=False))
+            else:
+                if self._asked.prompt_file and not self._begun:
+                    print(f"--- {text.number}")
+                self._begun = True
+                sys.stdout.write(text.news())
+                if not text.is_complete:
+                    break
+                sys.stdout.write("\n")
+                if text.end(self._context, self._asked.max_new_tokens) == "context":
+                    which = f"text {text.number}" if self._asked.prompt_file else "the text"
+                    print(f"nntask: {which} ends here because the model's context of {self._context} tokens is full", file=sys.stderr)
+            self._left, self._begun = self._left[1:], False
+        sys.stdout.flush()
+
+    def _facts(self, text: _Text) -> dict[str, Any]:
+        end = text.end(self._context, self._asked.max_new_tokens)
+        return {"number": text.number, "prompt": text.prompt, "text": text.text, "tokens": len(text.new), "end": end}
+
+
+def check_machine(machine: MachineSettings) -> None:
+    """Check where to compute.
+
+    Raises:
+        UsageError: the first value that breaks its rule.
+        DataError: the directory of --disk cannot be made or written.
+    """
+    from nntask.trainer.prepare import check_disk
+    from nntask.trainer.rules import check_values
+    from nntask.trainer.settings import ResourceSettings, TrainSettings
+
+    check_values(TrainSettings(resources=ResourceSettings(**asdict(machine))))
+    check_disk(machine.disk)
 
 
 @contextmanager
-def _runtime(settings: GenerateSettings) -> Iterator[Runtime]:
+def runtime_of(machine: MachineSettings) -> Iterator[Runtime]:
     """The runtime that the flags ask for; its refusals name the flag that helps.
 
     Raises:
         DoesNotFit: a budget is too small, or not to be had.
         StorageError: the disk tier failed.
+        NntaskError: weights could not be read.
     """
     from nntask.errors import StorageError
-    from nntask.trainer.machine import does_not_fit, open_runtime
+    from nntask.trainer.machine import does_not_fit, open_runtime, told
     from nntask.trainer.settings import ResourceSettings, TrainSettings
     from scheduler.core import errors as scheduler_errors
 
-    resources = ResourceSettings(ncpu=settings.ncpu, ram=settings.ram, disk=settings.disk)
+    resources = ResourceSettings(**asdict(machine))
     runtime = open_runtime(TrainSettings(resources=resources))
     try:
         with runtime:
@@ -168,4 +256,4 @@ def _runtime(settings: GenerateSettings) -> Iterator[Runtime]:
             raise StorageError(f"{runtime.tier_failure}; name another directory with --disk") from error
         if isinstance(error, scheduler_errors.DoesNotFit):
             raise does_not_fit(error, resources, trains=False) from error
-        raise
+        raise told(error, runtime.source_failure) from error

@@ -144,8 +144,16 @@ def _apply_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
     """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
     *extra, scratch = rest
-    key = extra[-1] if at.p else None
-    lse = extra[0] if last else None
+    add_keys(q, k, v, o, peak, total, extra[-1] if at.p else None, scratch, at, first)
+    if last:
+        finish(o, total, at.head_size)
+        lse = extra[0]
+        np.log(total, out=lse)
+        lse += peak
+
+
+def add_keys(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, key: Array | None, scratch: Array, at: Pair, first: bool) -> None:
+    """Add one key tile to the running attention of a query tile, not normalised; `key` of the dropout, if any."""
     size = at.head_size
     for block in _blocks(q.shape[0], q.shape[2] // size, q.shape[1], k.shape[1], at):
         rows = slice(block.first, block.last)
@@ -156,10 +164,6 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
         if key is not None:
             drop(s, key, scratch, block, at)
         gemm(s, _columns(v, block, size, slice(0, block.num_keys)), out, beta=float(not first))
-    if lse is not None:
-        _finish(o, total, size)
-        np.log(total, out=lse)
-        lse += peak
 
 
 def weigh(s: Array, out: Array, peak: Array, total: Array, block: Block, at: Pair, first: bool) -> None:
@@ -191,7 +195,7 @@ def weigh(s: Array, out: Array, peak: Array, total: Array, block: Block, at: Pai
     peak[...] = top
 
 
-def _finish(o: Array, total: Array, size: int) -> None:
+def finish(o: Array, total: Array, size: int) -> None:
     """Divide the outputs by the sums of their weights."""
     if not single(o, total):
         heads(o, size)[...] /= total[..., None]

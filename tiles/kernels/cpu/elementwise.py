@@ -322,8 +322,8 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
     work = np.empty(most * half, x.dtype)
     for h in cut(num_heads, most):
         for t in cut(length, most // (h.stop - h.start)):
-            c, s = cos[t, None], sin[t, None]
             for b in cut(batch, most // ((h.stop - h.start) * (t.stop - t.start))):
+                c, s = (angles[t, None] if angles.ndim == 2 else angles[b, t, None] for angles in (cos, sin))
                 first, second = source[b, t, h, :half], source[b, t, h, half:]
                 other = work[: first.size].reshape(first.shape)
                 for out, one, two, combine in ((target[b, t, h, :half], first, second, back), (target[b, t, h, half:], second, first, turn)):
@@ -349,3 +349,13 @@ def rotary_angles(frequencies: Array, cos: Array, sin: Array, *, start: int) -> 
         np.multiply(positions[:, None], frequencies, out=sin[rows])
         np.cos(sin[rows], out=cos[rows])
         np.sin(sin[rows], out=sin[rows])
+
+
+@register("rotary_angles_at", "cpu")
+def rotary_angles_at(frequencies: Array, positions: Array, cos: Array, sin: Array) -> None:
+    """cos and sin of position * frequency  # (D / 2,), (b, t) -> (b, t, D / 2) each; the angles lie in `sin` until their turn."""
+    for b in range(cos.shape[0]):
+        for rows in cut(cos.shape[1], MOST_ROWS):
+            np.multiply(positions[b, rows, None].astype(cos.dtype), frequencies, out=sin[b, rows])
+            np.cos(sin[b, rows], out=cos[b, rows])
+            np.sin(sin[b, rows], out=sin[b, rows])

@@ -152,3 +152,66 @@ def scaled_exp(s: Array, lse: Array, scale: Any) -> None:
         row, shift = s[i], lse[i]
         for j in range(row.size):
             row[j] = scale * _exp(row[j] - shift)
+
+
+@compiled(REASSOCIATE)
+def _cached_scores(q: Array, keys: Array, r: int, count: int, scale: Any, s: Array) -> None:
+    """s = scale q k^T of one sequence's query and its first `count` keys  # (H, N)."""
+    group = q.shape[1] // keys.shape[2]
+    for j in range(count):
+        for h in range(q.shape[1]):
+            g, total = h // group, ZERO
+            for i in range(q.shape[2]):
+                total += q[r, h, i] * keys[r, j, g, i]
+            s[h, j] = total * scale
+
+
+@compiled(REASSOCIATE)
+def _add_cached_values(s: Array, values: Array, r: int, count: int, o: Array) -> None:
+    """o += weights s (H, N) times the first `count` values of one sequence."""
+    group = o.shape[1] // values.shape[2]
+    for j in range(count):
+        for h in range(o.shape[1]):
+            g, weight = h // group, s[h, j]
+            for i in range(o.shape[2]):
+                o[r, h, i] += weight * values[r, j, g, i]
+
+
+@compiled(REASSOCIATE)
+def cached_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    start: int,
+    scale: Any,
+    s: Array,
+    o: Array,
+    peak: Array,
+    total: Array,
+    first: bool,
+    last: bool,
+) -> None:
+    """Add a tile of cached keys to the running attention of one query per sequence.
+
+    Shapes: q, o (R, H, D); keys, values (R, N, G, D), positions start to start + N; positions (R,): sequence r sees keys up to its own; peak,
+    total (R, H) as in `attention_weights`; s (H, N) is working memory. The last tile divides by the sums.
+    """
+    for r in range(q.shape[0]):
+        count = min(keys.shape[1], positions[r] + 1 - start)
+        if count > 0:
+            _cached_scores(q, keys, r, count, scale, s)
+            for h in range(q.shape[1]):
+                before = -f32(np.inf) if first else peak[r, h]
+                top = _top(s[h], count, before)
+                shrink = ZERO if first else _exp(before - top)
+                found = _exp_row(s[h, :count], count, top)
+                total[r, h] = found if first else total[r, h] * shrink + found
+                peak[r, h] = top
+                for i in range(q.shape[2]):
+                    o[r, h, i] = ZERO if first else o[r, h, i] * shrink
+            _add_cached_values(s, values, r, count, o)
+        if last:
+            for h in range(q.shape[1]):
+                for i in range(q.shape[2]):
+                    o[r, h, i] /= total[r, h]

@@ -130,13 +130,13 @@ def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Arr
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
     """Rotate pairs (i, i + D/2) of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).
 
-    Shapes: x, y (mb, t, h * D); cos, sin (t, D / 2).
+    Shapes: x, y (mb, t, h * D); cos, sin (t, D / 2), or (mb, t, D / 2) where sequences are at positions of their own.
     """
     half = head_size // 2
     sign = -1.0 if inverse else 1.0
     heads = x.reshape(*x.shape[:-1], -1, head_size)
     first, second = heads[..., :half], heads[..., half:]
-    c, s = cos[:, None, :], sign * sin[:, None, :]
+    c, s = cos[..., None, :], sign * sin[..., None, :]
     y[...] = np.concatenate([first * c - second * s, second * c + first * s], axis=-1).reshape(x.shape)
 
 
@@ -150,5 +150,13 @@ def add_into(part: Array, total: Array, *, accumulate: bool) -> None:
 def rotary_angles(frequencies: Array, cos: Array, sin: Array, *, start: int) -> None:
     """cos and sin of position * frequency  # (D / 2,) -> (t, D / 2) each, positions from `start`."""
     angles = np.arange(start, start + cos.shape[0], dtype=cos.dtype)[:, None] * frequencies
+    cos[...] = np.cos(angles)
+    sin[...] = np.sin(angles)
+
+
+@register("rotary_angles_at", "reference")
+def rotary_angles_at(frequencies: Array, positions: Array, cos: Array, sin: Array) -> None:
+    """cos and sin of position * frequency  # (D / 2,), (b, t) -> (b, t, D / 2) each."""
+    angles = positions[..., None].astype(cos.dtype) * frequencies
     cos[...] = np.cos(angles)
     sin[...] = np.sin(angles)

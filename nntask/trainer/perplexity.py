@@ -1,0 +1,75 @@
+"""How well a trained model foresees a text: every token but the first is scored once, in windows of whole sequences that do not overlap.
+
+A token sees those before it in its window, as in training, so the first ones of a window are scored with little before them. A last window that is
+not full counts, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..data import Batch, TokenFile
+from ..errors import DataError
+from ..tiling import default_tiling
+from .evaluation import Evaluation, evaluate
+from .recorded import Inference
+
+if TYPE_CHECKING:
+    from scheduler.runtime import Runtime
+
+    from ..data import Tokenizer
+    from .source import ModelSource
+
+
+def perplexity(
+    source: ModelSource,
+    runtime: Runtime,
+    file: TokenFile,
+    tokenizer: Tokenizer | None,
+    *,
+    length: int,
+    batch: int,
+    select: int = -1,
+    dtype: str = "auto",
+) -> Evaluation:
+    """Score a file of tokens.
+
+    Args:
+        tokenizer: for bits per byte.
+        length: tokens that a window has, at most the model's longest sequence.
+        batch: windows at once.
+        select: only the first windows, -1 for all.
+        dtype: see `ModelSource.build`.
+
+    Raises:
+        DataError: the file holds fewer than two tokens.
+    """
+    config = source.config
+    if file.num_tokens < 2:
+        raise DataError(f"{file.path} holds {file.num_tokens} tokens, and scoring takes at least 2; use a longer text")
+    length = min(length, file.num_tokens - 1)
+    tiling = default_tiling(config, batch, length)
+    scorer = Inference(config, tiling, runtime, source.settings, source.build(runtime, tiling, dtype), context=length)
+    found = evaluate(scorer, windows(file, length, batch, select), tokenizer.byte_lengths() if tokenizer else None)
+    assert found is not None  # nobody stops it
+    return found
+
+
+def windows(file: TokenFile, length: int, batch: int, select: int = -1) -> Iterator[Batch]:
+    """Batches of `batch` windows of a file, in its order; what is missing from the last ones has targets -1.
+
+    Args:
+        select: only the first windows, -1 for all.
+    """
+    total = -(-(file.num_tokens - 1) // length)
+    total = min(total, select) if select > 0 else total
+    for first in range(0, total, batch):
+        tokens = np.zeros((batch, length), np.int32)
+        targets = np.full((batch, length), -1, np.int32)
+        for row, number in enumerate(range(first, min(first + batch, total))):
+            ids = file.window(number * length, min(length + 1, file.num_tokens - number * length))
+            tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        yield Batch(tokens, targets)

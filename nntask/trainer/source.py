@@ -1,0 +1,192 @@
+"""A trained model on disk, whatever wrote it: a run, one of its checkpoints, or a model directory of transformers.
+
+A text of a run begins behind an end of text, as every text of its training data did, and ends at the next one. A text of a model directory begins
+with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends at its eos_token_id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..checkpoints import STATE, Checkpoint, find_checkpoint, step_directories
+from ..data import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
+from ..errors import DataError, UsageError
+from ..hf.directory import CONFIG, ModelDirectory, read_config
+from ..models.interface import ModelConfig
+from ..models.language import LanguageModel
+from ..tiling import ModelTiling
+from .recorded import build_model
+from .settings import TrainSettings, from_dict
+from .weights import load_model
+
+if TYPE_CHECKING:
+    from scheduler.runtime import Runtime
+
+_GENERATION: Final = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TextIds:
+    """A tokenizer, and how texts begin and end for a model.
+
+    Args:
+        begin: ids in front of every text; without a prompt they are all there is.
+        alone: ids that a text begins with if there is no prompt; None where `begin` will do.
+        stop: ids that end a text.
+        vocab_size: ids that may come; a run has learnt nothing about those beyond its tokenizer's.
+        adds_special: whether the tokenizer puts ids of its own before a prompt.
+    """
+
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    alone: tuple[int, ...] | None
+    stop: frozenset[int]
+    vocab_size: int
+    adds_special: bool
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids that a text beginning with `text` begins with.
+
+        Raises:
+            UsageError: there is no text, and the model knows no beginning of one.
+        """
+        if text:
+            return [*self.begin, *(int(i) for i in self.tokenizer.encode([text], special=self.adds_special)[0])]
+        found = self.begin if self.alone is None else self.alone
+        if not found:
+            raise UsageError(f"an empty prompt needs a bos_token_id in {CONFIG}, and there is none; give the beginning of a text with --prompt")
+        return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A trained model on disk.
+
+    Args:
+        path: the checkpoint, or the model directory.
+        settings: of the run that trained it; the defaults for a model directory.
+        checkpoint: None for a model directory.
+    """
+
+    path: Path
+    config: ModelConfig
+    settings: TrainSettings
+    checkpoint: Checkpoint | None
+
+    @classmethod
+    def open(cls, path: str | Path) -> ModelSource:
+        """Find out what a directory holds; reads no weights.
+
+        Raises:
+            DataError: it does not exist, holds no model, or what it holds is broken.
+            UsageError: its config is of no family, or breaks a rule.
+        """
+        directory = Path(path)
+        if (directory / STATE).is_file() or step_directories(directory):
+            checkpoint = find_checkpoint(directory)
+            settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+            return cls(checkpoint.path, checkpoint.config, settings, checkpoint)
+        if directory.is_dir() and not (directory / CONFIG).exists():
+            raise DataError(
+                f"{directory} holds no checkpoint and no model: a run has checkpoints/step-*, a checkpoint {STATE}, a model directory of "
+                f"transformers {CONFIG}; give one of these"
+            )
+        return cls(directory, read_config(directory), TrainSettings(), None)
+
+    @property
+    def context(self) -> int:
+        """Most tokens the model looks at: the length it was trained on, or of a model directory the longest its config allows."""
+        return self.settings.model.seq_len or self.config.n_positions
+
+    def tokenizer(self, path: str = "") -> Tokenizer:
+        """The tokenizer that belongs to the model, or the one at `path` if none came with it.
+
+        Raises:
+            UsageError: `path` is given although the model has its tokenizer.
+            DataError: there is none, or it is of another model.
+        """
+        kind = self._tokenizer_kind()
+        if kind is not None and path:
+            raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
+        if kind == "bytes":
+            return ByteTokenizer(self.config.vocab_size)
+        if kind is None and not path:
+            raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
+        found = load_tokenizer(path or self.path)
+        if found.vocab_size > self.config.vocab_size:
+            raise DataError(
+                f"the tokenizer at {path or self.path} has {found.vocab_size} ids and the model's vocabulary {self.config.vocab_size}; "
+                "name the one that made the model's training data"
+            )
+        return found
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer came with the model."""
+        return self._tokenizer_kind() is not None
+
+    def _tokenizer_kind(self) -> str | None:
+        """The kind of the tokenizer that came with the model; None if none did."""
+        if self.checkpoint is not None:
+            kind: str | None = self.checkpoint.state.get("tokenizer")
+            return kind
+        return "file" if (self.path / TOKENIZER).is_file() else None
+
+    def text_ids(self, tokenizer: Tokenizer) -> TextIds:
+        """How texts begin and end.
+
+        Raises:
+            DataError: the directory's files say it in a way that is not known.
+        """
+        end = tokenizer.end_of_text
+        if self.checkpoint is not None:
+            return TextIds(tokenizer, (end,), None, frozenset([end]), tokenizer.vocab_size, adds_special=False)
+        values = _merged(self.path / CONFIG, self.path / _GENERATION)
+        alone, stop = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
+        return TextIds(tokenizer, (), alone[:1], frozenset(stop), self.config.vocab_size, adds_special=True)
+
+    def _ids(self, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
+        """The ids under a key, which may be one number, a list, or null."""
+        value = values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int and 0 <= each < self.config.vocab_size for each in found):
+            raise DataError(f"{key} in {self.path} must be ids from 0 to {self.config.vocab_size - 1}, got {value!r}; copy the directory again")
+        return tuple(found)
+
+    def build(self, runtime: Runtime, tiling: ModelTiling, dtype: str = "auto") -> LanguageModel:
+        """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
+
+        Args:
+            dtype: auto, fp32 or bf16; auto is the run's own, and fp32 for a model directory.
+
+        Raises:
+            DataError: a tensor is missing, misshapen, or a file is broken.
+        """
+        model = self.settings.model
+        settings = replace(self.settings, model=replace(model, dtype=model.dtype if dtype == "auto" else dtype))  # type: ignore[arg-type]
+        if self.checkpoint is None:
+            directory = ModelDirectory.open(self.path)
+            found = build_model(self.config, tiling, runtime, settings, fill=False)
+            directory.attach(found.tensors())
+            return found
+        return load_model(self.checkpoint, tiling, runtime, settings)
+
+
+def _merged(*files: Path) -> dict[str, Any]:
+    """The objects in JSON files, later ones over earlier ones; a file that is not there is left out.
+
+    Raises:
+        DataError: a file is not whole JSON.
+    """
+    found: dict[str, Any] = {}
+    for file in files:
+        if file.is_file():
+            try:
+                found.update(json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError, RecursionError) as error:
+                raise DataError(f"{file} is not a JSON object: {error}; copy it again") from None
+    return found

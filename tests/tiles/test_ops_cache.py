@@ -1,0 +1,59 @@
+"""Attention over a cache of keys and values: what is refused, and values against attention over everything at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scheduler import InlineRuntime
+from tiles import TileTensor
+from tiles.ops import cache
+from tiles.ops.attention import attention
+
+B, T, H, G, D = 3, 11, 4, 2, 4
+
+
+def data(values: np.ndarray, tile: tuple[int, ...], runtime: InlineRuntime) -> TileTensor:
+    """A tile tensor with these values."""
+    found = TileTensor(runtime, values.shape, tile, values.dtype)
+    found.write(values)
+    return found
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5, 11])
+@pytest.mark.parametrize(("b", "t", "g"), [(3, 11, 2), (2, 3, 1), (1, 4, 2), (3, 1, 1)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_pieces_equal_the_whole(dtype: type, b: int, t: int, g: int, piece: int) -> None:
+    """Tokens that arrive in pieces see what they see when all come at once."""
+    runtime, rng = InlineRuntime(), np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, T, heads * D)).astype(dtype) for heads in (H, G, G))
+    want = attention(*(data(x, (b, t, tile * D), runtime) for x, tile in ((q, 2 * g), (k, g), (v, g))), head_size=D, scale=0.5)[0].read()
+    keys, values = (TileTensor(runtime, (B, T, G * D), (b, t, g * D), dtype) for _ in range(2))
+    for tile in range(keys.grid[1]):
+        cache.clear(keys, values, tile)
+    for start in range(0, T, piece):
+        at = np.broadcast_to(np.arange(start, min(start + piece, T), dtype=np.int32), (B, min(piece, T - start)))
+        positions = data(at, (b, -1), runtime)
+        part = slice(start, start + piece)
+        new_q, new_k, new_v = (data(x[:, part], (b, -1, tile * D), runtime) for x, tile in ((q, 2 * g), (k, g), (v, g)))
+        cache.append(new_k, new_v, positions, keys, values, range(start // t, int(at.max()) // t + 1))
+        found = cache.cached_attention(new_q, keys, values, positions, int(at.max()) // t + 1, head_size=D, scale=0.5).read()
+        assert np.abs(found - want[:, part]).max() < (1e-5 if dtype == np.float32 else 1e-12)
+    assert np.array_equal(keys.read(), k)
+    assert np.array_equal(values.read(), v)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    """Tokens cut along their axis, other numbers of positions, heads that tiles do not share."""
+    runtime = InlineRuntime()
+
+    def tensor(shape: tuple[int, ...], tile: tuple[int, ...], dtype: type = np.float32) -> TileTensor:
+        return TileTensor(runtime, shape, tile, dtype)
+
+    keys = tensor((B, T, G * D), (2, 4, D))
+    with pytest.raises(ValueError, match="one tile along their axis"):
+        cache.append(tensor((B, 4, G * D), (2, 2, D)), tensor((B, 4, G * D), (2, 2, D)), tensor((B, 4), (2, 2), np.int32), keys, keys, range(1))
+    with pytest.raises(ValueError, match="a position each"):
+        cache.append(tensor((B, 4, G * D), (2, 4, D)), tensor((B, 4, G * D), (2, 4, D)), tensor((B, 3), (2, 3), np.int32), keys, keys, range(1))
+    with pytest.raises(ValueError, match="must hold the heads that share"):
+        cache.cached_attention(tensor((B, 1, H * D), (2, 1, D)), keys, keys, tensor((B, 1), (2, 1), np.int32), 1, head_size=D, scale=1.0)

@@ -1,0 +1,201 @@
+"""``nntask generate`` and ``nntask perplexity``: transformers' texts and losses on their directories, batches of prompts, memory, plain refusals."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_cli_bad_input import refuse
+from test_cli_hf import TEXT, write_model
+from tokenizers import processors
+
+from nntask.data import load_tokenizer
+from nntask.data.tokenizer import train_bpe
+from nntask.models.config import GPT2Config
+from wrappers.cli import main
+
+CONFIG = GPT2Config(vocab_size=300, n_positions=48, n_embd=24, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+DATA = ["--dataset=text", "--dataset-path=text.txt"]
+TRAIN = ["train", "--config-path=small.json", *DATA, "--batch=2", "--steps=1", "--lr=1e-3", "--ncpu=2", "--sample-tokens=0"]
+PROMPTS = ["some words", "and", "some more words, and some"]
+GREEDY = ["--temperature=0", "--max-new-tokens=12"]
+
+
+def write_llama(path):
+    """A LLaMA with grouped queries whose tokenizer puts an id before each text, as Llama's does; returns transformers' model."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    ids = {"vocab_size": 300, "bos_token_id": 7, "eos_token_id": [299, 298]}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids, max_position_embeddings=48, initializer_range=0.2)).eval()
+    theirs.save_pretrained(path)
+    inner = train_bpe([TEXT], 290).inner
+    token = inner.id_to_token(7)
+    inner.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, 7)])
+    inner.save(str(path / "tokenizer.json"))
+    return theirs
+
+
+@pytest.fixture
+def here(folder):
+    """Directories of both families, a config, text, prompts."""
+    write_model(folder / "gpt2", CONFIG)
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "small.json").write_text(json.dumps(CONFIG.to_dict()))
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return folder
+
+
+def expected(theirs, tokenizer, begin, prompt, count=12):
+    """Prompt and greedy continuation by transformers."""
+    ids = [int(i) for i in tokenizer.encode([prompt])[0]]
+    given = torch.tensor([[*begin, *ids]])
+    stop = theirs.generation_config.eos_token_id
+    new = theirs.generate(given, max_new_tokens=count, do_sample=False, pad_token_id=0)[0, given.shape[1] :].tolist()
+    if stop is not None:
+        new = [i for i in new if i not in np.atleast_1d(stop)]
+    return tokenizer.decode([*ids, *new])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_texts_of_a_directory_are_those_of_transformers(here, capsys, family):
+    """One prompt, a file of them, JSON, and no prompt at all: what from_pretrained and generate say."""
+    if family == "llama":
+        write_llama(here / "llama")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(here / family).eval()
+    if family == "gpt2":
+        theirs.generation_config.eos_token_id = None
+    tokenizer, begin = load_tokenizer(here / family), [7] if family == "llama" else []
+    want = [expected(theirs, tokenizer, begin, prompt) for prompt in PROMPTS]
+    assert main(["generate", family, f"--prompt={PROMPTS[0]}", *GREEDY]) == 0
+    assert capsys.readouterr().out == want[0] + "\n"
+    for batch in (1, 2, 8):
+        assert main(["generate", family, "--prompt-file=prompts.txt", f"--batch={batch}", *GREEDY]) == 0
+        assert capsys.readouterr().out == "".join(f"--- {number}\n{text}\n" for number, text in enumerate(want, 1))
+    assert main(["generate", family, "--prompt-file=prompts.txt", "--json", "--no-cache", *GREEDY]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["number"], row["prompt"], row["text"]) for row in rows] == [(n, *pair) for n, pair in enumerate(zip(PROMPTS, want, strict=True), 1)]
+    assert all((row["end"], row["tokens"]) == ("length", 12) or row["end"] == "stop" for row in rows)
+    if family == "llama":
+        assert main(["generate", "llama", *GREEDY]) == 0
+        assert capsys.readouterr().out == expected(theirs, tokenizer, [7], "") + "\n"
+    else:
+        code, err = refuse(capsys, ["generate", "gpt2"])
+        assert (code, "bos_token_id" in err) == (2, True)
+
+
+def test_a_run_says_the_same_everywhere(here, capsys):
+    """A run and its checkpoint; workers, devices, policies; RAM that holds a part of the weights; bf16; a full context is said."""
+    assert main([*TRAIN, "--run-dir=run"]) == 0
+    capsys.readouterr()
+    argv = ["--prompt-file=prompts.txt", "--seed=5", "--max-new-tokens=20"]
+    texts = set()
+    machines = (
+        ["--ncpu=1", "--sched=eager", "--no-prefetch"],
+        ["--ncpu=0", "--sim-gpu=2", "--gpu-memory=130KiB"],
+        ["--ram=130KiB", "--disk=tier:1GiB", "--evict=lru"],
+    )
+    for model, machine in (("run", []), ("run/latest", []), *(("run", machine) for machine in machines)):
+        assert main(["generate", model, *argv, *machine]) == 0, machine
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+    assert texts.pop().count("--- ") == 3
+    assert main(["generate", "run", "--dtype=bf16", *argv]) == 0
+    assert capsys.readouterr().out.count("--- ") == 3
+    assert main(["generate", "run", "--prompt=some", "--max-new-tokens=500", "--temperature=2", "--top-k=200", "--seed=1"]) == 0
+    found = capsys.readouterr()
+    assert "the model's context of 48 tokens is full" in found.err or found.out
+    assert main(["generate", "run", "--prompt=some", "--max-new-tokens=500", "--seed=1", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["end"] == "context") == (row["tokens"] == 48 - 1 - len(load_tokenizer(here / "run/latest").encode(["some"])[0]) + 1)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_perplexity_is_that_of_transformers(here, capsys, family):
+    """Mean loss over windows that do not overlap, the last one shorter; whatever the batch; a part of the windows; bare token ids."""
+    if family == "llama":
+        write_llama(here / "llama")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(here / family).eval()
+    tokenizer = load_tokenizer(here / family)
+    ids = [*tokenizer.encode([TEXT])[0].tolist(), tokenizer.end_of_text]
+    total = []
+    for first in range(0, len(ids) - 1, 20):
+        window = torch.tensor([ids[first : first + 21]])
+        with torch.no_grad():
+            logits = theirs(window[:, :-1]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none").tolist()
+    argv = ["perplexity", family, *DATA, "--seq-len=20", "--json"]
+    for batch in (1, 4):
+        assert main([*argv, f"--batch={batch}"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["tokens"] == len(ids) - 1
+        assert found["loss"] == pytest.approx(np.mean(total), abs=1e-4)
+        assert found["perplexity"] == pytest.approx(math.exp(np.mean(total)), rel=1e-3)
+        assert (found["split"], found["dataset"], found["seq_len"]) == ("train", "text", 20)
+    np.array(ids, "<u2").tofile(here / "train.bin")
+    assert main(["perplexity", family, "--dataset=train.bin", "--dataset-path=.", "--seq-len=20", "--dataset-select=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"train.bin, train: loss {np.mean(total[:40]):.4f} | perplexity ")
+    assert "| 40 tokens, 20 at a time" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["generate", "nowhere"], 4, "nowhere does not exist"),
+        (["generate", "cache"], 4, "holds no checkpoint and no model"),
+        (["perplexity", "cache"], 4, "holds no checkpoint and no model"),
+        (["generate", "gpt2", f"--prompt={'words ' * 60}"], 2, "more than the model's context of 48; shorten it"),
+        (["generate", "gpt2", "--prompt-file=none.txt"], 4, "none.txt cannot be read"),
+        (["generate", "gpt2", "--prompt-file=empty.txt"], 4, "empty.txt is empty; write one prompt a line"),
+        (["generate", "gpt2", "--prompt-file=gap.txt"], 4, "line 2 of --prompt-file gap.txt is empty"),
+        (["generate", "gpt2", "--prompt-file=gpt2/model.safetensors"], 4, "is not text in UTF-8"),
+        (["generate", "gpt2", "--prompt-file=prompts.txt", "--prompt=a"], 2, "both say how texts begin"),
+        (["generate", "gpt2", "--prompt=a", "--batch=0"], 2, "--batch must be at least 1"),
+        (["generate", "gpt2", "--prompt=a", "--ncpu=0"], 2, "--ncpu 0 leaves nobody to compute"),
+        (["generate", "gpt2", "--prompt=a", "--gpu-memory=1MB"], 2, "add --sim-gpu 1"),
+        (["generate", "gpt2", "--prompt=a", "--tokenizer-path=gpt2"], 2, "has its own; drop it"),
+        (["generate", "gpt2", "--prompt=a", "--ram=30KiB"], 3, "raise --ram (now 30KiB)"),
+        (["perplexity", "gpt2", "--dataset=text"], 2, "needs --dataset-path"),
+        (["perplexity", "gpt2", "--dataset=text", "--dataset-path=text.txt", "--split=validation"], 2, "needs validation data"),
+        (["perplexity", "gpt2", "--dataset=text", "--dataset-path=text.txt", "--seq-len=49"], 2, "--seq-len must be at most n_positions = 48"),
+        (["perplexity", "gpt2", "--seq-len=0"], 2, "--seq-len must be at least 1"),
+    ],
+)
+def test_bad_input(here, capsys, argv, code, words):
+    """One sentence, the right exit code."""
+    (here / "empty.txt").write_text("")
+    (here / "gap.txt").write_text("a\n\nb\n")
+    (here / "cache").mkdir()
+    found, err = refuse(capsys, argv)
+    assert (found, words in err) == (code, True), err
+
+
+def test_models_that_do_not_fit_their_files(here, capsys):
+    """A tokenizer of another model, ids that are none, pickles with the command that converts them, weights of another shape."""
+    write_model(here / "small", replace(CONFIG, vocab_size=260))
+    code, err = refuse(capsys, ["generate", "small", "--prompt=a"])
+    assert (code, "ids and the model's vocabulary 260" in err) == (4, True)
+    config = here / "gpt2" / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "eos_token_id": 300}))
+    code, err = refuse(capsys, ["generate", "gpt2", "--prompt=a"])
+    assert (code, "eos_token_id in gpt2 must be ids from 0 to 299, got 300" in err) == (4, True)
+    config.write_text(json.dumps({**values, "n_inner": 50}))
+    code, err = refuse(capsys, ["generate", "gpt2", "--prompt=a"])
+    assert (code, "has shape (24, 96)" in err) == (4, True)
+    config.write_text(json.dumps(values))
+    (here / "gpt2" / "model.safetensors").rename(here / "gpt2" / "pytorch_model.bin")
+    code, err = refuse(capsys, ["generate", "gpt2", "--prompt=a"])
+    assert (code, "a torch pickle, which is never loaded here; convert it: python -c" in err) == (4, True)
+    code, err = refuse(capsys, ["generate", "gpt2/pytorch_model.bin", "--prompt=a"])
+    assert (code, "a torch pickle" in err) == (4, True)
+
+
+def test_a_prompt_longer_than_a_sequence_is_refused_before_training(here, capsys):
+    """--prompt of train: lengths and flag, and no run directory."""
+    code, err = refuse(capsys, [*TRAIN[:-1], "--sample-tokens=4", "--run-dir=run", f"--prompt={'words ' * 60}"])
+    assert (code, "a sequence --seq-len = 48; shorten it" in err) == (2, True)
+    assert not (here / "run").exists()

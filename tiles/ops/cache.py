@@ -1,0 +1,68 @@
+"""A cache of keys and values that grows along its positions, and attention of new tokens over it.
+
+Legend: q, o (B, w, H * D), k, v (B, w, G * D) of w new tokens in a row, cut along sequences and heads only; positions (B, w) int32, those of one
+sequence one after another; keys, values (B, P, G * D) the cache, cut along all three. A sequence may be anywhere, so sequences of unequal length
+need no padding: each new token writes at its own position and sees what lies at positions up to its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from scheduler import RW, SCRATCH, Access, R, W
+
+from ..kernels.cpu.cache import scratch_nbytes
+from ..kernels.registry import emit, scratch
+from ..tensor import TileTensor
+from .grid import chained, same_axis, same_tiling
+
+
+def clear(keys: TileTensor, values: TileTensor, tile: int) -> None:
+    """Fill tile number `tile` of the positions with zeros: from now on it takes memory and may be appended to."""
+    for tensor in (keys, values):
+        for b, h in itertools.product(range(tensor.grid[0]), range(tensor.grid[2])):
+            emit(tensor.runtime, "fill", [(tensor[b, tile, h], W)], value=0.0)
+
+
+def append(k: TileTensor, v: TileTensor, positions: TileTensor, keys: TileTensor, values: TileTensor, tiles: Iterable[int]) -> None:
+    """Write the new keys and values at their positions.
+
+    Args:
+        tiles: of the cache's positions, all that any of `positions` lies in.
+    """
+    _check(k, positions, keys)
+    same_tiling(k, v)
+    same_tiling(keys, values)
+    for b, h, t in itertools.product(range(keys.grid[0]), range(keys.grid[2]), tiles):
+        accesses: list[Access] = [(k[b, 0, h], R), (v[b, 0, h], R), (positions[b, 0], R), (keys[b, t, h], RW), (values[b, t, h], RW)]
+        emit(k.runtime, "append_to_cache", accesses, start=t * keys.tile[1])
+
+
+def cached_attention(
+    q: TileTensor, keys: TileTensor, values: TileTensor, positions: TileTensor, num_tiles: int, *, head_size: int, scale: float
+) -> TileTensor:
+    """o = softmax(scale * q k^T) v per head over the first `num_tiles` tiles of the cache; a token sees positions up to its own."""
+    group, rest = divmod(q.shape[2], keys.shape[2])
+    if rest or q.tile[2] != group * keys.tile[2] or keys.tile[2] % head_size:
+        raise ValueError(f"a tile of queries must hold the heads that share the heads of a tile of keys, got head size {head_size}, {q!r}, {keys!r}")
+    _check(q, positions, keys)
+    o = q.like(name="attention")
+    shape, tile = (q.shape[0], q.shape[2] // head_size, q.shape[1]), (q.tile[0], q.tile[2] // head_size, q.shape[1])
+    peak, total = (TileTensor(q.runtime, shape, tile, q.dtype if q.dtype.itemsize == 8 else "float32", name=name) for name in ("peak", "total"))
+    nbytes = scratch_nbytes(q.shape[1], tile[1], keys.tile[1], 8 if q.dtype.itemsize == 8 else 4)
+    for b, h in itertools.product(range(q.grid[0]), range(q.grid[2])):
+        for t in range(num_tiles):
+            mode = chained(t)
+            accesses: list[Access] = [(q[b, 0, h], R), (keys[b, t, h], R), (values[b, t, h], R), (positions[b, 0], R)]
+            accesses += [(o[b, 0, h], mode), (peak[b, h, 0], mode), (total[b, h, 0], mode), (scratch(q.runtime, nbytes), SCRATCH)]
+            place = {"start": t * keys.tile[1], "first": t == 0, "last": t == num_tiles - 1}
+            emit(q.runtime, "cached_attention", accesses, head_size=head_size, scale=scale, **place)
+    return o
+
+
+def _check(x: TileTensor, positions: TileTensor, keys: TileTensor) -> None:
+    if x.grid[1] != 1 or positions.grid[1] != 1 or x.shape[1] != positions.shape[1]:
+        raise ValueError(f"new tokens must be one tile along their axis, with a position each; got {x!r} and {positions!r}")
+    same_axis(x, 0, positions, 0)
+    same_axis(x, 0, keys, 0)

@@ -1,0 +1,133 @@
+"""``nntask perplexity``: how well a run, a checkpoint or a model directory foresees a text."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+from nntask.trainer.settings import MachineSettings
+
+from .generate import check_machine, runtime_of
+from .help import parse
+
+if TYPE_CHECKING:
+    from nntask.data import Dataset, TokenFile, Tokenizer
+    from nntask.trainer.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSettings:
+    """What is scored."""
+
+    dataset: str = "stdlib"
+    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin (--dataset-path)"""
+    dataset_path: str = ""
+    """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
+    val_path: str = ""
+    """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
+    dataset_select: int = -1
+    """use the first N texts (rows of WikiText-103, sequences of train.bin); -1 for all"""
+    split: Literal["auto", "validation", "train"] = "auto"
+    """part of the dataset; auto: its validation part, and all of it where it has none"""
+    seq_len: int | None = None
+    """tokens per sequence (default: as long as the model was trained on, at most 4096)"""
+    batch: int = 1
+    """sequences at once"""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """element type of weights and activations; auto: the run's own, fp32 for a model directory"""
+    tokenizer_path: str = ""
+    """directory with tokenizer.json, for a model that came without one"""
+    json: bool = False
+    """one JSON object: loss, perplexity, bits_per_byte, tokens, dataset, split, seq_len, seconds"""
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexitySettings:
+    """Score a text with a trained model. MODEL is a run directory, one of its checkpoints, or a model directory of transformers."""
+
+    score: ScoreSettings = field(default_factory=ScoreSettings)
+    machine: MachineSettings = field(default_factory=MachineSettings)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Score a text and print the result."""
+    settings, words = parse(PerplexitySettings, argv, "nntask perplexity", words=("MODEL",))
+    asked = settings.score
+    check(asked)
+    check_machine(settings.machine)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from nntask.trainer.perplexity import perplexity
+    from nntask.trainer.rules import checked_length
+    from nntask.trainer.source import ModelSource
+
+    source = ModelSource.open(words[0])
+    length = checked_length(asked.seq_len, source.config, source.context)
+    dataset, tokenizer = _open(asked, source)
+    split, file = _part(asked, dataset)
+    begin = perf_counter()
+    with runtime_of(settings.machine) as runtime:
+        select = dataset.select_sequences if split == "train" else -1
+        found = perplexity(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype)
+    facts = {"dataset": dataset.name, "split": split, "seq_len": length, "seconds": round(perf_counter() - begin, 3)}
+    if asked.json:
+        figures = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte, "tokens": found.tokens}
+        print(json.dumps({**figures, **facts}))
+    else:
+        print(f"{dataset.name}, {split}: {found.line()}, {length} at a time")
+    return 0
+
+
+def check(asked: ScoreSettings) -> None:
+    """Check the values.
+
+    Raises:
+        UsageError: the first one that breaks its rule.
+    """
+    from nntask.errors import UsageError
+
+    for flag, value in (("--seq-len", asked.seq_len), ("--batch", asked.batch)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} must be at least 1, got {value}; the nearest legal value is 1")
+    if asked.dataset_select == 0 or asked.dataset_select < -1:
+        raise UsageError(f"--dataset-select must be at least 1, or -1 for all, got {asked.dataset_select}; the nearest legal value is 1")
+    if asked.val_path and asked.split == "train":
+        raise UsageError(f"--val-path {asked.val_path} is not scored with --split train; drop one of them")
+
+
+def _open(asked: ScoreSettings, source: ModelSource) -> tuple[Dataset, Tokenizer | None]:
+    """The dataset in the model's own tokens; bare token ids need no tokenizer."""
+    from nntask.data import DataSpec, open_dataset
+
+    has_own = source.has_tokenizer or bool(asked.tokenizer_path)
+    tokenizer = source.tokenizer(asked.tokenizer_path) if has_own or asked.dataset != "train.bin" else None
+    is_file = tokenizer is not None and tokenizer.name != "bytes"
+    spec = DataSpec(
+        dataset=asked.dataset,
+        path=asked.dataset_path,
+        val_path=asked.val_path,
+        select=asked.dataset_select,
+        tokenizer="bytes" if tokenizer is not None and not is_file else "auto",
+        tokenizer_path=(asked.tokenizer_path or str(source.path)) if is_file else "",
+        vocab_size=source.config.vocab_size,
+    )
+    return open_dataset(spec, lambda sentence: print(sentence, file=sys.stderr if asked.json else sys.stdout, flush=True)), tokenizer
+
+
+def _part(asked: ScoreSettings, dataset: Dataset) -> tuple[str, TokenFile]:
+    """The part that is scored, and its tokens.
+
+    Raises:
+        UsageError: the dataset has no such part.
+    """
+    from nntask.errors import UsageError
+
+    if asked.split == "train" or (asked.split == "auto" and dataset.validation is None):
+        return "train", dataset.train
+    if dataset.validation is None:
+        raise UsageError(f"--split validation needs validation data and {dataset.name} brings none; add --val-path, or use --split train")
+    return "validation", dataset.validation
