@@ -65,14 +65,17 @@ class Checkpoint:
         except UsageError as error:
             raise DataError(f"{error}; or use another checkpoint") from None
 
-    def load(self, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor] | None = None) -> None:
+    def load(self, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor] | None = None, *, exact: bool = True) -> None:
         """Fill the tensors of a model, and of its optimizer unless None.
+
+        Args:
+            exact: whether the model's element types must be those of the files.
 
         Raises:
             DataError: a tensor is missing or of another shape or type, or a file changed since it was written.
         """
         self.verify(MODEL)
-        load_tensors(self.path / MODEL, model)
+        load_tensors(self.path / MODEL, model, exact=exact)
         if optimizer is not None:
             self.verify(OPTIMIZER)
             load_tensors(self.path / OPTIMIZER, optimizer)

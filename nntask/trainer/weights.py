@@ -101,8 +101,7 @@ def load_model(checkpoint: Checkpoint, tiling: ModelTiling, runtime: TaskRuntime
         model = build_model(config, tiling, runtime, settings, fill=False)
     else:
         model = _beside(base, config, tiling, runtime, settings)
-    checkpoint.verify(MODEL)
-    load_tensors(checkpoint.path / MODEL, model.trained_tensors(), exact=False)  # a text may be scored in another type than it was trained in
+    checkpoint.load(model.trained_tensors(), exact=False)  # a text may be scored in another type than it was trained in
     return model
 
 

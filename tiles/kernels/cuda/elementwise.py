@@ -110,15 +110,21 @@ def silu_gate_backward(gate: DeviceArray, up: DeviceArray, dy: DeviceArray, dgat
 
 @register("rotary", "cuda")
 def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + D/2) of each head by the position's angles  # x, y (mb, t, h * D); cos, sin (t, D / 2)."""
-    sign = np.float32(-1.0 if inverse else 1.0)
-    _source.each("rotary", x.dtype, x.size // 2, x, cos, sin, y, np.int32(x.shape[1]), np.int32(x.shape[2]), np.int32(head_size // 2), sign)
+    """Rotate pairs (i, i + D/2) of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, D / 2)."""
+    length, half, sign = np.int32(cos.rows().shape[0]), np.int32(head_size // 2), np.float32(-1.0 if inverse else 1.0)
+    _source.each("rotary", x.dtype, x.size // 2, x, cos, sin, y, length, np.int32(x.shape[2]), half, sign)
 
 
 @register("rotary_angles", "cuda")
 def rotary_angles(frequencies: DeviceArray, cos: DeviceArray, sin: DeviceArray, *, start: int) -> None:
     """cos and sin of position * frequency  # (D / 2,) -> (t, D / 2) each, positions from `start`."""
     _source.each("rotary_angles", _FLOAT, cos.size, frequencies, cos, sin, np.int32(start), np.int32(cos.shape[1]))
+
+
+@register("rotary_angles_at", "cuda")
+def rotary_angles_at(frequencies: DeviceArray, positions: DeviceArray, cos: DeviceArray, sin: DeviceArray) -> None:
+    """cos and sin of position * frequency  # (D / 2,), (b, t) -> (b, t, D / 2) each."""
+    _source.each("rotary_angles_at", _FLOAT, cos.size, frequencies, positions, cos, sin, np.int32(cos.shape[-1]))
 
 
 @register("column_sums", "cuda")

@@ -112,7 +112,7 @@ KERNEL silu_gate_backward(const T *gate, const T *up, const T *dy, T *dgate, T *
 }
 EXPORT(silu_gate_backward)
 
-// pairs (i, i + D/2) of each head turn by the position's angles  // x (mb, t, h D), cos and sin (t, D/2); `count` pairs
+// pairs (i, i + D/2) of each head turn by the position's angles  // x (mb, t, h D), cos and sin (length, D/2), row r of x takes r % length; `count` pairs
 KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int length, int width, int half, float sign, long long count) {
     EACH(n, count) {
         long long row = n / (width / 2);
@@ -134,6 +134,15 @@ KERNEL rotary_angles(const float *frequencies, float *cosine, float *sine, int s
     }
 }
 EXPORT(rotary_angles)
+
+KERNEL rotary_angles_at(const float *frequencies, const int *positions, float *cosine, float *sine, int half, long long count) {
+    EACH(i, count) {
+        float angle = (float)positions[i / half] * frequencies[i % half];
+        cosine[i] = cosf(angle);
+        sine[i] = sinf(angle);
+    }
+}
+EXPORT(rotary_angles_at)
 
 // Sum of columns: a block has 32 columns and 8 lanes of rows, lane l takes rows l, l + 8, ...; lanes are added in order.  // (R, N) -> (N,)
 KERNEL column_sums(const T *x, float *total, int num_rows, int width, int accumulate) {
