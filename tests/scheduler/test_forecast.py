@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from test_orders import PAGE, toy_step
 
+from scheduler.capture import CapturingRuntime
 from scheduler.core.forecast import Pace, forecast
 from scheduler.core.orders import candidates
+from scheduler.core.records import FILE, Replica
 from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import simulate
 from scheduler.ordering import AUTO, EQUAL, SUBMISSION, plan_order
@@ -86,6 +88,23 @@ def test_orders_are_compared_in_seconds() -> None:
     assert len(asked) == 1
     assert chosen.seconds > 0
     assert chosen.forecasts[chosen.name] == min(near, key=lambda found: found.total)
+
+
+def test_only_files_leave_a_memory_with_nothing_below(kit) -> None:  # type: ignore[no-untyped-def]
+    """What is only read from files comes again in every step that has no room for it; nothing is written."""
+    runtime = CapturingRuntime()
+    handles = [kit.handle(runtime, str(at), count=512, kind="persistent") for at in range(20)]
+    for handle in handles[:10]:
+        handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_home=True)
+    with runtime.record():
+        for a, b in zip(handles[:10], handles[10:], strict=True):
+            runtime.submit(kit.add, [(b, "RW"), (a, "R")])
+    for room, read in ((30, 0), (15, 10 * 4096)):
+        found = forecast(runtime.plan, room * 4096, only_files=True)
+        assert found.written == 0
+        assert (found.read > 0) == (read > 0)
+        assert found.read <= read
+    assert forecast(runtime.plan, 15 * 4096).written > 0
 
 
 def test_parts_take_as_long_as_one_of_them() -> None:

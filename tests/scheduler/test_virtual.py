@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler import DoesNotFit, Runtime
+from scheduler.capture import CapturingRuntime
 from scheduler.core.memory import PAGE
 from scheduler.core.records import Task, WorkerKind
 from scheduler.drivers.virtual import simulate
@@ -93,6 +94,38 @@ def test_the_real_runtime_runs_within_the_simulated_peak(kit) -> None:  # type: 
             step.replay().wait()
         assert runtime.stats()["peak_bytes"] == result.peak_bytes == {"ram": 6 * PAGE}
         assert kit.value(runtime, weight) == 16
+
+
+def test_what_stays_in_files_is_read_from_there(kit) -> None:  # type: ignore[no-untyped-def]
+    """Over channels of its own link; what the step writes lies in memory like other data."""
+
+    class Page:
+        scratch_nbytes = 0
+
+        def read(self, out: object, scratch: memoryview) -> None:
+            raise AssertionError("virtual time reads nothing")
+
+    runtime = CapturingRuntime()
+    frozen, trained = ([kit.handle(runtime, f"{name} {at}", count=512, kind="persistent") for at in range(8)] for name in ("frozen", "trained"))
+    for handle in [*frozen, *trained]:
+        runtime.attach(handle, Page())
+    with runtime.record():
+        for a, b in zip(frozen, trained, strict=True):
+            runtime.submit(kit.add, [(b, "RW"), (a, "R")])
+    plan = runtime.plan
+    assert plan.minimum_bytes(is_last=True, computes=True) == 9 * 4096
+    found = simulate(
+        plan,
+        workers=[("cpu", 0, 1)],
+        nodes=[("ram", 9 * 4096)],
+        policy="eager",
+        duration=one_second,
+        transfer=lambda source, target, nbytes: 2.0,
+        channels=4,
+        prefetch=False,
+    )
+    assert found.moved_bytes == {"file->ram": 8 * 4096}
+    assert found.seconds == 8 * 3.0
 
 
 def test_bad_arguments_are_refused(kit) -> None:  # type: ignore[no-untyped-def]

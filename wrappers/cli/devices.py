@@ -91,7 +91,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
     for name, _, kind in models.history.series:
         kernels.setdefault(kind, Counter())[name] += 1
     links = {
-        f"{names[source]}->{names[end]}": {
+        f"{store.names[source]}->{store.names[end]}": {
             "latency_seconds": link.latency,
             "bytes_per_second": link.bandwidth,
             "copies": len(link.samples),
