@@ -21,7 +21,7 @@ from tiles import TileTensor
 from .base import base_of
 from .checkpoints import MODEL, STATE, Checkpoint
 from .init import stream_of
-from .lora import adapted
+from .lora import adapted, product
 from .models.language import LanguageModel
 from .module import Parameter
 from .tensorfile import TensorFile
@@ -116,9 +116,7 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
         for name, layer in members.items():
             assert layer.lora is not None  # the sketch has its run's adapters
             down, up = (adapters[id(factor)] for factor in (layer.lora.A, layer.lora.B))
-            up = up * layer.lora.scale
-            left, right = (down.T, up.T) if layer.has_rows_in else (up, down)
-            found[f"{name}.weight"] = _Merged(below[f"{name}.weight"], layer.weight.dtype, left, right)
+            found[f"{name}.weight"] = _Merged(below[f"{name}.weight"], layer.weight.dtype, *product(layer, down, up))
     return found
 
 
