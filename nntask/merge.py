@@ -27,7 +27,7 @@ from .module import Parameter
 from .tensorfile import TensorFile
 from .tiling import ModelTiling
 from .trainer.recorded import build_model
-from .trainer.settings import from_dict
+from .trainer.settings import TrainSettings, from_dict
 
 Array = npt.NDArray[Any]
 
@@ -122,8 +122,11 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
 
 def sketch_of(checkpoint: Checkpoint) -> LanguageModel:
     """The model of a checkpoint, uncut and without data."""
-    settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
-    return build_model(checkpoint.config, ModelTiling(), CapturingRuntime(1), settings, fill=False)
+    return build_model(checkpoint.config, ModelTiling(), CapturingRuntime(1), _settings(checkpoint), fill=False)
+
+
+def _settings(checkpoint: Checkpoint) -> TrainSettings:
+    return from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
 
 
 def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Array]:
@@ -146,7 +149,7 @@ def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Ar
 
 def _made(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -> dict[str, Weight]:
     """The first weights of a model, of which one at a time is in memory."""
-    seed = int(checkpoint.state["settings"]["data"]["seed"])
+    seed = _settings(checkpoint).data.seed
 
     @lru_cache(maxsize=1)
     def make(name: str) -> Array:
