@@ -319,8 +319,9 @@ def checkpoint(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     def backward(gradients: Gradients) -> None:
         (dy,) = gradients
         assert dy is not None
-        inner = None if edge is None else Edge(Node("checkpoint input", None, (), 1))
-        if edge is not None and inner is not None:
+        inner = None
+        if edge is not None:
+            inner = Edge(Node("checkpoint input", None, (), 1))
             inner.gradient = edge.take()
         with _tape(True):
             again = block(Tensor(kept, inner))

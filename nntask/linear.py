@@ -43,8 +43,10 @@ class LowRank:
 def linear(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool = False, added: LowRank | None = None) -> Tensor:
     """x (.., K) @ w (K, N) + b (N,) [+ added] -> (.., N); with `transpose_w`, w is (N, K)."""
     y = matmul.linear(x.data, w.data, None if b is None else b.data, transpose_w=transpose_w)
-    u = _add_low_rank(x, added, y)
-    return on_tape("linear", _linear_inputs(x, w, b, added), [y], _linear_backward(x, w, b, added, u, transpose_w=transpose_w))[0]
+    through = _weight_backward(x, w, b, transpose_w=transpose_w)
+    if added is not None:
+        through = _low_rank_backward(x.data, added, _add_low_rank(x.data, added, y), through)
+    return _with_tape("linear", x, w, b, added, y, through)
 
 
 def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str, *, added: LowRank | None = None) -> Tensor:
@@ -54,69 +56,67 @@ def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str, *, adde
         kind: gelu_new, gelu, relu or silu.
     """
     bias = None if b is None else b.data
+    through = _weight_backward(x, w, b, transpose_w=False)
     if added is None:
         pre, y = matmul.linear_gelu(x.data, w.data, bias, kind)
-        u = None
     else:
         pre = matmul.linear(x.data, w.data, bias)
-        u = _add_low_rank(x, added, pre)
+        through = _low_rank_backward(x.data, added, _add_low_rank(x.data, added, pre), through)
         y = elementwise.activation(pre, kind)
-    through_linear = _linear_backward(x, w, b, added, u, transpose_w=False)
+    return _with_tape("linear_activation", x, w, b, added, y, lambda dy: through(elementwise.activation_backward(pre, dy, kind)))
+
+
+Through = Callable[[TileTensor], TileTensor | None]
+"""Takes dy (.., N), contributes to the gradients of weights, and gives dx (.., K), a new tensor; None where nobody wants it."""
+
+
+def _with_tape(name: str, x: Tensor, w: Tensor, b: Tensor | None, added: LowRank | None, y: TileTensor, through: Through) -> Tensor:
+    edge = x.edge
 
     def backward(gradients: Gradients) -> None:
-        through_linear([elementwise.activation_backward(pre, only(gradients), kind)])  # (.., N)
+        dx = through(only(gradients))
+        if edge is not None and dx is not None:
+            edge.add(dx)
 
-    return on_tape("linear_activation", _linear_inputs(x, w, b, added), [y], backward)[0]
-
-
-def _linear_inputs(x: Tensor, w: Tensor, b: Tensor | None, added: LowRank | None) -> list[Tensor | None]:
-    return [x, w, b] if added is None else [x, w, b, added.down, added.up]
+    return on_tape(name, [x, w, b, *(() if added is None else (added.down, added.up))], [y], backward)[0]
 
 
-def _add_low_rank(x: Tensor, added: LowRank | None, y: TileTensor) -> TileTensor | None:
-    """y += u @ up^T of u = scale * dropout(x) @ down^T (.., r), which is returned; None if nothing is added."""
-    if added is None:
-        return None
-    u = added.scaled(matmul.linear(added.drop(x.data), added.down.data, transpose_w=True))  # (.., K) @ (r, K)^T -> (.., r)
-    matmul.add_linear(u, added.up.data, y, transpose_w=True)  # (.., r) @ (N, r)^T -> (.., N)
-    return u
-
-
-def _linear_backward(
-    x: Tensor, w: Tensor, b: Tensor | None, added: LowRank | None, u: TileTensor | None, *, transpose_w: bool
-) -> Callable[[Gradients], None]:
-    w_data, x_edge, w_edge, b_edge = w.data, x.edge, w.edge, None if b is None else b.edge
+def _weight_backward(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool) -> Through:
+    w_data, w_edge, b_edge, wants_dx = w.data, w.edge, None if b is None else b.edge, x.edge is not None
     x_data = None if w_edge is None else x.data  # what nobody will read is not kept
-    through_added = None if added is None or u is None else _low_rank_backward(x.data, added, u)
 
-    def backward(gradients: Gradients) -> None:
-        dy = only(gradients)  # (.., N)
+    def backward(dy: TileTensor) -> TileTensor | None:
         if w_edge is not None and x_data is not None:
             matmul.linear_backward_weight(x_data, dy, accumulator_of(w_edge), transpose_w=transpose_w)
         if b_edge is not None:
             matmul.linear_backward_bias(dy, accumulator_of(b_edge))
-        du = None if through_added is None else through_added(dy)  # (.., r)
-        if x_edge is None:
-            return
-        dx = matmul.linear_backward_input(dy, w_data, transpose_w=transpose_w)  # (.., K)
-        if du is not None and added is not None and added.dropout is None:
-            matmul.add_linear(du, added.down.data, dx)  # (.., r) @ (r, K) -> (.., K)
-        x_edge.add(dx)
-        if du is not None and added is not None and added.dropout is not None:
-            x_edge.add(added.drop(matmul.linear(du, added.down.data)))  # (.., r) @ (r, K) -> (.., K)
+        return matmul.linear_backward_input(dy, w_data, transpose_w=transpose_w) if wants_dx else None  # (.., K)
 
     return backward
 
 
-def _low_rank_backward(x: TileTensor, added: LowRank, u: TileTensor) -> Callable[[TileTensor], TileTensor]:
-    """Takes dy (.., N), contributes to the factors and gives du (.., r); the dropped x is made again instead of kept."""
+def _add_low_rank(x: TileTensor, added: LowRank, y: TileTensor) -> TileTensor:
+    """y += u @ up^T of u = scale * dropout(x) @ down^T (.., r), which is returned."""
+    u = added.scaled(matmul.linear(added.drop(x), added.down.data, transpose_w=True))  # (.., K) @ (r, K)^T -> (.., r)
+    matmul.add_linear(u, added.up.data, y, transpose_w=True)  # (.., r) @ (N, r)^T -> (.., N)
+    return u
 
-    def backward(dy: TileTensor) -> TileTensor:
+
+def _low_rank_backward(x: TileTensor, added: LowRank, u: TileTensor, through_weight: Through) -> Through:
+    """Beside the way through the weight; the dropped x is made again instead of kept."""
+
+    def backward(dy: TileTensor) -> TileTensor | None:
         if added.up.edge is not None:
             matmul.linear_backward_weight(u, dy, accumulator_of(added.up.edge), transpose_w=True)  # (.., N)^T @ (.., r) -> (N, r)
         du = added.scaled(matmul.linear(dy, added.up.data))  # (.., N) @ (N, r) -> (.., r)
         if added.down.edge is not None:
             matmul.linear_backward_weight(added.drop(x), du, accumulator_of(added.down.edge), transpose_w=True)  # (.., r)^T @ (.., K) -> (r, K)
-        return du
+        dx = through_weight(dy)
+        if dx is None:
+            return None
+        if added.dropout is not None:
+            return elementwise.add(dx, added.drop(matmul.linear(du, added.down.data)))  # (.., r) @ (r, K) -> (.., K)
+        matmul.add_linear(du, added.down.data, dx)  # (.., r) @ (r, K) -> (.., K)
+        return dx
 
     return backward

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from .errors import UsageError
 from .functional import SITES
@@ -28,6 +31,8 @@ from .models.interface import ModelConfig
 from .models.language import LanguageModel
 from .models.registry import family_of
 from .module import Parameter
+
+Array = npt.NDArray[Any]
 
 _WEIGHT: Final = ".weight"
 
@@ -94,13 +99,43 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
 def adapted(model: LanguageModel) -> dict[str, dict[str, Adaptable]]:
     """Name of a module in the family's files -> our layers whose weights it holds, by name, in the order of its columns."""
     layers = _adaptable(model)
-    factors = {id(p) for layer in layers.values() if layer.lora is not None for p in layer.lora.parameters()}
+    factors = _factors(layers)
     base = {name: p.shape for name, p in model.named_parameters().items() if id(p) not in factors}
     theirs = names_of(family_of(model.config), model.config, base)
     groups: dict[str, dict[str, Adaptable]] = {}
     for name, layer in layers.items():
         groups.setdefault(theirs[name + _WEIGHT].removesuffix(_WEIGHT), {})[name] = layer
     return groups
+
+
+def product(layer: Adaptable, down: Array, up: Array) -> tuple[Array, Array]:
+    """Two matrices whose product, in the layout of the layer's weight, is what its adapter adds to it: scale * A^T B^T, or scale * B A.
+
+    Args:
+        down: A, (r, K).
+        up: B, (N, r).
+    """
+    assert layer.lora is not None
+    up = up * layer.lora.scale
+    return (down.T, up.T) if layer.has_rows_in else (up, down)
+
+
+def merged_arrays(model: LanguageModel) -> dict[str, Array]:
+    """The weights of a model, by name; what adapters add is added, in fp32 at least, and rounded to the weight's type once."""
+    layers, found = _adaptable(model), {name: tensor.read() for name, tensor in model.tensors().items()}
+    for name, layer in layers.items():
+        if layer.lora is not None:
+            weight = found[name + _WEIGHT]
+            wide = np.float64 if weight.dtype == np.float64 else np.float32
+            left, right = product(layer, layer.lora.A.read().astype(wide), layer.lora.B.read().astype(wide))
+            found[name + _WEIGHT] = (weight.astype(wide) + left @ right).astype(weight.dtype)
+    factors = _factors(layers)
+    return {name: found[name] for name, parameter in model.named_parameters().items() if id(parameter) not in factors}
+
+
+def _factors(layers: dict[str, Adaptable]) -> set[int]:
+    """The ids of A and B of every adapter."""
+    return {id(p) for layer in layers.values() if layer.lora is not None for p in layer.lora.parameters()}
 
 
 def _adaptable(model: LanguageModel) -> dict[str, Adaptable]:

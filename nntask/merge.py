@@ -21,13 +21,13 @@ from tiles import TileTensor
 from .base import base_of
 from .checkpoints import MODEL, STATE, Checkpoint
 from .init import stream_of
-from .lora import adapted
+from .lora import adapted, product
 from .models.language import LanguageModel
 from .module import Parameter
 from .tensorfile import TensorFile
 from .tiling import ModelTiling
 from .trainer.recorded import build_model
-from .trainer.settings import from_dict
+from .trainer.settings import TrainSettings, from_dict
 
 Array = npt.NDArray[Any]
 
@@ -116,16 +116,17 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
         for name, layer in members.items():
             assert layer.lora is not None  # the sketch has its run's adapters
             down, up = (adapters[id(factor)] for factor in (layer.lora.A, layer.lora.B))
-            up = up * layer.lora.scale
-            left, right = (down.T, up.T) if layer.has_rows_in else (up, down)
-            found[f"{name}.weight"] = _Merged(below[f"{name}.weight"], layer.weight.dtype, left, right)
+            found[f"{name}.weight"] = _Merged(below[f"{name}.weight"], layer.weight.dtype, *product(layer, down, up))
     return found
 
 
 def sketch_of(checkpoint: Checkpoint) -> LanguageModel:
     """The model of a checkpoint, uncut and without data."""
-    settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
-    return build_model(checkpoint.config, ModelTiling(), CapturingRuntime(1), settings, fill=False)
+    return build_model(checkpoint.config, ModelTiling(), CapturingRuntime(1), _settings(checkpoint), fill=False)
+
+
+def _settings(checkpoint: Checkpoint) -> TrainSettings:
+    return from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
 
 
 def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Array]:
@@ -148,7 +149,7 @@ def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Ar
 
 def _made(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -> dict[str, Weight]:
     """The first weights of a model, of which one at a time is in memory."""
-    seed = int(checkpoint.state["settings"]["data"]["seed"])
+    seed = _settings(checkpoint).data.seed
 
     @lru_cache(maxsize=1)
     def make(name: str) -> Array:

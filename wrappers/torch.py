@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from nntask.checkpoints import find_checkpoint
 from nntask.errors import UsageError
+from nntask.lora import merged_arrays
 from nntask.merge import weights_of
 from nntask.models.language import LanguageModel
 from nntask.models.registry import FAMILIES, build, family_of
@@ -87,7 +88,7 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
     import transformers
 
     if isinstance(source, LanguageModel):
-        config, arrays = source.config, {name: tensor.read() for name, tensor in source.tensors().items()}
+        config, arrays = source.config, merged_arrays(source)
     else:
         checkpoint = find_checkpoint(source)
         config, arrays = checkpoint.config, {}

@@ -6,23 +6,25 @@ one below the other, in the order of the matrix's columns. Both are (out, in) of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from ..base import base_of
+from ..base import Base
 from ..checkpoints import MODEL, STATE, Checkpoint
 from ..data import Tokenizer
 from ..errors import UsageError
-from ..lora import adapted
+from ..layers import Adaptable
+from ..lora import LoRA, adapted
 from ..merge import adapter_arrays, sketch_of
 from ..trainer.recorded import adapters_of
 from ..trainer.settings import from_dict
 from .export import ADAPTER_CONFIG, Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
 
-WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+WEIGHTS: Final = "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."
 
 
 def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: Tokenizer | None, force: bool = False) -> Exported:
@@ -42,7 +44,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
         raise UsageError(f"{source.path} holds a whole model and no adapters; export the model")
     check_target(path, source, force=force)
     source.verify(MODEL)
-    base = base_of(source)
+    base = Base.of_state(source.state, str(source.path / STATE))  # its files need not be there
     model = sketch_of(source)
     arrays, groups = adapter_arrays(source, model), adapted(model)
     found = {}
@@ -50,23 +52,8 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
         adapters = [layer.lora for layer in layers.values() if layer.lora is not None]
         found[f"{_PREFIX}{module}.lora_A.weight"] = arrays[id(adapters[0].A)]  # (r, K)
         found[f"{_PREFIX}{module}.lora_B.weight"] = np.concatenate([arrays[id(each.B)] for each in adapters])  # (N, r)
-    layer = next(iter(next(iter(groups.values())).values()))
-    values: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.path if base is not None and base.kind == "directory" else None,
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted({module.rpartition(".")[2] for module in groups}),
-        "fan_in_fan_out": layer.has_rows_in,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
-    kind = kind_of({layer.weight.dtype}, dtype)
+    values = _config(lora, groups, base.path if base is not None and base.kind == "directory" else None)
+    kind = kind_of({p.dtype for p in model.parameters() if p.trainable}, dtype)
 
     def write(directory: Path) -> Exported:
         places = new_file(directory / WEIGHTS, {name: array.shape for name, array in found.items()}, kind)
@@ -78,3 +65,23 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
         return Exported((WEIGHTS,), num_weights * kind.itemsize, num_weights)
 
     return write_directory(path, write)
+
+
+def _config(lora: LoRA, groups: Mapping[str, Mapping[str, Adaptable]], base: str | None) -> dict[str, Any]:
+    """PEFT's adapter_config.json."""
+    layers = [layer for members in groups.values() for layer in members.values()]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({module.rpartition(".")[2] for module in groups}),
+        "fan_in_fan_out": all(layer.has_rows_in for layer in layers),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

@@ -25,7 +25,7 @@ from ..tiling import ModelTiling
 from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, sketch, work_of
 from .places import Target, durations, this_machine, with_coarse_tiles
 from .prepare import TILE_FLAGS, with_tiles
-from .rules import check_rank, resolve
+from .rules import check_rank, rank_of, resolve
 from .settings import TrainSettings
 
 FEW_TASKS: Final = 3000
@@ -179,6 +179,8 @@ def _reach(settings: TrainSettings, config: ModelConfig, target: Target, num_tas
 def _largest_model(settings: TrainSettings, target: Target, tasks_per_work: float) -> str | None:
     """The largest preset that fits; tile sizes come from the table anew, in at most two minibatches, since more of them need no more room."""
     for name, preset in sorted(PRESETS.items(), key=lambda item: -item[1].num_parameters):
+        if (rank_of(settings) or 1) > largest_rank(preset):
+            continue
         length = min(settings.model.seq_len or preset.n_positions, preset.n_positions)
         cut = replace(settings.tiling, minibatch_tile=None, seq_tile=None, embd_tile=None, inner_tile=None, head_tile=None, vocab_tile=None)
         changed = replace(settings, model=replace(settings.model, model=name, seq_len=length), tiling=cut)

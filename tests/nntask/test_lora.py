@@ -27,6 +27,7 @@ from nntask.tensorfile import fingerprint_of, save_tensors
 from nntask.tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime, TaskRuntime, Trace
 from scheduler.capture import CapturingRuntime
+from wrappers.torch import to_torch
 
 PAGE = 4096
 FAMILIES = {"gpt2": hf_oracle, "llama": llama_oracle}
@@ -297,6 +298,24 @@ def test_what_is_one_matrix_in_the_files_has_one_adapter() -> None:
     assert q.lora.A is k.lora.A is v.lora.A
     assert len({id(layer.lora.B) for layer in (q, k, v)}) == 3
     assert all(len(layers) == 1 for layers in adapted(with_adapters(InlineRuntime(), "llama")).values())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_module_of_torch_has_them_merged(family: str) -> None:
+    """`to_torch` of a model in memory scores as the model with its adapters does."""
+    runtime = InlineRuntime()
+    model = with_adapters(runtime, family)
+    rng = np.random.default_rng(2)
+    for tensor in model.trained_tensors().values():
+        tensor.write(rng.standard_normal(tensor.shape).astype(np.float32) * 0.3)
+    ids = rng.integers(0, 61, (2, LENGTH)).astype(np.int32)
+    tokens, _ = model.input_tensors(2)
+    tokens.write(ids)
+    model.eval()
+    with no_grad(), torch.no_grad():
+        ours = model.logits(tokens).read()
+        theirs = to_torch(model)(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
+    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(ours).max()
 
 
 def test_bf16_keeps_frozen_weights_as_stored() -> None:

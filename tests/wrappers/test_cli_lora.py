@@ -144,7 +144,7 @@ def test_a_base_made_from_the_seed_is_merged_by_making_it_again(here: Path) -> N
 
 
 def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
-    """Resume, generate and both exports that need it name the file; putting it back is enough."""
+    """Resume, generate and a merging export name the file; putting it back is enough. The adapters alone need it not."""
     assert main([*TRAIN, "--init-from=gpt2", "--steps=2", "--run-dir=run"]) == 0
     commands = (["train", "--resume=run", "--steps=3", "--sample-tokens=0"], ["generate", "run"], ["export", "run", "out", "--merge"])
     (here / "gpt2").rename(here / "gone")
@@ -153,6 +153,8 @@ def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
         assert code == 4
         assert f"adapters for the weights in {here / 'gpt2' / 'model.safetensors'}, which is not there" in err
         assert "make a link" in err
+    assert main(["export", "run", "adapters"]) == 0
+    capsys.readouterr()
     (here / "gone").rename(here / "gpt2")
     good = (here / "gpt2" / "model.safetensors").read_bytes()
     write_base(here / "gpt2", "gpt2", seed=10)
@@ -247,6 +249,8 @@ def test_a_plan_counts_the_smaller_state(here: Path, capsys) -> None:
     share = adapters["trained_parameters"] * 4
     assert share <= adapters["bytes_by_class"]["gradients"] < 1.3 * share
     assert 2 * share <= adapters["bytes_by_class"]["optimizer"] < 2.6 * share
+    assert main(["plan", "--model=gpt2", "--seq-len=64", "--json", "--train=lora:700"]) == 0  # tiny, which is no larger, is not asked
+    capsys.readouterr()
     least = adapters["minimum_budget_bytes"]["ram"]
     assert least < 0.6 * whole["minimum_budget_bytes"]["ram"]
     flags = ["--model=llama-tiny", "--batch=2", "--dataset=text", "--dataset-path=text.txt", "--tokenizer=bytes", "--dry-run", f"--ram={least}B"]

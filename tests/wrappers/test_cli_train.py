@@ -319,7 +319,7 @@ import nntask.trainer.run as run
 def load(prepared, engine):
     print("loading", flush=True)
     threading.Event().wait()
-run._load_weights = load
+run.load_weights = load
 """
 
 
