@@ -37,6 +37,13 @@ OTHER_FLAGS = {
     "fastest",
     "force",
     "shard-size",
+    "prompt-file",
+    "max-new-tokens",
+    "temperature",
+    "top-k",
+    "top-p",
+    "cache",
+    "split",
 }
 """Flags of make, of the other commands and of the benchmark scripts."""
 
