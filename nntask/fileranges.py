@@ -28,14 +28,18 @@ PASS_NBYTES: Final = 1 << 18
 class OpenFile:
     """A file descriptor that is closed with its last user.
 
+    Args:
+        fd: an open file to take over; else the path is opened with `flags`.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
-        self.fd = -1
+    def __init__(self, path: Path, flags: int = os.O_RDONLY, fd: int = -1) -> None:
+        self.fd = fd
         self.path = path
-        self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
+        if fd < 0:
+            self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._found = self._stamp()
 
     def close(self) -> None:

@@ -353,16 +353,16 @@ def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: S
 def _print_sample(running: _Running) -> None:
     """Text (or ids, without a tokenizer) from the trained model."""
     settings, tokenizer = running.settings, running.dataset.tokenizer
-    end = tokenizer.end_of_text if tokenizer else 0
+    begin = tokenizer.begin_of_text if tokenizer else 0
     prompt = [int(i) for i in tokenizer.encode([settings.run.prompt])[0]] if tokenizer and settings.run.prompt else []
     drawn = sample(
         running.engine.next_logits,
-        [end, *prompt],
+        [begin, *prompt],
         settings.run.sample_tokens,
         replace(_SAMPLE_SETTINGS, seed=settings.data.seed),
         context=running.stream.length,
         vocab_size=tokenizer.vocab_size if tokenizer else running.prepared.config.vocab_size,
-        stop=end if tokenizer else None,
+        stop=tokenizer.special.eos if tokenizer else (),
     )
     ids = list(takewhile(lambda _: not running.interrupts.pending(), drawn))
     text = tokenizer.decode([*prompt, *ids]) if tokenizer else " ".join(map(str, ids))

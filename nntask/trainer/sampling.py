@@ -5,7 +5,7 @@ Every token recomputes the whole context. Chance is a counter: token number i of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) ->
 
 
 def sample(
-    logits: Logits, prompt: Sequence[int], count: int, how: Sampling, *, context: int, vocab_size: int, stop: int | None = None
+    logits: Logits, prompt: Sequence[int], count: int, how: Sampling, *, context: int, vocab_size: int, stop: Collection[int] = ()
 ) -> Iterator[int]:
     """Yield at most `count` tokens that follow `prompt`.
 
@@ -64,14 +64,14 @@ def sample(
         prompt: at least one id.
         context: most ids the model takes; older ones are dropped.
         vocab_size: ids the tokenizer knows; the model's scores beyond them are ignored.
-        stop: end before this id.
+        stop: end before any of these ids.
     """
     ids = list(prompt)
     for number in range(count):
         window = np.array(ids[-context:], np.int32)
         draw = float(np.random.Generator(np.random.PCG64([how.seed, number])).random())
         token = choose(logits(window)[:vocab_size], how, draw)
-        if token == stop:
+        if token in stop:
             return
         ids.append(token)
         yield token

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nntask.data import DataSpec, load_tokenizer, open_dataset
-from nntask.data.hub import PATIENCE, check_hub, wikitext_files
+from nntask.data.hub import PATIENCE, wikitext_files
 from nntask.data.prepare import prepare
 from nntask.data.tokenizer import train_bpe
 from nntask.errors import DataError, UsageError
@@ -139,21 +139,48 @@ def test_a_hub_that_does_not_answer(tmp_path, monkeypatch, endpoint):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_hub_that_answers(monkeypatch):
-    """Even with an error: that is the package's to tell."""
+def test_a_hub_that_answers_with_an_error(monkeypatch):
+    """That is the package's to tell, and the command that prepares the data elsewhere is ours."""
     import http.server
     import threading
 
+    import huggingface_hub
+
+    asked = []
+
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
+            asked.append(self.path)
             self.send_error(404)
+
+        do_GET = do_HEAD
 
         def log_message(self, *args):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        check_hub("it", "wait")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        Path("t.txt").write_text("text")
+        with pytest.raises(DataError, match=r"--tokenizer none could not be fetched: .*; on a machine that reaches it run: nntask data prepare"):
+            open_dataset(DataSpec("text", "t.txt", tokenizer="none", vocab_size=300))
+        server.shutdown()
+    assert len(asked) > 0
     assert PATIENCE < 5
+
+
+def test_a_split_is_a_word_of_a_name(tmp_path):
+    """Not a part of one."""
+    for name in ("constrained.txt", "retrained-valuable.txt"):
+        (tmp_path / name).write_text("text")
+    assert wikitext_files(str(tmp_path)) == {}
+    (tmp_path / "wikitext-train-00000-of-00002.txt").write_text("text")
+    (tmp_path / "x.VALID.txt").write_text("text")
+    assert {split: [each.name for each in files] for split, files in wikitext_files(str(tmp_path)).items()} == {
+        "train": ["wikitext-train-00000-of-00002.txt"],
+        "validation": ["x.VALID.txt"],
+    }
     assert wikitext_files("nowhere") == {}

@@ -46,4 +46,4 @@ def test_samples_repeat_with_the_seed_and_stay_in_the_vocabulary():
 
 def test_a_sample_ends_at_the_stop_token():
     """The stop token is not part of the text."""
-    assert list(sample(lambda ids: np.array([0.0, 9.0, 0.0]), [0], 5, Sampling(temperature=0), context=4, vocab_size=3, stop=1)) == []
+    assert list(sample(lambda ids: np.array([0.0, 9.0, 0.0]), [0], 5, Sampling(temperature=0), context=4, vocab_size=3, stop=[1])) == []

@@ -121,7 +121,6 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
 
     config = checkpoint.config
     trained, tiling = with_tiles(from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE)), config)
-    end = tokenizer.end_of_text
     prompt = [int(i) for i in tokenizer.encode([settings.prompt])[0]] if settings.prompt else []
     how = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
     with _runtime(settings) as runtime:
@@ -129,12 +128,12 @@ def _generate(settings: GenerateSettings, checkpoint: Checkpoint, tokenizer: Tok
         shown, ids = "", list(prompt)
         for token in sample(
             inference.next_logits,
-            [end, *prompt],
+            [tokenizer.begin_of_text, *prompt],
             settings.max_new_tokens,
             how,
             context=inference.context,
             vocab_size=tokenizer.vocab_size,
-            stop=end,
+            stop=tokenizer.special.eos,
         ):
             ids.append(token)
             text = tokenizer.decode(ids)
