@@ -70,6 +70,13 @@ def strides_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     return tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
+def windows(shape: Sequence[int], itemsize: int, nbytes: int = 8 << 20) -> Iterator[tuple[slice, ...]]:
+    """Whole rows of an array, about `nbytes` at a time, one after another."""
+    rows = max(1, nbytes // (prod(shape[1:]) * itemsize))
+    for first in range(0, shape[0], rows):
+        yield slice(first, min(first + rows, shape[0])), *(slice(0, extent) for extent in shape[1:])
+
+
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """An array in a file.

@@ -22,6 +22,7 @@ from tiles import TileTensor
 
 from .errors import DataError, Diverged, StorageError, UsageError
 from .fileranges import FileRange, OpenFile, strides_of
+from .finite import first_not_finite
 from .writing import written_aside
 
 _NAMES: Final[dict[np.dtype[Any], str]] = {
@@ -47,7 +48,6 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 _LARGEST_HEADER: Final = 100 << 20
-_CHECKED_AT_ONCE: Final = 1 << 16
 _READ_AT_ONCE: Final = 1 << 20
 _SAMPLE: Final = 4096
 
@@ -160,24 +160,22 @@ def fingerprint_of(path: str | os.PathLike[str]) -> str:
 
 
 def _check_finite(name: str, tensor: TileTensor, band: np.ndarray[Any, Any]) -> None:
-    """Look for NaN and infinity in a band as it will be stored, piece by piece: the masks stay small.
+    """Look for NaN and infinity in a band as it will be stored.
 
     Raises:
         Diverged: the tensor holds one.
         UsageError: only the element type it is stored in makes one of it.
     """
-    flat = band.reshape(-1)
-    for first in range(0, len(flat), _CHECKED_AT_ONCE):
-        if not np.isfinite(flat[first : first + _CHECKED_AT_ONCE]).all():
-            if band.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
-                raise UsageError(f"{name} holds values too large for {band.dtype.name}; store it as bf16 or fp32")
-            raise Diverged(f"{name} holds values that are not finite")
+    if first_not_finite(band) is not None:
+        if band.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
+            raise UsageError(f"{name} holds values too large for {band.dtype.name}; store it as bf16 or fp32")
+        raise Diverged(f"{name} holds values that are not finite")
 
 
 def _is_finite(tensor: TileTensor) -> bool:
     for index in tensor.tiling.indices():
         with tensor.runtime.acquire(tensor[index], "R") as view:
-            if not np.isfinite(view).all():
+            if first_not_finite(view) is not None:
                 return False
     return True
 

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nntask.checkpoints import find_checkpoint
-from nntask.errors import UsageError
+from nntask.errors import DataError, UsageError
+from nntask.finite import first_not_finite
 from nntask.merge import weights_of
 from nntask.models.language import LanguageModel
 from nntask.models.registry import FAMILIES, build, family_of
@@ -67,14 +68,21 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
 
     Raises:
         UsageError: the module is of another family, or its config breaks a rule.
+        DataError: a weight is missing, of another shape than its config makes it, or not finite.
     """
-    values = module.config.to_dict()
-    family = FAMILIES.get(values.get("model_type"))
+    values = module.config.to_dict() if hasattr(module, "config") and hasattr(module.config, "to_dict") else {}
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise UsageError(f"from_torch takes modules of {', '.join(FAMILIES)}, got model_type {values.get('model_type')!r}; use one of these families")
+        known, what = ", ".join(FAMILIES), type(module).__name__ if kind is None else f"model_type {kind!r}"
+        raise UsageError(f"from_torch takes modules of transformers of the families {known}, got {what}; use one of these")
     config = family.config.from_dict(values, f"the config of {type(module).__name__}")
     model = build(config, tiling or ModelTiling(), runtime, dtype=dtype, seed=None)
-    model.load(family.from_hf({name: _as_numpy(value) for name, value in module.state_dict().items()}, config))
+    state = {name: _as_numpy(value) for name, value in module.state_dict().items()}
+    for name, array in state.items():
+        if (bad := first_not_finite(array)) is not None:
+            raise DataError(f"{name} holds {bad}, and weights must be finite; use a module of a training that did not diverge")
+    model.load(family.from_hf(state, config))
     return model
 
 

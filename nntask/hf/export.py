@@ -21,7 +21,8 @@ from ..checkpoints import Checkpoint
 from ..data import Tokenizer
 from ..data.special import Special
 from ..errors import DataError, Diverged, StorageError, UsageError
-from ..fileranges import FileRange, OpenFile, strides_of
+from ..fileranges import FileRange, OpenFile, strides_of, windows
+from ..finite import first_not_finite
 from ..jsonfile import read_object
 from ..merge import Weight, weights_of
 from ..models.registry import FAMILIES, family_of
@@ -32,7 +33,6 @@ from .shadow import Shadow, blanks, shapes_of
 from .tokenizers import as_text, tokenizer_files
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
-_PIECE_NBYTES: Final = 8 << 20
 _OURS: Final = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(adapter_|generation_|tokenizer_)?config\.json|"
     r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"
@@ -189,10 +189,7 @@ def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[A
 
 def _pieces(source: Weight) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
     """Rows of a tensor, and where they lie in it."""
-    row = prod(source.shape[1:]) * source.dtype.itemsize
-    rows = max(1, _PIECE_NBYTES // row)
-    for first in range(0, source.shape[0], rows):
-        window = (slice(first, min(first + rows, source.shape[0])), *(slice(0, extent) for extent in source.shape[1:]))
+    for window in windows(source.shape, source.dtype.itemsize):
         part = source[window]
         piece = np.empty(part.shape, part.dtype)
         part.read(piece)
@@ -208,8 +205,8 @@ def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.ND
     """
     with np.errstate(over="ignore"):
         values: npt.NDArray[Any] = piece.astype(kind)
-    if not np.isfinite(values).all():
-        if np.isfinite(piece).all():
+    if first_not_finite(values) is not None:
+        if first_not_finite(piece) is None:
             raise UsageError(f"{name} holds values too large for {kind.name}; use --dtype bf16 or fp32")
         raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint")
     return values
