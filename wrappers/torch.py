@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nntask.checkpoints import find_checkpoint
+from nntask.data import TOKENIZER, load_tokenizer
+from nntask.data.special import Special
 from nntask.errors import DataError, UsageError
 from nntask.finite import first_not_finite
 from nntask.merge import weights_of
@@ -95,17 +97,18 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
     import transformers
 
     if isinstance(source, LanguageModel):
-        config, arrays = source.config, {name: tensor.read() for name, tensor in source.tensors().items()}
+        config, arrays, ids = source.config, {name: tensor.read() for name, tensor in source.tensors().items()}, Special()
     else:
         checkpoint = find_checkpoint(source)
         config, arrays = checkpoint.config, {}
+        ids = load_tokenizer(checkpoint.path).special if (checkpoint.path / TOKENIZER).is_file() else Special()
         for name, weight in weights_of(checkpoint).items():
             arrays[name] = np.empty(weight.shape, weight.dtype)
             weight.read(arrays[name])
     values = config.to_dict()
     state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in family_of(config).to_hf(arrays, config).items()}
     module = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**values, bos_token_id=None, eos_token_id=None), dtype=next(iter(state.values())).dtype
+        transformers.AutoConfig.for_model(**values, **ids.to_dict()), dtype=next(iter(state.values())).dtype
     )
     module.load_state_dict(state)
     return module.eval()
