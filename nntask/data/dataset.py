@@ -118,12 +118,16 @@ def _check_beside(spec: DataSpec) -> None:
             f"--tokenizer bpe with --dataset train.bin is the tokenizer that made the ids, and there is no {beside}; "
             "name its directory with --tokenizer-path, or drop --tokenizer"
         )
-    place = tokenizer_place(spec.tokenizer, spec.tokenizer_path) if spec.tokenizer not in _OWN_TOKENIZERS else Path(spec.tokenizer_path)
-    known = bool(spec.tokenizer_path) or spec.tokenizer not in _OWN_TOKENIZERS
-    if known and beside.is_file() and place.exists() and not _is_same(load_tokenizer(place), load_tokenizer(beside)):
+    if spec.tokenizer not in _OWN_TOKENIZERS:
+        named = tokenizer_place(spec.tokenizer, spec.tokenizer_path)
+    elif spec.tokenizer_path:
+        named = Path(spec.tokenizer_path)
+    else:
+        return
+    if named.exists() and beside.is_file() and not _is_same(load_tokenizer(named), load_tokenizer(beside)):
         raise UsageError(
-            f"{_train_bin(spec.path)} holds ids of {beside}, and {place} gives words other ids; train from weights that know the former, "
-            f"make {_train_bin(spec.path).name} again with nntask data prepare --tokenizer-path {shlex.quote(str(place))}, "
+            f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids; train from weights that know the former, "
+            f"make {_train_bin(spec.path).name} again with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
             f"or remove {beside} if it did not make the ids"
         )
 

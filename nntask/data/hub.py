@@ -6,6 +6,7 @@ there are none is the Hub asked, after a probe that takes at most `PATIENCE` sec
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -179,10 +180,13 @@ def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
     """
     place = tokenizer_place(name, path)
     if not place.is_file() and not (place / FILE_NAME).is_file():
-        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
 
         try:
-            snapshot_download(name, local_dir=str(place), allow_patterns=[*SPECIAL_FILES])
+            for each in SPECIAL_FILES:
+                with contextlib.suppress(EntryNotFoundError):
+                    hf_hub_download(name, each, local_dir=str(place))
             hf_hub_download(name, FILE_NAME, local_dir=str(place))
         except Exception as error:  # the package passes on whatever its many parts raise
             raise DataError(f"--tokenizer {name} could not be fetched: {_first_line(error)}; {advice}") from error
