@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoints import Checkpoint
+from ..base import Base
+from ..checkpoints import STATE, Checkpoint
 from ..data import Tokenizer
 from ..data.special import Special
 from ..errors import DataError, Diverged, StorageError, UsageError
@@ -54,11 +55,17 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
     """Check that a model directory may be written to `path`; creates nothing.
 
     Raises:
-        UsageError: something is there, and `force` is off, or it holds anything but the files of a model that save_pretrained or we write.
+        UsageError: something is there, and `force` is off, or it holds anything but the files of a model that save_pretrained or we write; or
+            it would touch the checkpoint, or the weights that its adapters stand beside.
     """
     ours, target = source.path.resolve(), path.resolve()
     if target == ours or target in ours.parents or ours in target.parents:
         raise UsageError(f"{path} holds the checkpoint that is exported, or lies in it; name another directory")
+    base = Base.of_state(source.state, str(source.path / STATE))  # its files need not be there
+    if base is not None and base.path:
+        needed = Path(base.path).resolve()
+        if target == needed or target in needed.parents or needed in target.parents:
+            raise UsageError(f"{path} holds, or lies in, the weights {base.path} that the adapters stand beside; name another directory")
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if path.is_symlink() or not there.is_dir():
         raise UsageError(f"{there} is not a directory; name another one")
