@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from tiles import TileTensor
 
-from ..base import Base, base_of
 from ..checkpoints import MODEL, OPTIMIZER, Checkpoint
 from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..tensorfile import TensorFile, load_tensors
 from ..tiling import ModelTiling
+from .base import Base, base_of
 from .fitting import Sketch
 from .prepare import Prepared
 from .recorded import RecordedEngine, build_model

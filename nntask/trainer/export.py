@@ -17,21 +17,21 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..base import Base
 from ..checkpoints import STATE, Checkpoint
 from ..data import Tokenizer
 from ..data.special import Special
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..fileranges import FileRange, OpenFile, strides_of, windows
 from ..finite import first_not_finite
+from ..hf.directory import CONFIG, INDEX, SINGLE
+from ..hf.shadow import Shadow, blanks, shapes_of
+from ..hf.tokenizers import as_text, tokenizer_files
 from ..jsonfile import read_object
-from ..merge import Weight, weights_of
 from ..models.registry import FAMILIES, family_of
 from ..tensorfile import STORAGE, header_of
 from ..writing import written_aside
-from .directory import CONFIG, INDEX, SINGLE
-from .shadow import Shadow, blanks, shapes_of
-from .tokenizers import as_text, tokenizer_files
+from .base import Base
+from .merge import Weight, weights_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _OURS: Final = re.compile(

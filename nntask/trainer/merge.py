@@ -18,16 +18,16 @@ from scheduler import InlineRuntime
 from scheduler.capture import CapturingRuntime
 from tiles import TileTensor
 
+from ..checkpoints import MODEL, STATE, Checkpoint
+from ..init import stream_of
+from ..lora import adapted, product
+from ..models.language import LanguageModel
+from ..module import Parameter
+from ..tensorfile import TensorFile
+from ..tiling import ModelTiling
 from .base import base_of
-from .checkpoints import MODEL, STATE, Checkpoint
-from .init import stream_of
-from .lora import adapted, product
-from .models.language import LanguageModel
-from .module import Parameter
-from .tensorfile import TensorFile
-from .tiling import ModelTiling
-from .trainer.recorded import build_model
-from .trainer.settings import TrainSettings, from_dict
+from .recorded import build_model
+from .settings import TrainSettings, from_dict
 
 Array = npt.NDArray[Any]
 
