@@ -27,6 +27,7 @@ from ..hf.directory import CONFIG, INDEX, SINGLE
 from ..hf.shadow import Shadow, blanks, shapes_of
 from ..hf.tokenizers import as_text, tokenizer_files
 from ..jsonfile import read_object
+from ..lora import wide
 from ..models.registry import FAMILIES, family_of
 from ..tensorfile import STORAGE, header_of
 from ..writing import written_aside
@@ -154,7 +155,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
     shadow = Shadow(places)
     for name, array in family.from_hf(shadow.arrays(), config).items():
         place = shadow.range_of(array)
-        for window, piece in _pieces(weights[name]):
+        for window, piece in _pieces(weights[name], kind):
             place[window].write(as_stored(name, piece, kind))
     num_weights = sum(prod(shape) for shape in shapes.values())
     return Exported(tuple(shards), num_weights * kind.itemsize, num_weights)
@@ -194,11 +195,12 @@ def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[A
     return found
 
 
-def _pieces(source: Weight) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
-    """Rows of a tensor, and where they lie in it."""
-    for window in windows(source.shape, source.dtype.itemsize):
+def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
+    """Rows of a tensor, and where they lie in it; wide where they are stored in another type than `kind`, so that they are rounded once."""
+    held = kind if source.dtype == kind else wide(source.dtype)
+    for window in windows(source.shape, held.itemsize):
         part = source[window]
-        piece = np.empty(part.shape, part.dtype)
+        piece = np.empty(part.shape, held)
         part.read(piece)
         yield window, piece
 
