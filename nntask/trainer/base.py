@@ -1,8 +1,8 @@
-"""The frozen weights that adapters stand beside: where a run has them from, and whether they are still the same.
+"""The frozen weights that adapters stand beside: where a run has them from, and whether they are still there and look the same.
 
 Checkpoints of a run with adapters hold the adapters alone; state.json says where the other weights came from: a model directory, a file of weights,
 or the seed, from which they are made again. Of each file it has a fingerprint (`tensorfile.fingerprint_of`), which is compared before anything is
-computed with them.
+computed with them. It is made of samples: weights that were trained on or replaced differ, single values changed by hand need not.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Base:
         return asdict(self)
 
     def check(self, owner: Path) -> None:
-        """Check that the files are there and are those that the adapters were trained beside.
+        """Check that the files are there, with the fingerprints of those that the adapters were trained beside.
 
         Args:
             owner: the checkpoint, for messages.
@@ -102,9 +102,10 @@ class Base:
         for name, written in (self.files or {}).items():
             file = folder / name
             if not file.is_file():
+                link = file if folder.exists() else folder  # a link to a directory that takes the place of one that is there would lie in it
                 raise DataError(
-                    f"{owner} holds adapters for the weights in {file}, which is not there; move them back, or make a link to where they are now: "
-                    f"ln -s NEW {shlex.quote(self.path)}"
+                    f"{owner} holds adapters for the weights in {file}, which is not there; move them back, or make a link to where "
+                    f"{'that file' if link == file else 'that directory'} is now: ln -s NEW {shlex.quote(str(link))}"
                 )
             if (found := fingerprint_of(file)) != written:
                 raise DataError(

@@ -184,7 +184,16 @@ def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
         code, err = refuse(capsys, [*argv, *(["--tokenizer-path=gone"] if argv[0] == "train" else [])])
         assert code == 4
         assert f"adapters for the weights in {here / 'gpt2' / 'model.safetensors'}, which is not there" in err
-        assert "make a link" in err
+        assert err.endswith(f"make a link to where that directory is now: ln -s NEW {here / 'gpt2'}\n")
+    (here / "gpt2").symlink_to("gone")
+    assert main(["generate", "run", "--max-new-tokens=1"]) == 0
+    (here / "gone" / "model.safetensors").rename(here / "weights")
+    capsys.readouterr()
+    assert refuse(capsys, ["generate", "run"])[1].endswith(f"that file is now: ln -s NEW {here / 'gpt2' / 'model.safetensors'}\n")
+    (here / "gpt2" / "model.safetensors").symlink_to(here / "weights")
+    assert main(["generate", "run", "--max-new-tokens=1"]) == 0
+    (here / "weights").replace(here / "gone" / "model.safetensors")
+    (here / "gpt2").unlink()
     assert main(["export", "run", "adapters"]) == 0
     capsys.readouterr()
     (here / "gone").rename(here / "gpt2")
