@@ -87,9 +87,14 @@ def test_data_that_does_not_fit_fails_instead_of_hanging(kit) -> None:  # type: 
     with Runtime(2, ram=4 * 4096) as runtime:
         held = [kit.filled(runtime, 1, f"held {at}") for at in range(4)]
         one_more = kit.handle(runtime, "one more")
+        assert runtime.refusal is None
         runtime.submit(kit.fill, [(one_more, "W")], {"value": 1.0})
-        with pytest.raises(DoesNotFit, match=r"fill needs 4,096 B at once on node ram.*W one more.*largest hole is 0 B"):
+        with pytest.raises(HandleLost, match=r"one more"):  # whoever needs its data hears of a loss
+            kit.value(runtime, one_more)
+        assert isinstance(runtime.refusal, DoesNotFit)
+        with pytest.raises(DoesNotFit, match=r"fill needs 4,096 B at once on node ram.*W one more.*largest hole is 0 B") as told:
             runtime.wait()
+        assert told.value is runtime.refusal
         with pytest.raises(DoesNotFit, match=r"program needs"), runtime.acquire(one_more, "W"):
             pass
         del held[0]
