@@ -11,10 +11,11 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from test_cli_bad_input import refuse
 from test_cli_hf import TEXT, write_model
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import WordLevel
 
 from nntask.data import ByteTokenizer, load_tokenizer
-from nntask.data.tokenizer import train_bpe
+from nntask.data.tokenizer import BpeTokenizer, train_bpe
 from nntask.models.config import GPT2Config
 from nntask.trainer.source import TextIds
 from wrappers.cli import main
@@ -145,6 +146,19 @@ def test_a_text_grows_by_what_its_newest_tokens_add():
     assert text.news() == ""
     text.is_complete = True
     assert text.news() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_words_that_carry_their_space_keep_it_behind_a_token_that_shows_nothing():
+    """A decoder that drops the first space of what it is given, as Llama 2's, sees how words join on, special tokens or not."""
+    inner = Tokenizer(WordLevel({"<s>": 0, "\N{LOWER ONE EIGHTH BLOCK}a": 1, "\N{LOWER ONE EIGHTH BLOCK}b": 2}, unk_token="<s>"))
+    inner.add_special_tokens(["<s>"])
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    text = _Text(1, "a", [], TextIds(BpeTokenizer(inner), (), None, frozenset(), 3, adds_special=False))
+    pieces = [text.news()]
+    for token in (2, 0, 0, 1, 2):
+        text.new.append(token)
+        pieces.append(text.news())
+    assert pieces == ["a", " b", "", "", " a", " b"]
 
 
 def test_prompts_end_at_newlines_and_nowhere_else(tmp_path):

@@ -164,9 +164,10 @@ class _Text:
         text = self._tokenizer.decode(tail)
         if text.endswith(_HALF) and not self.is_complete:
             return ""
-        before = self._tokenizer.decode(tail[: self._shown - self._from])
-        self._from, self._shown = self._shown, self._from + len(tail)
-        return text[len(before) :]
+        found = text[len(self._tokenizer.decode(tail[: self._shown - self._from])) :]
+        if found:  # else the ids that show how the next ones join on are still those before
+            self._from, self._shown = self._shown, self._from + len(tail)
+        return found
 
     def end(self, context: int, count: int) -> str:
         """Why it is complete."""
