@@ -291,8 +291,8 @@ def test_a_plan_counts_the_smaller_state(here: Path, capsys) -> None:
     assert adapters["parameters"] == whole["parameters"] == whole["trained_parameters"]
     assert adapters["trained_parameters"] < whole["parameters"] / 20
     share = adapters["trained_parameters"] * 4
-    assert share <= adapters["bytes_by_class"]["gradients"] < 1.3 * share
-    assert 2 * share <= adapters["bytes_by_class"]["optimizer"] < 2.6 * share
+    assert share <= adapters["bytes_by_class"]["gradients"] < 1.3 * share  # pages are whole
+    assert adapters["bytes_by_class"]["optimizer"] == 2 * adapters["bytes_by_class"]["gradients"]
     assert main(["plan", "--model=gpt2", "--seq-len=64", "--json", "--train=lora:700"]) == 0  # tiny, which is no larger, is not asked
     capsys.readouterr()
     least = adapters["minimum_budget_bytes"]["ram"]
