@@ -168,11 +168,11 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
     reading = rounded(runtime.reading_nbytes) if runtime.reading_nbytes else 0
-    runtime.plan.idle = _untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
+    runtime.plan.idle = untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
     return Sketch(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), reading)
 
 
-def _untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
+def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
     """Bytes of tiles that no task of a step touches, those in files apart: rows of positions that no sequence reaches, beside adapters."""
     records = {handle.record for tensor in tensors for handle in tensor.handles}
     return sum(record.size for record in records if record not in plan.uses and FILE not in record.replicas)

@@ -25,7 +25,7 @@ from .settings import TrainSettings, from_dict
 from .weights import load_model
 
 if TYPE_CHECKING:
-    from scheduler.runtime import Runtime
+    from scheduler import TaskRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +160,12 @@ class ModelSource:
             raise DataError(f"{key} in {self.path} must be ids from 0 to {self.config.vocab_size - 1}, got {value!r}; copy the directory again")
         return tuple(found)
 
-    def build(self, runtime: Runtime, tiling: ModelTiling, dtype: str = "auto") -> LanguageModel:
+    def build(self, runtime: TaskRuntime, tiling: ModelTiling, dtype: str = "auto", *, read: bool = True) -> LanguageModel:
         """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
 
         Args:
             dtype: auto, fp32 or bf16; auto is the run's own, and fp32 for a model directory.
+            read: False reads no weights, to see what the model needs.
 
         Raises:
             DataError: a tensor is missing, misshapen, or a file is broken.
@@ -176,4 +177,4 @@ class ModelSource:
             found = build_model(self.config, tiling, runtime, settings, fill=False)
             directory.attach(found.tensors())
             return found
-        return load_model(self.checkpoint, tiling, runtime, settings)
+        return load_model(self.checkpoint, tiling, runtime, settings, read=read)

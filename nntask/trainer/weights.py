@@ -89,11 +89,12 @@ def model_to_start_from(prepared: Prepared, base: Base | None, runtime: TaskRunt
     return model
 
 
-def load_model(checkpoint: Checkpoint, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings) -> LanguageModel:
+def load_model(checkpoint: Checkpoint, tiling: ModelTiling, runtime: TaskRuntime, settings: TrainSettings, *, read: bool = True) -> LanguageModel:
     """The model of a checkpoint as it was saved, adapters and what they stand beside included: what scores text.
 
     Args:
         settings: of its run, resolved.
+        read: False leaves the checkpoint's own weights unread.
 
     Raises:
         DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
@@ -110,7 +111,8 @@ def load_model(checkpoint: Checkpoint, tiling: ModelTiling, runtime: TaskRuntime
         model = build_model(config, tiling, runtime, settings, fill=False)
     else:
         model = _beside(base, config, tiling, runtime, settings)
-    checkpoint.load(model.trained_tensors(), exact=False)  # a text may be scored in another type than it was trained in
+    if read:
+        checkpoint.load(model.trained_tensors(), exact=False)  # a text may be scored in another type than it was trained in
     return model
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -246,17 +247,28 @@ def test_bad_input(here, capsys, argv, code, words):
 
 
 @pytest.mark.parametrize(
-    ("argv", "change"),
+    ("machine", "flag", "change"),
     [
-        (["--prompt=some words", "--max-new-tokens=40", "--ram=80KiB"], "raise --ram (now 80KiB), or add --disk DIR"),
-        (["--prompt=some words", "--max-new-tokens=40", "--ram=80KiB", "--ncpu=0", "--sim-gpu=1"], "raise --ram (now 80KiB), or add --disk DIR"),
-        (["--prompt-file=prompts.txt", "--max-new-tokens=40", "--ram=80KiB"], "raise --ram (now 80KiB), or lower --batch, or add --disk DIR"),
+        ([], "--ram={}", "lower --max-new-tokens or --batch, or raise --ram (now 60KiB), or add --disk DIR"),
+        (["--ncpu=0", "--sim-gpu=1"], "--ram={}", "or raise --ram (now 60KiB), or add --disk DIR"),
+        (["--ram=100KiB"], "--disk=tier:{}", "or raise SIZE in --disk DIR:SIZE (now tier:60KiB)"),
     ],
 )
-def test_memory_that_ends_within_a_text(here, capsys, argv, change):
-    """What has no room any more is a refusal with the flags that help, whoever is told of it first."""
-    code, err = refuse(capsys, ["generate", "gpt2", *argv])
+def test_texts_that_find_no_room_are_refused_before_they_begin(here, capsys, machine, flag, change):
+    """With the least budget, which is enough to the last token."""
+    argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=40", *machine]
+    code, err = refuse(capsys, [*argv, flag.format("60KiB")])
     assert (code, change in err) == (3, True), err
+    least = int(re.search(r"3 x \d+ tokens: the step needs ([\d,]+) B of", err)[1].replace(",", ""))
+    assert refuse(capsys, [*argv, flag.format(least - 4096)])[0] == 3
+    assert main([*argv, flag.format(least)]) == 0
+
+
+@pytest.mark.parametrize("machine", [[], ["--ncpu=0", "--sim-gpu=1"]])
+def test_memory_that_ends_within_a_text(here, capsys, machine):
+    """What has no room any more is a refusal with the flags that help, whoever is told of it first."""
+    code, err = refuse(capsys, ["generate", "gpt2", "--prompt=some words", "--no-cache", "--max-new-tokens=40", "--ram=50KiB", *machine])
+    assert (code, "; raise --ram (now 50KiB), or add --disk DIR" in err) == (3, True), err
 
 
 def test_models_that_do_not_fit_their_files(here, capsys):

@@ -74,16 +74,21 @@ def run(argv: Sequence[str]) -> int:
     from nntask.generation import Generator
     from nntask.sampling import Sampling
     from nntask.tiling import generation_tiling
+    from nntask.trainer.room import check_room
     from nntask.trainer.source import ModelSource
 
     asked = settings.text
     source = ModelSource.open(words[0])
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
     how = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
-    with runtime_of(settings.machine, "--batch" if min(asked.batch, len(prompts)) > 1 else "") as runtime:
-        model = source.build(runtime, generation_tiling(source.config), asked.dtype)
+    tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
+    batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
+    if asked.cache and longest <= source.context:
+        check_room(source, tiling, asked.dtype, settings.machine, batch=batch, length=min(source.context, longest + asked.max_new_tokens - 1))
+    with runtime_of(settings.machine, "--batch" if batch > 1 else "") as runtime:
+        model = source.build(runtime, tiling, asked.dtype)
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)
-        generator.check([ids.prompt(prompt) for prompt in prompts])
+        generator.check(begins)
         for first in range(0, len(prompts), asked.batch):
             _write(generator, ids, prompts[first : first + asked.batch], first, asked, how)
     return 0
