@@ -131,6 +131,9 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "activation_backward": [lambda m, k=k: ([m(9, 301), m(9, 301), m(9, 301)], [2], {"kind": k}) for k in KINDS],
     "adam": [lambda m, c=c, d=d: _adam(m, c, d) for c in BOTH for d in BOTH],
     "add": [lambda m: ([m(5, 77), m(5, 77), m(5, 77)], [2], {})],
+    "append_to_cache": [
+        lambda m: ([m(2, 3, 6), m(2, 3, 6), np.array([[7, 8, 9], [12, 13, 14]], np.int32), m(2, 5, 6), m(2, 5, 6)], [], {"start": 9})
+    ],
     "attention": [
         *(lambda m, f=f, e=e: _attention(m, 131, 150, True, f, e) for f in BOTH for e in BOTH),
         lambda m: _attention(m, 33, 47, False, True, True),
