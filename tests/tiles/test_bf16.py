@@ -132,7 +132,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "adam": [lambda m, c=c, d=d: _adam(m, c, d) for c in BOTH for d in BOTH],
     "add": [lambda m: ([m(5, 77), m(5, 77), m(5, 77)], [2], {})],
     "append_to_cache": [
-        lambda m: ([m(2, 3, 6), m(2, 3, 6), np.array([[7, 8, 9], [12, 13, 14]], np.int32), m(2, 5, 6), m(2, 5, 6)], [], {"start": 9})
+        lambda m: ([m(2, 5, 6), m(2, 5, 6), np.tile(np.arange(9, 14, dtype=np.int32), (2, 1)), m(2, 5, 6), m(2, 5, 6)], [3, 4], {"start": 9})
     ],
     "attention": [
         *(lambda m, f=f, e=e: _attention(m, 131, 150, True, f, e) for f in BOTH for e in BOTH),
