@@ -30,13 +30,13 @@ from .errors import DataError, Diverged, StorageError, UsageError
 from .models.interface import ModelConfig
 from .models.registry import config_from_dict
 from .tensorfile import checksum_of, load_tensors, save_tensors
+from .writing import PREFIX, fsync, remove_stale, written_aside
 
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "state.json"
 FORMAT: Final = 1
 _STEP_NAME: Final = re.compile(r"step-(\d{6,})")
-_TEMPORARY: Final = ".writing-"
 AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
 
 
@@ -113,27 +113,18 @@ def save_checkpoint(
     base = run / "checkpoints"
     final = base / f"step-{state['step']:06d}"
     if not final.exists():
-        temporary = base / f"{_TEMPORARY}{final.name}-{os.getpid()}"
         try:
-            base.mkdir(parents=True, exist_ok=True)
-            _clear_temporaries(base)
-            temporary.mkdir()
-            checksums = {name: save_tensors(temporary / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
-            if tokenizer is not None:
-                tokenizer.save(temporary)
-            _write_text(temporary / STATE, json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
-            for file in temporary.iterdir():
-                _sync(file)
-            _sync(temporary)
-            os.rename(temporary, final)
-            _sync(base)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, Diverged):
-                raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
-            if isinstance(error, (OSError, StorageError)):
-                raise _cannot_save(run, state["step"], error) from error
-            raise
+            remove_stale(base)  # also of other steps
+            with written_aside(final) as new:
+                new.mkdir()
+                checksums = {name: save_tensors(new / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
+                if tokenizer is not None:
+                    tokenizer.save(new)
+                _write_text(new / STATE, json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+        except Diverged as error:
+            raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
+        except (OSError, StorageError) as error:
+            raise _cannot_save(run, state["step"], error) from error
     try:
         _point_latest(run, final)
         for old in step_directories(run)[:-keep]:
@@ -211,10 +202,8 @@ def run_of(checkpoint: Checkpoint) -> Path:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small file: readers see the old text or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _write_text(temporary, text)
-    _sync(temporary)
-    os.replace(temporary, path)
+    with written_aside(path) as new:
+        _write_text(new, text)
 
 
 def how_to_go_on(run: Path) -> str:
@@ -235,18 +224,12 @@ def _point_latest(run: Path, final: Path) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(final.relative_to(run), target_is_directory=True)
     os.replace(link, run / "latest")
-    _sync(run)
-
-
-def _clear_temporaries(base: Path) -> None:
-    """Remove what a killed process left half written."""
-    for path in base.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    fsync(run)
 
 
 def _remove(directory: Path) -> None:
     """Take the name away first, so that a kill in between leaves no step-* directory with files missing."""
-    doomed = directory.with_name(f"{_TEMPORARY}removed-{directory.name}")
+    doomed = directory.with_name(f"{PREFIX}removed-{directory.name}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(directory, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -254,12 +237,3 @@ def _remove(directory: Path) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    """Force a file or a directory to disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -28,14 +28,18 @@ PASS_NBYTES: Final = 1 << 18
 class OpenFile:
     """A file descriptor that is closed with its last user.
 
+    Args:
+        fd: an open file to take over; else the path is opened with `flags`.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
-        self.fd = -1
+    def __init__(self, path: Path, flags: int = os.O_RDONLY, fd: int = -1) -> None:
+        self.fd = fd
         self.path = path
-        self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
+        if fd < 0:
+            self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._found = self._stamp()
 
     def close(self) -> None:
@@ -64,6 +68,13 @@ class OpenFile:
 def strides_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Strides in bytes of a C-contiguous array."""
     return tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def windows(shape: Sequence[int], itemsize: int, nbytes: int = 8 << 20) -> Iterator[tuple[slice, ...]]:
+    """Whole rows of an array, about `nbytes` at a time, one after another."""
+    rows = max(1, nbytes // (prod(shape[1:]) * itemsize))
+    for first in range(0, shape[0], rows):
+        yield slice(first, min(first + rows, shape[0])), *(slice(0, extent) for extent in shape[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from tiles import TileTensor
 
 from .errors import DataError, Diverged, StorageError, UsageError
 from .fileranges import FileRange, OpenFile, strides_of
+from .finite import first_not_finite
+from .writing import written_aside
 
 _NAMES: Final[dict[np.dtype[Any], str]] = {
     np.dtype(np.float64): "F64",
@@ -46,7 +48,6 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 _LARGEST_HEADER: Final = 100 << 20
-_CHECKED_AT_ONCE: Final = 1 << 16
 _READ_AT_ONCE: Final = 1 << 20
 _SAMPLE: Final = 4096
 
@@ -84,20 +85,11 @@ def save_tensors(
         UsageError: a finite value is too large for `dtype`.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            checksum = _write(file, tensors, dtype, metadata or {}, finite=finite)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        return checksum
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or choose another place") from error
-        raise
+        with written_aside(path) as new, new.open("wb") as file:
+            return _write(file, tensors, dtype, metadata or {}, finite=finite)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or choose another place") from error
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str], *, finite: bool) -> int:
@@ -168,24 +160,22 @@ def fingerprint_of(path: str | os.PathLike[str]) -> str:
 
 
 def _check_finite(name: str, tensor: TileTensor, band: np.ndarray[Any, Any]) -> None:
-    """Look for NaN and infinity in a band as it will be stored, piece by piece: the masks stay small.
+    """Look for NaN and infinity in a band as it will be stored.
 
     Raises:
         Diverged: the tensor holds one.
         UsageError: only the element type it is stored in makes one of it.
     """
-    flat = band.reshape(-1)
-    for first in range(0, len(flat), _CHECKED_AT_ONCE):
-        if not np.isfinite(flat[first : first + _CHECKED_AT_ONCE]).all():
-            if band.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
-                raise UsageError(f"{name} holds values too large for {band.dtype.name}; store it as bf16 or fp32")
-            raise Diverged(f"{name} holds values that are not finite")
+    if first_not_finite(band) is not None:
+        if band.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
+            raise UsageError(f"{name} holds values too large for {band.dtype.name}; store it as bf16 or fp32")
+        raise Diverged(f"{name} holds values that are not finite")
 
 
 def _is_finite(tensor: TileTensor) -> bool:
     for index in tensor.tiling.indices():
         with tensor.runtime.acquire(tensor[index], "R") as view:
-            if not np.isfinite(view).all():
+            if first_not_finite(view) is not None:
                 return False
     return True
 
@@ -223,10 +213,9 @@ class TensorFile:
             header = json.loads(os.pread(self._fd, length, 8))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self.entries = {name: self._entry(name, value, nbytes - 8 - length) for name, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise self._corrupt(f"its header does not read: {error}") from None
-        if (end := max((e.last for e in self.entries.values()), default=0)) != nbytes - 8 - length:
-            raise self._corrupt(f"its tensors take {end} bytes and {nbytes - 8 - length} are there")
+        self._check_places(nbytes - 8 - length)
         self._data = 8 + length
 
     def close(self) -> None:
@@ -299,23 +288,35 @@ class TensorFile:
         return f"{os.fstat(self._fd).st_size}-{checksum:08x}"
 
     def ranges(self) -> dict[str, FileRange]:
-        """Where each tensor lies; the ranges stay open when this file is closed.
-
-        Raises:
-            DataError: the file cannot be opened again.
-        """
-        try:
-            file = OpenFile(self.path)
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}; copy it again") from None
+        """Where each tensor lies; the ranges stay open when this file is closed."""
+        file = OpenFile(self.path, fd=os.dup(self._fd))
         return {name: FileRange(file, e.dtype, self._data + e.first, e.shape, strides_of(e.shape, e.dtype)) for name, e in self.entries.items()}
 
     def _entry(self, name: str, value: Mapping[str, Any], available: int) -> Entry:
+        if value["dtype"] not in _DTYPES:
+            raise DataError(
+                f"{name} in {self.path} has element type {value['dtype']}, which is not read here; store it as F32, F16 or BF16, "
+                "of a quantised model the weights that it was made from"
+            )
         dtype, shape = _DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])
         first, last = (int(n) for n in value["data_offsets"])
         if not 0 <= first <= last <= available or last - first != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} of shape {shape} and type {value['dtype']} claims bytes {first} to {last} of {available}")
         return Entry(dtype, shape, first, last)
+
+    def _check_places(self, nbytes: int) -> None:
+        """Check that the tensors fill the `nbytes` behind the header, one after another, as the format demands.
+
+        Raises:
+            DataError: they do not.
+        """
+        end = 0
+        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].first, item[1].last)):
+            if entry.first != end:
+                raise self._corrupt(f"{name} begins at byte {entry.first} and the tensors before it end at byte {end}")
+            end = entry.last
+        if end != nbytes:
+            raise self._corrupt(f"its tensors take {end} bytes and {nbytes} are there")
 
     def _corrupt(self, how: str) -> DataError:
         return DataError(f"{self.path} is not a whole safetensors file: {how}; copy it again or use another checkpoint")
@@ -324,10 +325,15 @@ class TensorFile:
 def _refuse_pickle(path: Path, start: bytes) -> None:
     """A torch checkpoint is a zip archive or starts with a pickle protocol opcode; loading one would run code from it."""
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
+        converted = path.with_suffix(".safetensors")
+        then = ""
+        if converted == path:
+            converted = path.with_stem(f"{path.stem}-converted")
+            then = f", then put {converted.name} in the place of {path.name}"
         raise DataError(
             f'{path} is a torch pickle, which is never loaded here; convert it: python -c "import torch, safetensors.torch as s; '
             f"s.save_file({{k: v.clone() for k, v in torch.load('{path}', map_location='cpu', weights_only=True).items()}}, "
-            f"'{path.with_suffix('.safetensors')}')\""
+            f"'{converted}')\"{then}"
         )
 
 

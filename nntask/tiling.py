@@ -119,7 +119,7 @@ def default_tiling(config: ModelConfig, minibatch: int, seq_len: int, *, device:
     return cut(config, minibatch, seq_len, table_limits(config, minibatch, seq_len, device=device))
 
 
-_CACHE_TILE: Final = 256
+_CACHE_TILE: Final = 512
 _GENERATION: Final = Limits(tokens=_CACHE_TILE, features=4096, vocab=8192)
 
 

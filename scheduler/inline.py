@@ -41,6 +41,7 @@ class InlineRuntime(TaskRuntime):
         return lent(handle.view(handle.record, 0))
 
     def _attach(self, handle: Handle, source: Source) -> None:
+        # at once, like everything here
         source.read(handle.view(handle.record, 0), memoryview(bytearray(source.scratch_nbytes)))
 
     def wait(self) -> None:

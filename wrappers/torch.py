@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nntask.checkpoints import find_checkpoint
-from nntask.errors import UsageError
+from nntask.data import TOKENIZER, load_tokenizer
+from nntask.data.special import Special
+from nntask.errors import DataError, UsageError
+from nntask.finite import first_not_finite
 from nntask.lora import merged_arrays
 from nntask.merge import weights_of
 from nntask.models.language import LanguageModel
@@ -68,14 +71,21 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
 
     Raises:
         UsageError: the module is of another family, or its config breaks a rule.
+        DataError: a weight is missing, of another shape than its config makes it, or not finite.
     """
-    values = module.config.to_dict()
-    family = FAMILIES.get(values.get("model_type"))
+    values = module.config.to_dict() if hasattr(module, "config") and hasattr(module.config, "to_dict") else {}
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise UsageError(f"from_torch takes modules of {', '.join(FAMILIES)}, got model_type {values.get('model_type')!r}; use one of these families")
+        known, what = ", ".join(FAMILIES), type(module).__name__ if kind is None else f"model_type {kind!r}"
+        raise UsageError(f"from_torch takes modules of transformers of the families {known}, got {what}; use one of these")
     config = family.config.from_dict(values, f"the config of {type(module).__name__}")
     model = build(config, tiling or ModelTiling(), runtime, dtype=dtype, seed=None)
-    model.load(family.from_hf({name: _as_numpy(value) for name, value in module.state_dict().items()}, config))
+    state = {name: _as_numpy(value) for name, value in module.state_dict().items()}
+    for name, array in state.items():
+        if (bad := first_not_finite(array)) is not None:
+            raise DataError(f"{name} holds {bad}, and weights must be finite; use a module of a training that did not diverge")
+    model.load(family.from_hf(state, config))
     return model
 
 
@@ -88,17 +98,18 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
     import transformers
 
     if isinstance(source, LanguageModel):
-        config, arrays = source.config, merged_arrays(source)
+        config, arrays, ids = source.config, merged_arrays(source), Special()
     else:
         checkpoint = find_checkpoint(source)
         config, arrays = checkpoint.config, {}
+        ids = load_tokenizer(checkpoint.path).special if (checkpoint.path / TOKENIZER).is_file() else Special()
         for name, weight in weights_of(checkpoint).items():
             arrays[name] = np.empty(weight.shape, weight.dtype)
             weight.read(arrays[name])
     values = config.to_dict()
     state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in family_of(config).to_hf(arrays, config).items()}
     module = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**values, bos_token_id=None, eos_token_id=None), dtype=next(iter(state.values())).dtype
+        transformers.AutoConfig.for_model(**values, **ids.to_dict()), dtype=next(iter(state.values())).dtype
     )
     module.load_state_dict(state)
     return module.eval()

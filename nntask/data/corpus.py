@@ -61,6 +61,8 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, flag: str = "--d
     if not root.exists():
         raise DataError(f"{flag} {root} does not exist; give a text file or a directory of text files")
     files = list(_walk(root, (), frozenset())) if root.is_dir() else [root]
+    if lost := [file for file in files if not file.exists()]:
+        raise DataError(f"{lost[0]} in {flag} {root} is a link to nothing; mend or remove it")
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise DataError(f"{flag} {root} holds no text; give a text file or a directory of text files that are not empty")

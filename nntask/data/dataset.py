@@ -1,16 +1,14 @@
 """Datasets by name: `stdlib`, `text`, `WikiText-103` and `train.bin` become one or two token files, and a tokenizer where there is one.
 
-Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary; the files there are
-written under another name and renamed, so a process that dies leaves nothing half written behind.
+Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary. A file there is whole once
+it has its name (`nntask.writing`): a process that fails leaves nothing behind, one that is killed a hidden directory that the next one removes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +18,11 @@ import numpy as np
 
 from ..environment import cache_directory
 from ..errors import DataError, UsageError
+from ..writing import written_aside
 from .corpus import stdlib_corpus, text_corpus
-from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, wikitext_corpus
+from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_place, wikitext_corpus
 from .texts import Corpus, Text
-from .tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
+from .tokenizer import FILE_NAME, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
 from .tokens import DTYPES, TokenFile, write_sidecar
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin")
@@ -103,6 +102,39 @@ def check_spec(spec: DataSpec) -> None:
         raise DataError("--tokenizer bpe needs the tokenizers package; pip install tokenizers, or use --tokenizer bytes")
     if spec.dataset == "train.bin":
         TokenFile(_train_bin(spec.path), vocab_size=spec.vocab_size).close()
+        _check_beside(spec)
+
+
+def _check_beside(spec: DataSpec) -> None:
+    """Check that a tokenizer that is named is the one that lies beside train.bin and made its ids, if one does.
+
+    Raises:
+        UsageError: they give words other ids, or there is none although --tokenizer bpe asks for it.
+        DataError: one of them is broken.
+    """
+    beside = _train_bin(spec.path).with_name(FILE_NAME)
+    if spec.tokenizer == "bpe" and not spec.tokenizer_path and not beside.is_file():
+        raise UsageError(
+            f"--tokenizer bpe with --dataset train.bin is the tokenizer that made the ids, and there is no {beside}; "
+            "name its directory with --tokenizer-path, or drop --tokenizer"
+        )
+    if spec.tokenizer not in _OWN_TOKENIZERS:
+        named = tokenizer_place(spec.tokenizer, spec.tokenizer_path)
+    elif spec.tokenizer_path:
+        named = Path(spec.tokenizer_path)
+    else:
+        return
+    if named.exists() and beside.is_file() and not _is_same(load_tokenizer(named), load_tokenizer(beside)):
+        raise UsageError(
+            f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids; train from weights that know the former, "
+            f"make {_train_bin(spec.path).name} again with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
+            f"or remove {beside} if it did not make the ids"
+        )
+
+
+def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers have the same words with the same ids."""
+    return isinstance(one, BpeTokenizer) and isinstance(other, BpeTokenizer) and one.inner.get_vocab() == other.inner.get_vocab()
 
 
 def _advice(spec: DataSpec) -> str:
@@ -121,7 +153,7 @@ def located(spec: DataSpec) -> DataSpec:
     """
     if spec.tokenizer in _OWN_TOKENIZERS:
         return spec
-    return replace(spec, tokenizer_path=str(fetched_tokenizer(spec.tokenizer, spec.tokenizer_path)))
+    return replace(spec, tokenizer_path=str(fetched_tokenizer(spec.tokenizer, spec.tokenizer_path, _advice(spec))))
 
 
 def corpus_of(spec: DataSpec) -> Corpus:
@@ -133,7 +165,7 @@ def corpus_of(spec: DataSpec) -> Corpus:
     if spec.dataset == "stdlib":
         corpus = stdlib_corpus(spec.select)
     elif spec.dataset == WIKITEXT:
-        corpus = wikitext_corpus(spec.path, spec.select)
+        corpus = wikitext_corpus(spec.path, spec.select, _advice(spec))
     else:
         corpus = text_corpus(spec.path, spec.select)
     if spec.val_path:
@@ -160,13 +192,13 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
         fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {_tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
-        _check_vocabulary(tokenizer, spec)
+        check_vocabulary(tokenizer, spec)
         train = _encoded(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = _encoded(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
     return Dataset(spec.dataset, train, validation, tokenizer, fingerprint)
 
 
-def _check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
+def check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
     """Check that the model knows every id of the tokenizer; it may know more, which are never used.
 
     Raises:
@@ -175,7 +207,7 @@ def _check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
     if tokenizer.vocab_size > spec.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {spec.vocab_size}; "
-            f"set vocab_size to at least {tokenizer.vocab_size} in the config, or use another tokenizer"
+            f"set vocab_size to at least {tokenizer.vocab_size}, or use another tokenizer"
         )
 
 
@@ -189,9 +221,10 @@ def _open_tokens(spec: DataSpec) -> Dataset:
     validation = TokenFile(val_path, vocab_size=spec.vocab_size, flag="--val-path") if has_validation else None
     tokenizer: Tokenizer | None = None
     known = path.with_name(FILE_NAME)
-    if spec.tokenizer_path or (spec.tokenizer == "auto" and known.is_file()):
+    if spec.tokenizer_path or (spec.tokenizer in ("auto", "bpe") and known.is_file()):
         tokenizer = load_tokenizer(spec.tokenizer_path or known)
-        _check_vocabulary(tokenizer, spec)
+        check_vocabulary(tokenizer, spec)
+        tokenizer.begin_of_text  # noqa: B018 - the sample needs it, and is refused before the training rather than after it
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
     return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select)
@@ -204,9 +237,10 @@ def _train_bin(path: str) -> Path:
 def _tokenizer_key(spec: DataSpec) -> str:
     """What decides the tokens of a text besides the training texts."""
     if spec.tokenizer_path:
-        load_tokenizer(spec.tokenizer_path)
-        file = Path(spec.tokenizer_path)
-        return hashlib.sha256((file / FILE_NAME if file.is_dir() else file).read_bytes()).hexdigest()
+        tokenizer, file = load_tokenizer(spec.tokenizer_path), Path(spec.tokenizer_path)
+        digest = hashlib.sha256((file / FILE_NAME if file.is_dir() else file).read_bytes())
+        digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}".encode())
+        return digest.hexdigest()
     kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
     return f"{kind} {spec.vocab_size}"
 
@@ -223,10 +257,9 @@ def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callab
             return load_tokenizer(cached)
     report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
     tokenizer = train_bpe(_head(corpus.train, _TRAINING_NBYTES), spec.vocab_size)
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        tokenizer.save(Path(scratch))
-        os.replace(Path(scratch, FILE_NAME), cached)
+    with written_aside(cached) as new:
+        tokenizer.save(new.parent)
+        (new.parent / FILE_NAME).rename(new)
     return tokenizer
 
 
@@ -250,21 +283,27 @@ def _encoded(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_si
 
 
 def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> int:
-    """Write the token file of `texts`, under another name first; returns the number of tokens."""
+    """Write the token file of `texts`: each with the end of text behind it, and what begins a text before it if that is another id.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        DataError: nothing says how texts of this tokenizer end.
+    """
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    end = np.array([tokenizer.end_of_text], dtype).tobytes()
+    begin = b"" if tokenizer.begin_of_text == tokenizer.end_of_text else np.array([tokenizer.begin_of_text], dtype).tobytes()
     report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        temporary = Path(scratch, path.name)
-        end = np.array([tokenizer.end_of_text], dtype).tobytes()
-        with temporary.open("wb") as file:
+    with written_aside(path) as new:
+        with new.open("wb") as file:
             for text in texts:
+                file.write(begin)
                 for piece in text.pieces():
                     file.write(tokenizer.encode([piece])[0].astype(dtype).tobytes())
                 file.write(end)
             num_tokens = file.tell() // dtype.itemsize
         write_sidecar(path, dtype)
-        os.replace(temporary, path)
     return num_tokens
 
 

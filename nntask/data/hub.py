@@ -6,8 +6,10 @@ there are none is the Hub asked, after a probe that takes at most `PATIENCE` sec
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -17,6 +19,7 @@ from typing import Final
 from ..environment import cache_directory
 from ..errors import DataError
 from .rows import TABLES, RowText, check_tables
+from .special import SPECIAL_FILES
 from .texts import Corpus
 from .tokenizer import FILE_NAME
 
@@ -25,7 +28,7 @@ PATIENCE: Final = 4.0
 """Seconds to wait for the Hub's first answer."""
 _REPOSITORY: Final = "Salesforce/wikitext"
 _NAME: Final = "wikitext-103-raw-v1"
-_SPLITS: Final = {"train": ("train",), "validation": ("valid", "val")}
+_SPLITS: Final = {"train": {"train"}, "validation": {"validation", "valid", "val"}}
 _SUFFIXES: Final = (*TABLES, ".raw", ".tokens", ".txt")
 
 
@@ -37,7 +40,7 @@ def wikitext_directory(path: str) -> Path:
 def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
     """Split -> files of WikiText on this machine; empty where there are none for training.
 
-    Files are told by their names: a split's name in the file's, one suffix for all.
+    Files are told by their names: a split's name is a word of the file's, one suffix for all.
     """
     root = wikitext_directory(path)
     if root.is_file():
@@ -46,7 +49,7 @@ def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
     found = [each for each in found if _NAME in each.parts] or found
     for suffix in _SUFFIXES:
         splits = {
-            split: tuple(each for each in found if each.suffix == suffix and any(word in each.name for word in words))
+            split: tuple(each for each in found if each.suffix == suffix and words & set(re.split(r"[^a-z]+", each.name.lower())))
             for split, words in _SPLITS.items()
         }
         if splits["train"]:
@@ -54,21 +57,24 @@ def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
     return {}
 
 
-def wikitext_corpus(path: str, select: int) -> Corpus:
+def wikitext_corpus(path: str, select: int, advice: str) -> Corpus:
     """WikiText-103: the rows of its training split and those of its validation split, fetched if they are not there.
 
     Args:
         select: only the first `select` rows for training; -1 for all.
+        advice: what to do where they cannot be fetched.
 
     Raises:
         DataError: they are not there and cannot be fetched.
     """
     files = wikitext_files(path)
     if not files:
-        _fetch_wikitext(wikitext_directory(path))
+        _fetch_wikitext(wikitext_directory(path), advice)
         files = wikitext_files(path)
     if not files:
-        raise DataError(f"{_REPOSITORY} was fetched to {wikitext_directory(path)}, and no training split is there; remove it and try again")
+        raise DataError(
+            f"{_REPOSITORY} was fetched to {wikitext_directory(path)}, and no training split is there; remove it and try again, or {advice}"
+        )
     texts = {split: (RowText(f"{WIKITEXT}/{split}", None, files=places),) if places else () for split, places in files.items()}
     train = RowText(f"{WIKITEXT}/train", None, files=files["train"], select=select if select > 0 else -1)
     return Corpus(WIKITEXT, (train,), texts.get("validation", ()))
@@ -93,13 +99,17 @@ def check_wikitext(path: str, advice: str) -> None:
     check_hub(what, advice)
 
 
-def _fetch_wikitext(directory: Path) -> None:
+def _fetch_wikitext(directory: Path, advice: str) -> None:
     import datasets
 
     try:
         datasets.load_dataset(_REPOSITORY, _NAME, cache_dir=str(directory))
     except Exception as error:  # the package passes on whatever its many parts raise
-        raise DataError(f"{_REPOSITORY} could not be fetched: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        raise DataError(f"{_REPOSITORY} could not be fetched: {_first_line(error)}; {advice}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def check_hub(what: str, advice: str) -> None:
@@ -162,8 +172,8 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
     check_hub(what, advice)
 
 
-def fetched_tokenizer(name: str, path: str) -> Path:
-    """The place of the tokenizer `name`, fetched if it is not there.
+def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
+    """The place of the tokenizer `name`, fetched if it is not there, with the files that belong to it; arguments as of `check_wikitext`.
 
     Raises:
         DataError: it cannot be fetched.
@@ -171,11 +181,13 @@ def fetched_tokenizer(name: str, path: str) -> Path:
     place = tokenizer_place(name, path)
     if not place.is_file() and not (place / FILE_NAME).is_file():
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
 
         try:
+            for each in SPECIAL_FILES:
+                with contextlib.suppress(EntryNotFoundError):
+                    hf_hub_download(name, each, local_dir=str(place))
             hf_hub_download(name, FILE_NAME, local_dir=str(place))
         except Exception as error:  # the package passes on whatever its many parts raise
-            raise DataError(
-                f"--tokenizer {name} could not be fetched: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            ) from error
+            raise DataError(f"--tokenizer {name} could not be fetched: {_first_line(error)}; {advice}") from error
     return place

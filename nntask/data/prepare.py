@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StorageError, UsageError
-from .dataset import DataSpec, check_spec, corpus_of, located, tokenizer_of, write_tokens
+from ..writing import written_aside
+from .dataset import DataSpec, check_spec, check_vocabulary, corpus_of, located, tokenizer_of, write_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +22,11 @@ class Prepared:
 
 
 def prepare(spec: DataSpec, output: Path, report: Callable[[str], None] = lambda sentence: None) -> Prepared:
-    """Tokenise what `spec` names into the directory `output`, which appears when it is whole.
+    """Tokenise what `spec` names into the directory `output`, which appears when it is whole (`nntask.writing`).
 
     Raises:
         UsageError: `output` exists and is not empty, or `spec` names token ids.
-        DataError: the data is missing or broken.
+        DataError: the data is missing or broken, or the tokenizer has more ids than `spec` allows.
         StorageError: the disk is full or failed.
     """
     if spec.dataset == "train.bin":
@@ -37,20 +36,14 @@ def prepare(spec: DataSpec, output: Path, report: Callable[[str], None] = lambda
     check_spec(spec)
     spec = located(spec)
     corpus = corpus_of(spec)
-    target = output.absolute()
-    temporary = target.with_name(f".writing-{target.name}-{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        tokenizer = tokenizer_of(spec, corpus, temporary, report)
-        tokenizer.save(temporary)
-        num_train = write_tokens(corpus.train, temporary / "train.bin", tokenizer, report)
-        num_validation = write_tokens(corpus.validation, temporary / "val.bin", tokenizer, report) if corpus.validation else 0
-        if target.is_dir():
-            target.rmdir()
-        os.rename(temporary, target)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise StorageError(f"cannot write {output}: {error.strerror or error}; make room or name another --output") from error
-        raise
+        with written_aside(output) as new:
+            new.mkdir()
+            tokenizer = tokenizer_of(spec, corpus, new, report)
+            check_vocabulary(tokenizer, spec)
+            tokenizer.save(new)
+            num_train = write_tokens(corpus.train, new / "train.bin", tokenizer, report)
+            num_validation = write_tokens(corpus.validation, new / "val.bin", tokenizer, report) if corpus.validation else 0
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error.strerror or error}; make room or name another --output") from error
     return Prepared(num_train, num_validation, tokenizer.name, tokenizer.vocab_size)

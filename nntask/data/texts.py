@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,16 +23,23 @@ class Text:
     content: str = ""
 
     def pieces(self) -> Iterator[str]:
-        """The text in pieces of about 1 MiB that end at a line's end; bytes that are not UTF-8 are replaced."""
+        """The text in pieces of about 1 MiB that end at a line's end, or within a line that is longer than that; bytes that are not UTF-8 are
+        replaced."""
         if self.path is None:
             yield self.content
             return
         try:
             with self.path.open("rb") as file:
-                while lines := file.readlines(PIECE_NBYTES):
-                    yield b"".join(lines).decode("utf-8", "replace")
+                decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+                while piece := file.read(PIECE_NBYTES):
+                    if not piece.endswith(b"\n"):
+                        piece += file.readline(PIECE_NBYTES)
+                    if text := decode(piece):
+                        yield text
+                if text := decode(b"", final=True):
+                    yield text
         except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
+            raise DataError(f"cannot read {self.path}: {error.strerror}; copy it again, or leave it out") from None
 
     def digest(self) -> bytes:
         """A hash of the text."""

@@ -1,11 +1,12 @@
 """Text to token ids and back: a byte-level BPE trained on the spot with `tokenizers`, or plain bytes where that package is missing.
 
-Both cover every possible text, so encoding never fails. Texts of a corpus are joined by `end_of_text`.
+Both cover every possible text, so encoding never fails. Each text of a corpus is followed by `end_of_text`, and stands behind `begin_of_text`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from .special import END_OF_TEXT, Special, read_special
 
-END_OF_TEXT: Final = "<|endoftext|>"
 FILE_NAME: Final = "tokenizer.json"
 _NUM_BYTES: Final = 256
 
@@ -26,7 +27,26 @@ class Tokenizer(Protocol):
 
     name: str
     vocab_size: int
-    end_of_text: int
+
+    @property
+    def special(self) -> Special:
+        """Ids around texts, as far as they are known, and the files that say so."""
+
+    @property
+    def begin_of_text(self) -> int:
+        """The id before every text: one of its own, or the end of the text before.
+
+        Raises:
+            DataError: see `end_of_text`.
+        """
+
+    @property
+    def end_of_text(self) -> int:
+        """The id behind every text.
+
+        Raises:
+            DataError: nothing says which it is.
+        """
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """Token ids of each text; with `special`, also those that the tokenizer itself puts around a text."""
@@ -34,8 +54,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become replacement characters."""
 
-    def byte_lengths(self) -> npt.NDArray[np.int64]:
-        """(vocab_size,) bytes of text that each id stands for; 0 for special tokens."""
+    def byte_lengths(self) -> npt.NDArray[np.int64] | None:
+        """(vocab_size,) bytes of text that each id stands for, 0 for special tokens; None where a token alone does not say."""
 
     def save(self, directory: Path) -> None:
         """Write what `load_tokenizer` needs to `directory`."""
@@ -50,7 +70,8 @@ class ByteTokenizer:
         if vocab_size < _NUM_BYTES:
             raise DataError(f"plain bytes need a vocabulary of at least {_NUM_BYTES}, the model has {vocab_size}; raise vocab_size in the config")
         self.vocab_size = min(vocab_size, _NUM_BYTES + 1)
-        self.end_of_text = _NUM_BYTES if vocab_size > _NUM_BYTES else ord("\n")
+        self.end_of_text = self.begin_of_text = _NUM_BYTES if vocab_size > _NUM_BYTES else ord("\n")
+        self.special = Special(self.begin_of_text, (self.end_of_text,))
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """Bytes of each text in UTF-8; nothing is put around them."""
@@ -71,15 +92,20 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A byte-level BPE held by the `tokenizers` package."""
+    """A tokenizer held by the `tokenizers` package.
+
+    Args:
+        inner: that package's.
+        directory: where it came from, with the files beside it; None if it was made here.
+    """
 
     name = "bpe"
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, directory: Path | None = None) -> None:
         self.inner = inner
-        self.vocab_size = int(inner.get_vocab_size())
-        end = inner.token_to_id(END_OF_TEXT)
-        self.end_of_text = int(end) if end is not None else 0
+        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids may have holes
+        self.special = read_special(directory, inner)
+        self._where = directory or "the tokenizer"
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """Token ids of each text; with `special`, as the file's own template has them."""
@@ -89,17 +115,43 @@ class BpeTokenizer:
         """The text of `ids`, special tokens left out."""
         return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
-    def byte_lengths(self) -> npt.NDArray[np.int64]:
-        """(vocab_size,) bytes: in the byte-level alphabet one character of a token stands for one byte."""
+    @property
+    def begin_of_text(self) -> int:
+        """The id that the tokenizer puts before a text itself, else that of the end of the text before."""
+        bos = self.special.bos
+        return self.end_of_text if bos is None or self.inner.encode("", add_special_tokens=True).ids[:1] != [bos] else bos
+
+    @property
+    def end_of_text(self) -> int:
+        """The first of the ids that end a text."""
+        if not self.special.eos:
+            raise DataError(
+                f"nothing at {self._where} says which token ends a text; put its model's tokenizer_config.json beside {FILE_NAME}, or write one, "
+                f'for example {{"eos_token": "</s>"}} with a token that is there'
+            )
+        return self.special.eos[0]
+
+    def byte_lengths(self) -> npt.NDArray[np.int64] | None:
+        """(vocab_size,) bytes: in the byte-level alphabet one character of a token stands for one byte. None for other alphabets."""
+        if not _is_byte_level(self.inner):
+            return None
         lengths = np.zeros(self.vocab_size, np.int64)
-        special = set(self.inner.get_added_tokens_decoder())
+        added = self.inner.get_added_tokens_decoder()
         for token, index in self.inner.get_vocab().items():
-            lengths[index] = 0 if index in special else len(token)
+            lengths[index] = len(token) if index not in added else 0 if added[index].special else len(token.encode("utf-8"))
         return lengths
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json."""
+        """Write tokenizer.json and the files that belong to it."""
         self.inner.save(str(directory / FILE_NAME), pretty=False)
+        for name, content in self.special.files.items():
+            (directory / name).write_text(content, encoding="utf-8")
+
+
+def _is_byte_level(inner: Any) -> bool:
+    """Whether tokens are written in the alphabet of bytes (Radford et al., 2019), which their decoder reads."""
+    decoder = None if inner.decoder is None else json.loads(inner.decoder.__getstate__())
+    return decoder is not None and decoder["type"] == "ByteLevel"
 
 
 def have_tokenizers() -> bool:
@@ -122,9 +174,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     from tokenizers import Tokenizer as Inner
 
     try:
-        return BpeTokenizer(Inner.from_file(str(file)))
+        inner = Inner.from_file(str(file))
     except Exception as error:  # the package raises bare Exception for any broken file
-        raise DataError(f"{file} is not a tokenizer file: {error}") from None
+        raise DataError(f"{file} is not a tokenizer file: {error}; copy it again") from None
+    return BpeTokenizer(inner, file.parent)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

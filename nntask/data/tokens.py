@@ -133,12 +133,12 @@ def _dtype_of(path: Path) -> np.dtype[Any]:
     except FileNotFoundError:
         return DTYPES["uint16"]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {sidecar}: {error}") from None
+        raise DataError(f"cannot read {sidecar}: {error}; mend it, or remove it if the ids are uint16") from None
     try:
         name = json.loads(text)["dtype"]
         return DTYPES[name]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f'{sidecar} must be {{"dtype": "uint16"}} or {{"dtype": "uint32"}}, got {text[:80]!r}') from None
+        raise DataError(f'{sidecar} must be {{"dtype": "uint16"}} or {{"dtype": "uint32"}}, got {text[:80]!r}; write one of them') from None
 
 
 def write_sidecar(path: Path, dtype: np.dtype[Any]) -> None:

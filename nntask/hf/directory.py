@@ -6,7 +6,6 @@ holds a whole tensor. Values that are not finite are refused then, and name and 
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +17,13 @@ import numpy.typing as npt
 
 from tiles import TileTensor
 
-from ..errors import DataError, StorageError, UsageError
-from ..fileranges import FileRange
-from ..models.registry import FAMILIES, Family
+from ..errors import DataError, StorageError
+from ..fileranges import FileRange, windows
+from ..finite import first_not_finite
+from ..jsonfile import read_object
+from ..models.registry import Family, config_from_json, family_of
 from ..tensorfile import STORAGE, TensorFile
-from .shadow import Shadow, blanks, shapes_of
+from .shadow import Shadow, blanks, shapes_of, ties_of
 
 CONFIG: Final = "config.json"
 SINGLE: Final = "model.safetensors"
@@ -30,8 +31,6 @@ INDEX: Final = "model.safetensors.index.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "model.pt", "pytorch_model.pt")
 _SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS: Final = (np.dtype(np.float64), *STORAGE.values())
-_LARGEST_INDEX: Final = 100 << 20
-_CHECKED_AT_ONCE: Final = 1 << 16
 
 
 def read_config(directory: Path) -> Any:
@@ -42,8 +41,7 @@ def read_config(directory: Path) -> Any:
         UsageError: the config is of another family, or breaks a rule.
     """
     _check_directory(directory)
-    file, values = _config_values(directory)
-    return _family(file, values).config.from_dict(values, str(file))
+    return config_from_json(directory, "give a directory as transformers' save_pretrained writes it")
 
 
 def _check_directory(directory: Path) -> None:
@@ -52,27 +50,6 @@ def _check_directory(directory: Path) -> None:
         raise DataError(f"{directory} is {what}; give the directory with {CONFIG} and safetensors{_conversion(directory.parent, directory.suffix)}")
     if not directory.is_dir():
         raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
-
-
-def _config_values(directory: Path) -> tuple[Path, dict[str, Any]]:
-    file = directory / CONFIG
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}; give a directory as transformers' save_pretrained writes it") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not whole JSON: {error}; copy it again") from None
-    if not isinstance(values, dict):
-        raise DataError(f"{file} is not the config of a model: it must be a JSON object; copy it again")
-    return file, values
-
-
-def _family(file: Path, values: Mapping[str, Any]) -> Family:
-    kind = values.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise UsageError(f"model_type in {file} must be one of {', '.join(FAMILIES)}, got {json.dumps(kind)}; use a model of one of these families")
-    return family
 
 
 def _conversion(directory: Path, suffix: str = ".bin") -> str:
@@ -118,31 +95,50 @@ class ModelDirectory:
                 where = "has a tensor" if wrong[0] in found else "lacks the tensor"
                 raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
             ranges.update(found)
-        return cls(path, config, _family(*_config_values(path)), ranges)
+        return cls(path, config, family_of(config), ranges)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare names and shapes with those of a model, under our names.
+        """Compare names and shapes with those of a model, under our names; and a head that is tied, where the files have one, with the embedding.
 
         Raises:
-            DataError: the first tensor that is misshapen, missing, or not expected.
+            DataError: the first tensor that is misshapen, missing, twice there, or not expected; or the head is another than the embedding.
         """
-        expected = shapes_of(self.family.to_hf(blanks(shapes), self.config))
+        stand_ins = self.family.to_hf(blanks(shapes), self.config)
+        expected, ties = shapes_of(stand_ins), ties_of(stand_ins)
         prefixes = {name.partition(".")[0] for name in expected}
-        theirs = {}
+        theirs: dict[str, str] = {}
         for name, each in self.ranges.items():
-            known = next((long for long in (name, *(f"{prefix}.{name}" for prefix in prefixes)) if long in expected), None)
+            known = next((long for long in (name, *(f"{prefix}.{name}" for prefix in prefixes)) if long in stand_ins), None)
             if known is None:
                 continue
+            if known in theirs:
+                raise DataError(f"{self.path} has both {theirs[known]} and {name}, which are the same weight; remove the one that is wrong")
             theirs[known] = name
-            if each.shape != expected[known]:
-                raise DataError(
-                    f"{name} in {self._where(name)} has shape {each.shape}, {CONFIG} makes it {expected[known]}; copy both from one model"
-                )
+            shape = expected[ties.get(known, known)]
+            if each.shape != shape:
+                raise DataError(f"{name} in {self._where(name)} has shape {each.shape}, {CONFIG} makes it {shape}; copy both from one model")
         if missing := [name for name in expected if name not in theirs]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(
                 f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
             )
+        self._check_elements(shapes)
+        for tied, name in ties.items():
+            if tied in theirs and not _is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
+                raise DataError(
+                    f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
+                    f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the former'
+                )
+
+    def _check_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that every tensor is one of the model's, and of a type that weights have.
+
+        Raises:
+            DataError: one is not.
+        """
+        if empty := [name for name, each in self.ranges.items() if 0 in each.shape]:
+            shape = self.ranges[empty[0]].shape
+            raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and holds nothing; remove it, or copy the file again")
         shadow = Shadow(self.ranges)
         for ours, array in self.family.from_hf(shadow.arrays(), self.config).items():
             name = shadow.name_of(array)
@@ -152,7 +148,10 @@ class ModelDirectory:
                     "of this config lacks; remove it, or copy both from one model"
                 )
             if self.ranges[name].dtype not in _FLOATS:
-                raise DataError(f"{name} in {self._where(name)} holds {self.ranges[name].dtype.name}; weights must be F32, F16 or BF16")
+                kind = self.ranges[name].dtype.name
+                raise DataError(
+                    f"{name} in {self._where(name)} holds {kind}, and weights must be F32, F16 or BF16; convert it, or copy the right one"
+                )
 
     def weights(self) -> dict[str, tuple[str, FileRange]]:
         """Our name -> the name of the tensor in the files that holds the weight, and its range; `check` before."""
@@ -196,28 +195,31 @@ def _files(path: Path) -> dict[str, set[str] | None]:
         shards = sorted(path.glob("model-*-of-*.safetensors"))
         if shards:
             raise DataError(f"{path} has {shards[0].name} and no {INDEX}; copy the directory again as a whole")
-        pickles = [name for name in _PICKLES if (path / name).exists()]
-        if pickles:
+        if pickles := [name for name in _PICKLES if (path / name).exists()] or sorted(each.name for each in path.glob("pytorch_model-*-of-*.bin")):
             raise DataError(f"{path} has its weights in {pickles[0]}, a torch pickle, which is never loaded here{_conversion(path)}")
+        if metas := sorted(path.glob("consolidated*.pth")):
+            target = shlex.quote(f"{path}-safetensors")
+            raise DataError(
+                f"{path} has its weights in {metas[0].name}, a torch pickle as Meta writes them, which is never loaded here; convert it with a "
+                "transformers below 5: python -m transformers.models.llama.convert_llama_weights_to_hf "
+                f"--input_dir {shlex.quote(str(path))} --model_size SIZE --output_dir {target}, SIZE for example 8B, then give {target}"
+            )
         raise DataError(f"{path} has no weights; it needs {SINGLE}, or shards and {INDEX}")
     return _indexed(path)
 
 
 def _indexed(path: Path) -> dict[str, set[str] | None]:
     index = path / INDEX
-    try:
-        if index.stat().st_size > _LARGEST_INDEX:
-            raise ValueError("it is larger than 100 MiB")
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        found: dict[str, set[str] | None] = {}
-        for tensor, name in places.items():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{tensor} is in {name!r}, which is no file name")
-            tensors = found.setdefault(name, set())
-            assert tensors is not None  # a set from the start
-            tensors.add(tensor)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{index} is not an index of safetensors files: {error}; copy it again") from None
+    places = read_object(index, "the index").get("weight_map")
+    if not isinstance(places, dict):
+        raise DataError(f"{index} is not an index of safetensors files: it has no weight_map; copy it again")
+    found: dict[str, set[str] | None] = {}
+    for tensor, name in places.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise DataError(f"{index} is not an index of safetensors files: {tensor} is in {name!r}, which is no file name; copy it again")
+        tensors = found.setdefault(name, set())
+        assert tensors is not None  # a set from the start
+        tensors.add(tensor)
     for name in found:
         if not (path / name).exists():
             raise DataError(f"{path} has no {name}, which {INDEX} names; copy the missing file")
@@ -225,6 +227,18 @@ def _indexed(path: Path) -> dict[str, set[str] | None]:
     if surplus := sorted(shards - set(found)):
         raise DataError(f"{index} does not name {surplus[0]}, which lies beside it; copy the directory again as a whole")
     return found
+
+
+def _is_equal(one: FileRange, other: FileRange) -> bool:
+    """Whether two ranges of a shape hold the same values, read a few MiB at a time."""
+    for window in windows(one.shape, max(one.dtype.itemsize, other.dtype.itemsize)):
+        left, right = one[window], other[window]
+        ours, theirs = np.empty(left.shape, left.dtype), np.empty(right.shape, right.dtype)
+        left.read(ours)
+        right.read(theirs)
+        if not np.array_equal(ours, theirs):
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +270,8 @@ class TileSource:
             self.place.read(out, np.frombuffer(scratch, np.uint8))
         except StorageError as error:
             raise StorageError(f"{self.name} was lost: {error}") from error
-        flat = out.reshape(-1)
-        for first in range(0, len(flat), _CHECKED_AT_ONCE):
-            finite = np.isfinite(flat[first : first + _CHECKED_AT_ONCE])
-            if not finite.all():
-                raise DataError(
-                    f"{self.name} in {self.place.file.path} holds {flat[first + int(np.argmin(finite))]}, as {out.dtype.name}, and weights must be "
-                    "finite; use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
-                )
+        if (bad := first_not_finite(out)) is not None:
+            raise DataError(
+                f"{self.name} in {self.place.file.path} holds {bad}, as {out.dtype.name}, and weights must be finite; "
+                "use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
+            )

@@ -1,14 +1,13 @@
 """Checkpoints as model directories that transformers loads, written without torch or transformers.
 
 Every element goes from its place in the checkpoint straight to its place in the new files, a few MiB at a time; where it belongs is what `from_hf`
-says about the files to be (`shadow`). The directory is written under another name beside its own, forced to disk, and renamed.
+says about the files to be (`shadow`). The directory appears whole or not at all (`nntask.writing`).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,18 +19,25 @@ import numpy.typing as npt
 
 from ..checkpoints import Checkpoint
 from ..data import Tokenizer
+from ..data.special import Special
 from ..errors import DataError, Diverged, StorageError, UsageError
-from ..fileranges import FileRange, OpenFile, strides_of
+from ..fileranges import FileRange, OpenFile, strides_of, windows
+from ..finite import first_not_finite
+from ..jsonfile import read_object
 from ..merge import Weight, weights_of
-from ..models.registry import family_of
+from ..models.registry import FAMILIES, family_of
 from ..tensorfile import STORAGE, header_of
+from ..writing import written_aside
 from .directory import CONFIG, INDEX, SINGLE
 from .shadow import Shadow, blanks, shapes_of
-from .tokenizers import tokenizer_files
+from .tokenizers import as_text, tokenizer_files
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
-_PIECE_NBYTES: Final = 8 << 20
-_TEMPORARY: Final = ".writing-"
+_OURS: Final = re.compile(
+    r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(adapter_|generation_|tokenizer_)?config\.json|"
+    r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"
+)
+"""Names of files that save_pretrained or we write."""
 _KIND_NAMES: Final = {STORAGE["fp32"]: "float32", STORAGE["fp16"]: "float16", STORAGE["bf16"]: "bfloat16"}
 
 
@@ -48,19 +54,27 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
     """Check that a model directory may be written to `path`; creates nothing.
 
     Raises:
-        UsageError: something is there, and `force` is off or what is there is no model directory.
+        UsageError: something is there, and `force` is off, or it holds anything but the files of a model that save_pretrained or we write.
     """
     ours, target = source.path.resolve(), path.resolve()
     if target == ours or target in ours.parents or ours in target.parents:
         raise UsageError(f"{path} holds the checkpoint that is exported, or lies in it; name another directory")
-    if path.is_file() or path.is_symlink():
-        raise UsageError(f"{path} is not a directory; name another one")
-    if not path.exists():
+    there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+    if path.is_symlink() or not there.is_dir():
+        raise UsageError(f"{there} is not a directory; name another one")
+    if there != path:
         return
-    names = {entry.name for entry in path.iterdir()}
     if not force:
         raise UsageError(f"{path} exists; name another directory, or replace it with --force")
-    if names and not names & {CONFIG, ADAPTER_CONFIG}:
+    if surplus := sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name) or entry.is_symlink() or not entry.is_file()):
+        raise UsageError(
+            f"{path} has {surplus[0]}, and --force replaces directories that hold a model and nothing else; name another directory, or move it away"
+        )
+    if (path / CONFIG).exists():
+        kind = read_object(path / CONFIG, "the config").get("model_type")
+        if kind not in FAMILIES:
+            raise UsageError(f"{path} holds a model of type {kind!r}, and --force replaces those of {', '.join(FAMILIES)}; name another directory")
+    elif any(path.iterdir()) and not (path / ADAPTER_CONFIG).exists():
         raise UsageError(f"{path} has no {CONFIG}, and --force replaces model directories only; name another directory, or remove this one")
 
 
@@ -82,10 +96,10 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
 
     def write(directory: Path) -> Exported:
         done = _write_weights(source.config, weights, directory, dtype, shard_nbytes)
-        end = None if tokenizer is None else tokenizer.end_of_text
+        ids = (Special() if tokenizer is None else tokenizer.special).to_dict()
         kind = _KIND_NAMES[kind_of({each.dtype for each in weights.values()}, dtype)]
         # transformers 5 says dtype where 4 said torch_dtype
-        write_json(directory / CONFIG, {**source.config.to_dict(), "bos_token_id": end, "eos_token_id": end, "dtype": kind, "torch_dtype": kind})
+        write_json(directory / CONFIG, {**source.config.to_dict(), **ids, "dtype": kind, "torch_dtype": kind})
         write_tokenizer(directory, tokenizer, source.config.n_positions)
         return done
 
@@ -93,24 +107,17 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
 
 
 def write_directory(path: Path, write: Callable[[Path], Exported]) -> Exported:
-    """Make a directory beside `path` under another name, let `write` fill it, force it to disk and rename it.
+    """Let `write` fill a new directory, which gets the name `path` when it is whole (`nntask.writing`).
 
     Raises:
-        StorageError: the disk is full or failed; nothing was replaced.
+        StorageError: the disk is full or failed; what was there is there still, or the message says where it lies.
     """
-    target = path.absolute()
-    temporary = target.with_name(f"{_TEMPORARY}{target.name}-{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        done = write(temporary)
-        _sync_all(temporary)
-        _put_in_place(temporary, target)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another directory") from error
-        raise
-    return done
+        with written_aside(path) as new:
+            new.mkdir()
+            return write(new)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another directory") from error
 
 
 def kind_of(kinds: set[np.dtype[Any]], dtype: str) -> np.dtype[Any]:
@@ -182,10 +189,7 @@ def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[A
 
 def _pieces(source: Weight) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
     """Rows of a tensor, and where they lie in it."""
-    row = prod(source.shape[1:]) * source.dtype.itemsize
-    rows = max(1, _PIECE_NBYTES // row)
-    for first in range(0, source.shape[0], rows):
-        window = (slice(first, min(first + rows, source.shape[0])), *(slice(0, extent) for extent in source.shape[1:]))
+    for window in windows(source.shape, source.dtype.itemsize):
         part = source[window]
         piece = np.empty(part.shape, part.dtype)
         part.read(piece)
@@ -201,8 +205,8 @@ def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.ND
     """
     with np.errstate(over="ignore"):
         values: npt.NDArray[Any] = piece.astype(kind)
-    if not np.isfinite(values).all():
-        if np.isfinite(piece).all():
+    if first_not_finite(values) is not None:
+        if first_not_finite(piece) is None:
             raise UsageError(f"{name} holds values too large for {kind.name}; use --dtype bf16 or fp32")
         raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint")
     return values
@@ -211,29 +215,10 @@ def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.ND
 def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: int) -> None:
     """The files of a tokenizer, if there is one."""
     if tokenizer is not None:
-        for name, values in tokenizer_files(tokenizer, n_positions).items():
-            write_json(directory / name, values)
+        for name, text in tokenizer_files(tokenizer, n_positions).items():
+            (directory / name).write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """A file of readable JSON."""
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync_all(directory: Path) -> None:
-    """Force the files and the directory to disk."""
-    for place in (*directory.iterdir(), directory):
-        fd = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename the finished directory; one that is there goes only when the new one is whole."""
-    old = temporary.with_name(f"{temporary.name}-old")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(temporary, target)
-    shutil.rmtree(old, ignore_errors=True)
+    path.write_text(as_text(values), encoding="utf-8")

@@ -70,6 +70,12 @@ def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ..
     return found
 
 
+def ties_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
+    """Names that stand for an array with an earlier name -> that name."""
+    first: dict[int, str] = {}
+    return {name: first[id(array)] for name, array in arrays.items() if first.setdefault(id(array), name) != name}
+
+
 def names_of(family: Family, config: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """Our names of a model's weights -> the names of the tensors that hold them in the family's files.
 

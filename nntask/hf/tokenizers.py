@@ -1,4 +1,4 @@
-"""Tokenizers as ``AutoTokenizer`` loads them: tokenizer.json, and tokenizer_config.json with what that lacks.
+"""Tokenizers as ``AutoTokenizer`` loads them: tokenizer.json, and tokenizer_config.json with what that lacks, unless one came with the tokenizer.
 
 Plain bytes become a BPE without merges over the byte alphabet of GPT-2 (Radford et al., 2019, ``bytes_to_unicode``), whose ids are the bytes.
 """
@@ -7,27 +7,36 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ..data import TOKENIZER, ByteTokenizer, Tokenizer
-from ..data.tokenizer import END_OF_TEXT
+from ..data.special import END_OF_TEXT, TOKENIZER_CONFIG
 
-CONFIG: Final = "tokenizer_config.json"
 _PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
-def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, dict[str, Any]]:
-    """Names and contents of a tokenizer's files.
+def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
+    """Names and contents of a tokenizer's files; those that came with it are among them as they were.
 
     Args:
         longest: most tokens the model takes.
     """
     content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else _saved(tokenizer)
-    end = next((token["content"] for token in content.get("added_tokens", []) if token["id"] == tokenizer.end_of_text and token.get("special")), None)
-    special = {} if end is None else {"bos_token": end, "eos_token": end, "unk_token": end}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest, "clean_up_tokenization_spaces": False, **special}
-    return {TOKENIZER: content, CONFIG: about}
+    words = {token["id"]: token["content"] for token in content.get("added_tokens", []) if token.get("special")}
+    special = tokenizer.special
+    named = {"bos_token": words.get(special.bos), "eos_token": words.get(special.eos[0]) if special.eos else None}
+    if named["eos_token"] == END_OF_TEXT:
+        named["unk_token"] = END_OF_TEXT  # as GPT-2 has it
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest, "clean_up_tokenization_spaces": False}
+    about |= {key: word for key, word in named.items() if word is not None}
+    return {TOKENIZER: as_text(content), TOKENIZER_CONFIG: as_text(about), **special.files}
+
+
+def as_text(values: Mapping[str, Any]) -> str:
+    """Readable JSON."""
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def _saved(tokenizer: Tokenizer) -> dict[str, Any]:

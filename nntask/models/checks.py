@@ -8,14 +8,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import DataError, UsageError
+from ..jsonfile import read_json
+
+LARGEST_COUNT: Final = (1 << 31) - 1
+LARGEST_DEPTH: Final = 1 << 14
+"""Most blocks; each takes objects of ours before anything can say that it does not fit."""
 
 
-def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
+def read_config(path: str | os.PathLike[str], advice: str = "check --config-path") -> tuple[Any, str]:
     """Decoded JSON of a file, or of the ``config.json`` of a directory; and the file's name for messages.
+
+    Args:
+        advice: what to do where it cannot be read.
 
     Raises:
         DataError: the file cannot be read or is not JSON.
@@ -23,12 +32,7 @@ def read_json(path: str | os.PathLike[str]) -> tuple[Any, str]:
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8")), str(file)
-    except OSError as error:
-        raise DataError(f"the config {file} cannot be read: {error.strerror}; check --config-path") from None
-    except ValueError as error:
-        raise DataError(f"the config {file} is not whole JSON: {error}; copy it again") from None
+    return read_json(file, "the config", advice), str(file)
 
 
 def check_object(values: object, source: str, key: str) -> None:
@@ -41,8 +45,8 @@ def check_object(values: object, source: str, key: str) -> None:
         raise UsageError(f"{source} must be a JSON object with keys like {key}, got {json_type(values)}; write {{...}}")
 
 
-def check_count(key: str, value: object, source: str, usual: int) -> None:
-    """Check for a whole number of at least 1.
+def check_count(key: str, value: object, source: str, usual: int, most: int = LARGEST_COUNT) -> None:
+    """Check for a whole number from 1 to `most`.
 
     Args:
         usual: a legal value, for the message.
@@ -55,10 +59,12 @@ def check_count(key: str, value: object, source: str, usual: int) -> None:
             near = int(value)  # type: ignore[call-overload]
         except (TypeError, ValueError, OverflowError):
             near = 0
-        near = near if near > 0 and type(value) is not bool else usual
+        near = near if 0 < near <= most and type(value) is not bool else usual
         raise UsageError(f'{key} in {source} must be a whole number, got {shown(value)}; write for example "{key}": {near}')
     if value < 1:
-        raise UsageError(f"{key} in {source} must be at least 1, got {value}; the nearest legal value is 1")
+        raise UsageError(f"{key} in {source} must be at least 1, got {_short(value)}; the nearest legal value is 1")
+    if value > most:
+        raise UsageError(f"{key} in {source} must be at most {most}, got {_short(value)}; the nearest legal value is {most}")
 
 
 def check_positive(key: str, value: object, source: str, usual: float) -> None:
@@ -69,7 +75,7 @@ def check_positive(key: str, value: object, source: str, usual: float) -> None:
     """
     number = _number(key, value, source, usual)
     if not 0 < number < float("inf"):
-        raise UsageError(f'{key} in {source} must be positive, got {value}; write for example "{key}": {usual}')
+        raise UsageError(f'{key} in {source} must be positive and finite, got {_short(value)}; write for example "{key}": {usual}')
 
 
 def check_probability(key: str, value: object, source: str) -> None:
@@ -79,13 +85,16 @@ def check_probability(key: str, value: object, source: str) -> None:
         UsageError: it is none.
     """
     if not 0 <= _number(key, value, source, 0.1) < 1:
-        raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {value}; write 0 for no dropout")
+        raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {_short(value)}; write 0 for no dropout")
 
 
 def _number(key: str, value: object, source: str, usual: float) -> float:
     if type(value) not in (int, float):
         raise UsageError(f'{key} in {source} must be a number, got {shown(value)}; write for example "{key}": {usual}')
-    return float(value)  # type: ignore[arg-type]
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return float("inf")
 
 
 def check_switch(key: str, value: object, source: str) -> None:
@@ -115,16 +124,36 @@ def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> 
         UsageError: it is not.
     """
     if value % by:
-        near = min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: (abs(n - by), n))
+        halves = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
+        near = min((*halves, *(value // n for n in halves)), key=lambda n: (abs(n - by), n))
         raise UsageError(
             f"{key} in {source} must be divisible by {by_key}, got {key} {value} and {by_key} {by}; the nearest legal {by_key} is {near}"
         )
 
 
+def check_head(arrays: Mapping[str, object], name: str, *, is_tied: bool) -> None:
+    """Check that weights that were translated to our names hold a head, unless it is the embedding.
+
+    Args:
+        name: of the head in the family's files.
+
+    Raises:
+        DataError: it is missing.
+    """
+    if not is_tied and "lm_head" not in arrays:
+        raise DataError(f"the weights lack {name}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
+
+
+def _short(value: object) -> str:
+    """A value as messages show it, however many digits it has."""
+    digits = str(value)
+    return digits if len(digits) <= 40 else f"{digits[:20]}... of {len(digits)} characters"
+
+
 def shown(value: object) -> str:
     """A value as JSON would have it, and its type."""
     is_json = value is None or isinstance(value, (bool, int, float, str, list, dict))
-    return f"{json.dumps(value)} ({json_type(value)})" if is_json else f"{value!r} of type {type(value).__name__}"
+    return f"{json.dumps(value)[:80]} ({json_type(value)})" if is_json else f"{value!r} of type {type(value).__name__}"
 
 
 def json_type(value: object) -> str:

@@ -14,7 +14,18 @@ from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
 from . import llama_config
-from .checks import check_choice, check_count, check_divisible, check_object, check_positive, check_probability, check_switch, read_json
+from .checks import (
+    LARGEST_COUNT,
+    LARGEST_DEPTH,
+    check_choice,
+    check_count,
+    check_divisible,
+    check_object,
+    check_positive,
+    check_probability,
+    check_switch,
+    read_config,
+)
 from .interface import ModelConfig
 
 ACTIVATIONS: Final = {
@@ -149,7 +160,7 @@ class GPT2Config:
             DataError: the file cannot be read or is not JSON.
             UsageError: see `from_dict`.
         """
-        return cls.from_dict(*read_json(path))
+        return cls.from_dict(*read_config(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Values as Hugging Face's JSON has them; ``GPT2LMHeadModel`` loads them."""
@@ -172,7 +183,7 @@ def _check(values: Mapping[str, Any], source: str) -> None:
     for key in (*_REQUIRED, "n_inner"):
         value = values.get(key, 1)
         if key != "n_inner" or value is not None:
-            check_count(key, value, source, _DEFAULTS[key])
+            check_count(key, value, source, _DEFAULTS[key], LARGEST_DEPTH if key == "n_layer" else LARGEST_COUNT)
     for key in _PROBABILITIES:
         check_probability(key, values.get(key, 0.1), source)
     for key in _POSITIVE:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from .checks import check_head
 from .config import GPT2Config
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -69,6 +70,5 @@ def from_hf(state: Mapping[str, npt.NDArray[Any]], config: GPT2Config) -> Arrays
                 arrays[f"{layer}.attn.{part}.{kind}"] = piece
         else:
             arrays[name] = array
-    if not config.tie_word_embeddings and "lm_head" not in arrays:
-        raise DataError(f"the weights lack {_HEAD}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
+    check_head(arrays, _HEAD, is_tied=config.tie_word_embeddings)
     return arrays

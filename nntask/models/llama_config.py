@@ -2,6 +2,7 @@
 
 Rules: the six keys that fix the shape must be there, everything else has Hugging Face's default, keys we do not know are ignored. Rotary scaling is
 read as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters`` (transformers 5), and written the first way, which both read.
+Where a file has both, they must say the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .checks import check_choice, check_count, check_divisible, check_object, check_positive, check_probability, check_switch, read_json, shown
+from .checks import (
+    LARGEST_COUNT,
+    LARGEST_DEPTH,
+    check_choice,
+    check_count,
+    check_divisible,
+    check_object,
+    check_positive,
+    check_probability,
+    check_switch,
+    read_config,
+    shown,
+)
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3")
 """Kinds of rotary scaling; yarn and longrope are not there."""
@@ -94,8 +107,9 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         _check(values, "the config")
-        if self.rope_scaling is not None:
-            _scaling(self.rope_scaling.to_dict(), self.max_position_embeddings, "the config")
+        if self.rope_scaling is not None:  # with defaults and element types as read from a file
+            scaling = _scaling(self.rope_scaling.to_dict(), self.max_position_embeddings, "the config")
+            object.__setattr__(self, "rope_scaling", scaling)
 
     @property
     def n_positions(self) -> int:
@@ -188,7 +202,7 @@ class LlamaConfig:
             DataError: the file cannot be read or is not JSON.
             UsageError: see `from_dict`.
         """
-        return cls.from_dict(*read_json(path))
+        return cls.from_dict(*read_config(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Values as Hugging Face's JSON has them; ``LlamaForCausalLM`` loads them."""
@@ -196,6 +210,7 @@ class LlamaConfig:
         return {"model_type": self.model_type, "architectures": ["LlamaForCausalLM"], **values}
 
 
+_ORIGINAL: Final = "original_max_position_embeddings"
 _REQUIRED: Final = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _OPTIONAL: Final = ("num_key_value_heads", "head_dim")
 _POSITIVE: Final = ("initializer_range", "rms_norm_eps", "rope_theta")
@@ -229,7 +244,7 @@ def _check(values: Mapping[str, Any], source: str) -> None:
     for key in (*_REQUIRED, *_OPTIONAL):
         value = values.get(key)
         if key in _REQUIRED or value is not None:
-            check_count(key, value, source, _EXAMPLES[key])
+            check_count(key, value, source, _EXAMPLES[key], LARGEST_DEPTH if key == "num_hidden_layers" else LARGEST_COUNT)
     for key in _POSITIVE:
         check_positive(key, values.get(key, 1.0), source, _EXAMPLES[key])
     check_probability("attention_dropout", values.get("attention_dropout", 0.0), source)
@@ -248,14 +263,52 @@ def _check(values: Mapping[str, Any], source: str) -> None:
 
 
 def _rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` of either format, where they are there."""
-    found = {key: values[key] for key in ("rope_theta", "rope_scaling") if key in values}
-    parameters = values.get("rope_parameters")
-    if parameters is not None:
-        check_object(parameters, f"rope_parameters in {source}", "rope_theta")
-        found["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
-        found |= {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+    """``rope_theta`` and ``rope_scaling`` of either format, where they are there.
+
+    What transformers 5.23 takes where a number stands in two places is decided by the place; here the two must be equal.
+
+    Raises:
+        UsageError: they are not, or are no objects.
+    """
+    scalings: dict[str, dict[str, Any]] = {}
+    thetas, originals = ({key: values[key]} if values.get(key) is not None else {} for key in ("rope_theta", _ORIGINAL))
+    for key in ("rope_parameters", "rope_scaling"):
+        if values.get(key) in (None, {}):
+            continue
+        check_object(values[key], f"{key} in {source}", "rope_type")
+        scaling = dict(values[key])
+        if "type" in scaling:
+            scaling.setdefault("rope_type", scaling.pop("type"))
+        thetas |= {key: scaling.pop("rope_theta")} if "rope_theta" in scaling else {}
+        originals |= {key: scaling[_ORIGINAL]} if _ORIGINAL in scaling else {}
+        scalings[key] = scaling
+    found: dict[str, Any] = {"rope_scaling": next(iter(scalings.values()), None)}
+    if thetas:
+        found["rope_theta"] = _agreed("rope_theta", thetas, source)
+    own = {key: (values[key] or {}).get("rope_theta", values.get("rope_theta")) for key in scalings}  # one scaling does not complete another
+    _agreed("rotary scaling", {key: {"rope_type": "default", **scaling, "rope_theta": own[key]} for key, scaling in scalings.items()}, source)
+    if found["rope_scaling"] is not None:
+        own = {_ORIGINAL: _agreed(_ORIGINAL, originals, source)} if originals else {}
+        partial = {key: values[key] for key in ("partial_rotary_factor",) if key in values}
+        found["rope_scaling"] = {**partial, **found["rope_scaling"], **own}
+    elif values.get("partial_rotary_factor") not in (None, 1):
+        found["rope_scaling"] = {"rope_type": "default", "partial_rotary_factor": values["partial_rotary_factor"]}
     return found
+
+
+def _agreed(what: str, places: Mapping[str, Any], source: str) -> Any:
+    """The value that all places have; None where there is no place.
+
+    Raises:
+        UsageError: they have several.
+    """
+    value = next(iter(places.values()), None)
+    for key, other in places.items():
+        if other != value:
+            raise UsageError(
+                f"{source} has {what} twice, {shown(value)} in {next(iter(places))} and {shown(other)} in {key}; remove the one that is wrong"
+            )
+    return value
 
 
 def _scaling(values: object, longest: int, source: str) -> RopeScaling | None:
@@ -287,8 +340,8 @@ def _scaling(values: object, longest: int, source: str) -> RopeScaling | None:
         raise UsageError(f"factor in {where} must be at least 1, got {values['factor']}; the nearest legal value is 1")
     if kind != "llama3":
         return RopeScaling(rope_type=kind, factor=float(values["factor"]))
-    original = values.get("original_max_position_embeddings", longest)
-    check_count("original_max_position_embeddings", original, where, _EXAMPLES["original_max_position_embeddings"])
+    original = values.get(_ORIGINAL, longest)
+    check_count(_ORIGINAL, original, where, _EXAMPLES[_ORIGINAL])
     low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
     if low >= high:
         raise UsageError(f"low_freq_factor in {where} must be below high_freq_factor, got {low} and {high}; write for example 1.0 and 4.0")

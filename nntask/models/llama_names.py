@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
-from ..errors import DataError
+from .checks import check_head
 from .llama_config import LlamaConfig
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -47,6 +47,5 @@ def from_hf(state: Mapping[str, npt.NDArray[Any]], config: LlamaConfig) -> Array
                 arrays["lm_head"] = array
         elif not theirs.endswith(_FREQUENCIES):
             arrays[theirs.removeprefix(_PREFIX)] = array
-    if not config.tie_word_embeddings and "lm_head" not in arrays:
-        raise DataError(f"the weights lack {_HEAD}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
+    check_head(arrays, _HEAD, is_tied=config.tie_word_embeddings)
     return arrays

@@ -19,7 +19,7 @@ from scheduler import TaskRuntime
 from ..errors import UsageError
 from ..tiling import ModelTiling
 from . import gpt2_names, llama_names
-from .checks import check_object, read_json, shown
+from .checks import check_object, read_config, shown
 from .config import GPT2Config
 from .gpt2 import GPT2
 from .interface import ModelConfig
@@ -75,14 +75,17 @@ def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> M
     return config
 
 
-def config_from_json(path: str | os.PathLike[str]) -> ModelConfig:
+def config_from_json(path: str | os.PathLike[str], advice: str = "check --config-path") -> ModelConfig:
     """A config from a file in Hugging Face's format, or from a directory with a ``config.json``.
+
+    Args:
+        advice: what to do where it cannot be read.
 
     Raises:
         DataError: the file cannot be read or is not JSON.
         UsageError: see `config_from_dict`.
     """
-    return config_from_dict(*read_json(path))
+    return config_from_dict(*read_config(path, advice))
 
 
 def family_of(config: ModelConfig) -> Family:

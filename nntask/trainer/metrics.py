@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from typing import Any, TextIO
 from ..checkpoints import how_to_go_on
 from ..errors import StorageError
 from ..sizes import format_count, format_duration
+from ..writing import written_aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +166,11 @@ class Journal:
         self.path, self.timed_after = path, timed_after
         self.whole, self.own, self.timed = Totals(), Totals(), Totals()
         with self._storage_errors():
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            try:
-                with temporary.open("w", encoding="utf-8") as file:
-                    for line in iter_metrics(path) if keep_steps and path.is_file() else ():
-                        if line["step"] <= keep_steps:
-                            self.whole.add(line)
-                            file.write(to_json(line) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+            with written_aside(path) as new, new.open("w", encoding="utf-8") as file:
+                for line in iter_metrics(path) if keep_steps and path.is_file() else ():
+                    if line["step"] <= keep_steps:
+                        self.whole.add(line)
+                        file.write(to_json(line) + "\n")
             self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, record: StepRecord) -> None:

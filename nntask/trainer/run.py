@@ -361,7 +361,7 @@ def _print_sample(running: _Running) -> None:
         settings.run.sample_tokens,
         replace(_SAMPLE_SETTINGS, seed=settings.data.seed),
         vocab_size=tokenizer.vocab_size if tokenizer else None,
-        stop=[tokenizer.end_of_text] if tokenizer else (),
+        stop=tokenizer.special.eos if tokenizer else (),
     )
     new = [token for (token,) in takewhile(lambda _: not running.interrupts.pending(), drawn) if token is not None]
     text = tokenizer.decode([*prompt[1:], *new]) if tokenizer else " ".join(map(str, new))
@@ -369,7 +369,7 @@ def _print_sample(running: _Running) -> None:
 
 
 def _prompt(running: _Running) -> list[int]:
-    """Ids that the sample begins with: an end of text, and those of --prompt.
+    """Ids that the sample begins with: what stands before a text, and those of --prompt.
 
     Raises:
         UsageError: they are more than a sequence has.
@@ -377,9 +377,9 @@ def _prompt(running: _Running) -> list[int]:
     tokenizer, prompt, length = running.dataset.tokenizer, running.settings.run.prompt, running.stream.length
     if tokenizer is None:
         return [0]
-    ids = [tokenizer.end_of_text, *(int(i) for i in tokenizer.encode([prompt])[0])]
+    ids = [tokenizer.begin_of_text, *(int(i) for i in tokenizer.encode([prompt])[0])]
     if len(ids) > length:
-        raise UsageError(f"--prompt has {len(ids)} tokens with the end of text before it, and a sequence --seq-len = {length}; shorten it")
+        raise UsageError(f"--prompt has {len(ids)} tokens with the one before a text, and a sequence --seq-len = {length}; shorten it")
     return ids
 
 

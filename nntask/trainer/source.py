@@ -6,16 +6,17 @@ with what its tokenizer puts before a text, or, if nothing is given at all, with
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoints import STATE, Checkpoint, find_checkpoint, step_directories
 from ..data import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
+from ..data.special import GENERATION
 from ..errors import DataError, UsageError
 from ..hf.directory import CONFIG, ModelDirectory, read_config
+from ..jsonfile import read_object
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..tiling import ModelTiling
@@ -25,8 +26,6 @@ from .weights import load_model
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
-
-_GENERATION: Final = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +141,16 @@ class ModelSource:
         Raises:
             DataError: the directory's files say it in a way that is not known.
         """
-        end = tokenizer.end_of_text
         if self.checkpoint is not None:
-            return TextIds(tokenizer, (end,), None, frozenset([end]), tokenizer.vocab_size, adds_special=False)
-        values = _merged(self.path / CONFIG, self.path / _GENERATION)
+            return TextIds(tokenizer, (tokenizer.begin_of_text,), None, frozenset(tokenizer.special.eos), tokenizer.vocab_size, adds_special=False)
+        values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
         alone, stop = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
         return TextIds(tokenizer, (), alone[:1], frozenset(stop), self.config.vocab_size, adds_special=True)
+
+    def _object(self, name: str) -> Mapping[str, Any]:
+        """What is in a JSON file of the directory; nothing if it is not there."""
+        file = self.path / name
+        return read_object(file, "the file") if file.is_file() else {}
 
     def _ids(self, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
         """The ids under a key, which may be one number, a list, or null."""
@@ -174,19 +177,3 @@ class ModelSource:
             directory.attach(found.tensors())
             return found
         return load_model(self.checkpoint, tiling, runtime, settings)
-
-
-def _merged(*files: Path) -> dict[str, Any]:
-    """The objects in JSON files, later ones over earlier ones; a file that is not there is left out.
-
-    Raises:
-        DataError: a file is not whole JSON.
-    """
-    found: dict[str, Any] = {}
-    for file in files:
-        if file.is_file():
-            try:
-                found.update(json.loads(file.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError, RecursionError) as error:
-                raise DataError(f"{file} is not a JSON object: {error}; copy it again") from None
-    return found

@@ -54,7 +54,7 @@ class Residency(Replicas):
         """
         node_id, last, clock, several = task.node, self.last, self.clock, self.has_several
         replicas: list[Replica] = []
-        homeless: list[HandleRecord] = []  # written, and at home in a file so far
+        homeless: tuple[HandleRecord, ...] = ()  # written, and at home in a file so far
         grows = fetch = False
         for handle, mode in task.accesses:
             replica = handle.replicas.get(node_id)
@@ -75,7 +75,7 @@ class Residency(Replicas):
                 if mode != SCRATCH:
                     if several and FILE in handle.replicas:
                         if mode != R:
-                            homeless.append(handle)
+                            homeless += (handle,)
                     elif node_id == last:
                         self.claims.enter(replica, task.order)
                     elif last not in handle.replicas and not self._make_home(handle, task.order):
@@ -88,7 +88,7 @@ class Residency(Replicas):
             elif several and (replica.arriving or (mode != R and len(handle.replicas) > 1)):
                 fetch = True
                 if mode != R and FILE in handle.replicas:
-                    homeless.append(handle)
+                    homeless += (handle,)
             elif replica.state == "reserved" and mode != W:  # an empty home
                 if coherence.best_source(handle, None) is None:
                     self._take_back(replicas)

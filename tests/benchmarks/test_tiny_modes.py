@@ -25,6 +25,7 @@ LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.]+")
             ["a step's speed", "a step of", "seconds per 10^12 model flops"],
             marks=pytest.mark.long,
         ),
+        ("generation", "--case=tiny", ["gpt2, 128 new tokens of one text, fp32", "gpt2, 128 new tokens of one text, fp32: peak resident memory"]),
         ("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"]),
     ],
 )

@@ -54,6 +54,13 @@ OTHER_FLAGS = {
     "init",
     "build-arg",
     "merge",
+    "prompt-file",
+    "max-new-tokens",
+    "temperature",
+    "top-k",
+    "top-p",
+    "cache",
+    "split",
 }
 """Flags of make, of docker, of the other commands and of the benchmark scripts."""
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nntask.data import BatchStream, ByteTokenizer, Cursor, DataSpec, TokenFile, check_spec, in_order, open_dataset
 from nntask.data.order import permuted
+from nntask.data.texts import PIECE_NBYTES, Text
 from nntask.errors import DataError, UsageError
 
 
@@ -254,3 +255,22 @@ def test_names_and_paths_are_checked_first(spec, words, monkeypatch):
     with pytest.raises(DataError if "exist" in words else UsageError) as error:
         check_spec(spec)
     assert words in str(error.value)
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    """Among the files of a directory."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"b\.txt in --dataset-path .* is a link to nothing; mend or remove it"):
+        open_dataset(DataSpec("text", str(tmp_path), tokenizer="bytes", vocab_size=300))
+
+
+def test_a_long_line_is_read_in_pieces(tmp_path):
+    """Pieces end with lines where lines are short; a line of many MiB is cut, characters are not, and nothing is lost."""
+    text = "short\n" * 300_000 + "é" * 3_000_000 + "\n" + "end"
+    (tmp_path / "t.txt").write_text(text, encoding="utf-8")
+    pieces = list(Text("t", tmp_path / "t.txt").pieces())
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 2 * PIECE_NBYTES
+    assert pieces[0].endswith("\n")
+    assert len(pieces) > 3

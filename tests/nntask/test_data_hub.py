@@ -1,14 +1,18 @@
 """WikiText, parquet and prepared data: read where they lie, and a plain word where they do not."""
 
+import contextlib
+import http.server
 import socket
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_tokenizers import llama3
 
 from nntask.data import DataSpec, load_tokenizer, open_dataset
-from nntask.data.hub import PATIENCE, check_hub, wikitext_files
+from nntask.data.hub import PATIENCE, wikitext_files
 from nntask.data.prepare import prepare
 from nntask.data.tokenizer import train_bpe
 from nntask.errors import DataError, UsageError
@@ -139,21 +143,77 @@ def test_a_hub_that_does_not_answer(tmp_path, monkeypatch, endpoint):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_hub_that_answers(monkeypatch):
-    """Even with an error: that is the package's to tell."""
-    import http.server
-    import threading
+def _headers(content):
+    if content is None:
+        return [("X-Error-Code", "EntryNotFound")]
+    return [("ETag", '"1"'), ("X-Repo-Commit", "0" * 40), ("Content-Length", str(len(content)))]
+
+
+@contextlib.contextmanager
+def hub(monkeypatch, files):
+    """A Hub on this machine with one model's files; yields the paths that are asked for."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    asked = []
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
-            self.send_error(404)
+            asked.append(self.path)
+            content = files.get(self.path.rpartition("/")[2])
+            self.send_response(200 if content else 404)
+            for key, value in _headers(content):
+                self.send_header(key, value)
+            self.end_headers()
+            if content and self.command == "GET":
+                self.wfile.write(content)
+
+        do_GET = do_HEAD
 
         def log_message(self, *args):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        check_hub("it", "wait")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+        yield asked
+        server.shutdown()
+
+
+def test_a_hub_that_answers_with_an_error(monkeypatch):
+    """That is the package's to tell, and the command that prepares the data elsewhere is ours."""
+    Path("t.txt").write_text("text")
+    with hub(monkeypatch, {}) as asked, pytest.raises(DataError) as told:
+        open_dataset(DataSpec("text", "t.txt", tokenizer="none", vocab_size=300))
+    assert "--tokenizer none could not be fetched: " in str(told.value)
+    assert "; on a machine that reaches it run: nntask data prepare --dataset text --dataset-path t.txt --tokenizer none --output DIR" in str(
+        told.value
+    )
+    assert len(asked) > 1
     assert PATIENCE < 5
+
+
+def test_a_tokenizer_is_fetched_with_what_says_how_texts_end(monkeypatch, tmp_path):
+    """The files beside it that are there, before it; the others are not missed."""
+    files = {"tokenizer.json": (llama3(tmp_path / "m") / "tokenizer.json").read_bytes(), "config.json": b'{"eos_token_id": 258}'}
+    Path("t.txt").write_text("text")
+    with hub(monkeypatch, files):
+        found = open_dataset(DataSpec("text", "t.txt", tokenizer="some/model", tokenizer_path="tok", vocab_size=300))
+    assert found.tokenizer.end_of_text == 258
+    assert Path("tok/some/model/config.json").read_bytes() == files["config.json"]
+
+
+def test_a_split_is_a_word_of_a_name(tmp_path):
+    """Not a part of one."""
+    for name in ("constrained.txt", "retrained-valuable.txt"):
+        (tmp_path / name).write_text("text")
+    assert wikitext_files(str(tmp_path)) == {}
+    (tmp_path / "wikitext-train-00000-of-00002.txt").write_text("text")
+    (tmp_path / "x.VALID.txt").write_text("text")
+    assert {split: [each.name for each in files] for split, files in wikitext_files(str(tmp_path)).items()} == {
+        "train": ["wikitext-train-00000-of-00002.txt"],
+        "validation": ["x.VALID.txt"],
+    }
     assert wikitext_files("nowhere") == {}

@@ -235,7 +235,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("disk", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_least_budgets_of_a_run_that_begins_in_files(here: Path, capsys: pytest.CaptureFixture[str], disk: bool) -> None:
     """What `nntask plan` prints is enough, readers included, and a page less is refused."""
 

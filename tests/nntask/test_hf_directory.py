@@ -13,9 +13,11 @@ from hf_oracle import hf_model, random_config
 from safetensors.numpy import load_file, save_file
 
 from nntask.errors import DataError, UsageError
+from nntask.finite import first_not_finite
 from nntask.hf.directory import ModelDirectory
 from nntask.models.gpt2 import GPT2
 from nntask.models.gpt2_names import from_hf
+from nntask.tensorfile import TensorFile
 from nntask.tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime, TaskError
 
@@ -80,7 +82,7 @@ def test_shards_untied_heads_and_bare_models(tmp_path):
     def bare(tensors):
         tensors.pop("lm_head.weight")
         masks = {f"h.{layer}.attn.bias": np.ones((1, 1, 9, 9), np.uint8) for layer in range(config.n_layer)}
-        head = {"lm_head.weight": tensors["transformer.wte.weight"] + 1}  # ignored
+        head = {"lm_head.weight": tensors["transformer.wte.weight"].copy()}  # tied, and written all the same
         return {**{name.removeprefix("transformer."): value for name, value in tensors.items()}, **masks, **head}
 
     rewrite(tmp_path / "whole", tmp_path / "bare", bare)
@@ -167,12 +169,85 @@ def _set(name, value):
 BIAS = "transformer.h.0.mlp.c_fc.bias"
 
 
+def test_a_tied_head_that_is_another_is_refused(theirs, tmp_path):
+    """It would be lost without a word: one value in the last piece, or another shape; the message says how to keep it, and that works."""
+
+    def another(tensors):
+        head = tensors["transformer.wte.weight"].copy()
+        head[-1, -1] += 1
+        return {**tensors, "lm_head.weight": head}
+
+    path = rewrite(theirs[0], tmp_path / "m", another)
+    with pytest.raises(DataError, match=r'lm_head\.weight in .* is not transformer\.wte\.weight.*"tie_word_embeddings": false in .*config\.json'):
+        weights(path)
+    (path / "config.json").write_text(json.dumps(replace(theirs[1], tie_word_embeddings=False).to_dict()))
+    found = weights(path)
+    assert found["lm_head"][-1, -1] == found["wte.weight"][-1, -1] + 1
+    path = rewrite(theirs[0], tmp_path / "n", lambda tensors: {**tensors, "lm_head.weight": np.zeros((3, 3), np.float32)})
+    with pytest.raises(DataError, match=r"lm_head\.weight .* has shape \(3, 3\), config\.json makes it"):
+        weights(path)
+
+
+def test_files_without_an_index_and_pickles_in_parts(theirs, tmp_path):
+    """Parts of a pickle, Meta's own pickles, a pickle under a wrong name: the command that converts them, which overwrites nothing."""
+    text = (theirs[0] / "config.json").read_text()
+    for name, words in (
+        ("pytorch_model-00001-of-00002.bin", r"torch pickle.*save_pretrained\('.*m-safetensors'\)"),
+        ("consolidated.00.pth", r"convert_llama_weights_to_hf --input_dir \S+/m --model_size SIZE --output_dir \S+/m-safetensors"),
+        ("model.safetensors", r"'\S+/model-converted\.safetensors'\)\", then put model-converted\.safetensors in the place of"),
+    ):
+        path = tmp_path / name / "m"
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(text)
+        (path / name).write_bytes(b"PK\x03\x04" + b"\0" * 50)
+        with pytest.raises(DataError, match=words):
+            ModelDirectory.open(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h: {**h, "x": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [8, 12]}}, "x in .* has element type F8_E4M3, .* store it as F32"),
+        (lambda h: {**h, "x": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, "x begins at byte 4 and the tensors before it end at byte 8"),
+        (lambda h: {**h, "x": {"dtype": "F16", "shape": [1], "data_offsets": [10, 12]}}, "x begins at byte 10"),
+        (lambda h: {**h, "x": {"dtype": "F16", "shape": [10**400], "data_offsets": [8, 12]}}, "claims bytes 8 to 12"),
+    ],
+)
+def test_headers_that_lie(tmp_path, change, words):
+    """Types that are not read, tensors over each other, bytes of nobody, sizes beyond everything; and a header that never ends."""
+    header = json.dumps(change({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})).encode()
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 12)
+    with pytest.raises(DataError, match=words):
+        TensorFile(tmp_path / "x")
+    header = b'{"a":' + b"[" * 200_000
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(DataError, match="does not read"):
+        TensorFile(tmp_path / "x")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_every_value_that_is_not_finite_is_found(dtype):
+    """The same as NumPy says, over all values of 16 bits (of fp32: their upper halves), and where it lies does not matter."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    values = patterns.view(dtype) if np.dtype(dtype).itemsize == 2 else (patterns.astype(np.uint32) << 16).view(dtype)
+    with np.errstate(invalid="ignore"):
+        expected = np.isfinite(values)
+    for value, finite in zip(values[::7], expected[::7], strict=True):
+        assert (first_not_finite(np.array([value])) is None) == finite
+    many = np.ones(200_000, dtype)
+    assert first_not_finite(many) is None
+    many[[150_000, 199_999]] = np.inf, np.nan
+    assert first_not_finite(many.reshape(400, 500)) == np.inf
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (_drop(BIAS), [f"has no tensor {BIAS} of shape (", "config.json asks for"]),
         (_set(BIAS, np.zeros(7, np.float32)), [BIAS, "has shape (7,), config.json makes it ("]),
         (_set("transformer.h.0.attn.c_attn.weight", np.zeros((4, 9), np.float32)), ["h.0.attn.c_attn.weight", "has shape (4, 9)"]),
+        (lambda tensors: {**tensors, "h.0.mlp.c_fc.bias": tensors[BIAS]}, ["has both ", "h.0.mlp.c_fc.bias and ", "are the same weight; remove"]),
+        (_set("transformer.nothing", np.zeros(0, np.float32)), ["transformer.nothing", "has shape (0,) and holds nothing; remove it"]),
         (_set("transformer.h.0.extra.weight", np.zeros((4, 9), np.float32)), ["has a tensor transformer.h.0.extra.weight of shape (4, 9)", "lacks"]),
     ],
 )
@@ -187,7 +262,7 @@ def test_tensors_that_do_not_belong(theirs, tmp_path, change, words):
 def test_whole_numbers_are_no_weights(theirs, tmp_path):
     """An element type that is not a float."""
     path = rewrite(theirs[0], tmp_path / "m", lambda tensors: {**tensors, BIAS: tensors[BIAS].astype(np.int32)})
-    with pytest.raises(DataError, match=r"h\.0\.mlp\.c_fc\.bias .* holds int32; weights must be"):
+    with pytest.raises(DataError, match=r"h\.0\.mlp\.c_fc\.bias .* holds int32, and weights must be"):
         weights(path)
 
 

@@ -1,6 +1,7 @@
 """Exported directories: transformers computes with them what we do, and they come back bit by bit."""
 
 import json
+import os
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 import transformers
 from hf_oracle import batches, hf_model, our_model, random_config
 from test_hf_directory import CUTS, weights
+from test_tokenizers import BEGIN, END, TURN, llama3
 
 from nntask import no_grad
 from nntask.checkpoints import find_checkpoint, save_checkpoint
-from nntask.data import ByteTokenizer
+from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import train_bpe
 from nntask.errors import StorageError, UsageError
 from nntask.hf.export import export
@@ -128,7 +130,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious.txt").write_text("x")
     for path, words in (
-        (tmp_path / "other", "replaces model directories only"),
+        (tmp_path / "other", "has precious.txt, and --force replaces directories that hold a model and nothing else"),
         (tmp_path / "run", "holds the checkpoint"),
         (checkpoint.path / "x", "lies"),
     ):
@@ -144,3 +146,58 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
     export(large, out, dtype="bf16", shard_nbytes=20_000, tokenizer=None, force=True)
     assert not (out / "model.safetensors").exists()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["large", "other", "out", "run"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("notes.txt", "has notes.txt"),
+        ("optimizer.safetensors", "has optimizer.safetensors"),
+        ("checkpoints/", "has checkpoints"),
+        ("model.safetensors.bak", "has model.safetensors.bak"),
+        ("config.json", "holds a model of type 'bert'"),
+    ],
+)
+def test_force_replaces_models_and_nothing_else(tmp_path, entry, words):
+    """A directory with a config.json that holds anything else, or a model that we do not know, stays as it is."""
+    checkpoint = saved(tmp_path / "run", GPT2(random_config(2), CUTS[0], InlineRuntime(), seed=1))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text('{"model_type": "gpt2"}')
+    if entry.endswith("/"):
+        (out / entry).mkdir()
+    else:
+        (out / entry).write_text('{"model_type": "bert"}')
+    with pytest.raises(UsageError, match=words):
+        export(checkpoint, out, dtype="auto", shard_nbytes=HUGE, tokenizer=None, force=True)
+    assert (out / "config.json").exists()
+    assert (out / entry).exists()
+
+
+def test_a_target_that_can_be_no_directory(tmp_path):
+    """A pipe, a file, something below a file, a link: another name is asked for, not room on the disk."""
+    checkpoint = saved(tmp_path / "run", GPT2(random_config(2), CUTS[0], InlineRuntime(), seed=1))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in ("pipe", "file", "file/x", "link"):
+        with pytest.raises(UsageError, match="is not a directory; name another one"):
+            export(checkpoint, tmp_path / path, dtype="auto", shard_nbytes=HUGE, tokenizer=None, force=True)
+
+
+def test_begin_and_end_are_as_the_source_had_them(tmp_path):
+    """A list of ends, a template for chats, a config of the tokenizer's own: through a checkpoint into the exported directory."""
+    source = llama3(tmp_path / "source")
+    (source / "config.json").write_text(json.dumps({"bos_token_id": BEGIN, "eos_token_id": [END, TURN]}))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "model_max_length": 77}
+    (source / "tokenizer_config.json").write_text(json.dumps(about))
+    (source / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    checkpoint = saved(tmp_path / "run", GPT2(random_config(2, vocab_size=300), CUTS[0], InlineRuntime(), seed=1), load_tokenizer(source))
+    export(checkpoint, tmp_path / "out", dtype="auto", shard_nbytes=HUGE, tokenizer=load_tokenizer(checkpoint.path))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (BEGIN, [END, TURN])
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [END, TURN]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.eos_token_id, theirs.model_max_length) == (TURN, 77)
+    assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|begin_of_text|>hi"
+    assert theirs("a").input_ids[0] == BEGIN

@@ -8,6 +8,7 @@ import transformers
 
 from nntask.errors import DataError, UsageError
 from nntask.models.config import PRESETS, GPT2Config
+from nntask.models.llama import rotary_frequencies
 from nntask.models.llama_config import LlamaConfig, RopeScaling
 from nntask.models.registry import FAMILIES, config_from_dict, config_from_json
 
@@ -73,6 +74,15 @@ def test_both_formats_of_rotary_scaling_are_read(given, found):
         ({"hidden_act": None}, ["hidden_act", "null"]),
         ({"attention_dropout": 1.0}, ["attention_dropout", "below 1"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps", "positive"]),
+        ({"rope_theta": 10**400}, ["rope_theta", "positive and finite", "of 401 characters"]),
+        ({"hidden_size": 10**30}, ["hidden_size", "at most 2147483647"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "at most 16384"]),
+        ({"hidden_size": 2**31 - 2}, ["divisible by num_attention_heads", "the nearest legal num_attention_heads is"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}, ["rotary scaling twice", "remove"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 5.0}}, ["twice"]),
+        ({"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 6.0}}, ["rope_theta twice, 5.0", "6.0", "remove"]),
+        ({"original_max_position_embeddings": 4, "rope_scaling": LLAMA3}, ["original_max_position_embeddings twice, 4", "8192", "remove"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "must be 1", "0.5"]),
         ({"rope_theta": "1e6"}, ["rope_theta", "a number", '"1e6" (a string)']),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
         ({"mlp_bias": None}, ["mlp_bias", "true or false", "null"]),
@@ -149,3 +159,38 @@ def test_layers_and_dropout_are_changed_by_one_name():
     assert PRESETS["llama-tiny"].with_dropout(0.2).attention_dropout == 0.2
     changed = PRESETS["tiny"].with_dropout(0.2)
     assert (changed.resid_pdrop, changed.embd_pdrop, changed.attn_pdrop) == (0.2, 0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+        {"rope_theta": 500.0, "rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"original_max_position_embeddings": 8, "rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if not key.startswith("original")}},
+    ],
+)
+def test_numbers_are_found_where_transformers_finds_them(values):
+    """A base within the scaling, an empty scaling beside parameters, both alike, a first length beside them."""
+    found = LlamaConfig.from_dict({**SMALL, **values})
+    config = transformers.LlamaConfig(**json.loads(json.dumps({**SMALL, **values})))
+    config.standardize_rope_params()  # as a model does
+    theirs = config.rope_parameters
+    assert found.rope_theta == theirs["rope_theta"]
+    assert found.rope_scaling is not None
+    assert found.rope_scaling.to_dict() == {key: value for key, value in theirs.items() if key in RopeScaling.__dataclass_fields__}
+
+
+def test_scaling_made_in_python_is_as_if_read():
+    """Whole numbers and a first length that is left out: the same config, whose frequencies can be computed."""
+    given = {key: int(value) for key, value in LLAMA3.items() if key not in ("rope_type", "original_max_position_embeddings")}
+    made = LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="llama3", **given))
+    assert made == LlamaConfig.from_dict({**SMALL, "rope_scaling": {"rope_type": "llama3", **given}})
+    assert rotary_frequencies(made).shape == (32,)
+
+
+def test_a_file_that_never_ends_is_refused(tmp_path):
+    """Nested deeper than any reader goes."""
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(DataError, match=r"config\.json is not whole JSON"):
+        config_from_json(tmp_path)

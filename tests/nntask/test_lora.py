@@ -17,11 +17,13 @@ import torch
 from nntask import no_grad
 from nntask.autograd import Tensor, checkpoint
 from nntask.errors import DataError, UsageError
+from nntask.init import constant
 from nntask.lora import LoRA, adapted, add_adapters, largest_rank
 from nntask.models.config import GPT2Config
 from nntask.models.gpt2 import GPT2
 from nntask.models.llama import Llama
 from nntask.models.llama_config import LlamaConfig
+from nntask.module import Parameter
 from nntask.optim import SGD, AdamW, decay_groups
 from nntask.tensorfile import fingerprint_of, save_tensors
 from nntask.tiling import ModelTiling
@@ -342,6 +344,10 @@ def test_recomputing_a_block_in_which_nothing_is_learnt_leaves_no_tape() -> None
     assert checkpoint(lambda x: model.h[0](x, None), model.wte(tokens)).edge is None
     with pytest.raises(UsageError, match="and all 36 are frozen"):
         SGD(model.parameters(), 0.1)
+    early = Parameter((3,), (-1,), constant(1.0))
+    early.freeze()
+    early.allocate(model.runtime, "early", np.float32, 0)
+    assert early.edge is None
 
 
 def test_refusals() -> None:

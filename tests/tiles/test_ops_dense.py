@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from scheduler import InlineRuntime, TaskRuntime
+from scheduler import Handle, InlineRuntime, TaskRuntime
 from tiles import TileTensor
 from tiles.ops import elementwise, matmul, norm
 
@@ -175,3 +177,34 @@ def test_tilings_that_do_not_fit_are_refused(runtime: TaskRuntime) -> None:
     w = TileTensor(runtime, (6, 5), (2, 5), np.float32, name="w")
     with pytest.raises(ValueError, match=r"'x'.*'w'.*same extent and tile"):
         matmul.linear(x, w)
+
+
+class Counting(InlineRuntime):
+    """Counts what is registered."""
+
+    num_handles = 0
+
+    def handle(self, *args: Any, **options: Any) -> Handle:
+        """Register data."""
+        self.num_handles += 1
+        return super().handle(*args, **options)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_cut_norms_register_a_few_tiles_for_each_row(kind: str) -> None:
+    """Not a whole tensor of statistics for each row of tiles, which took a time that grew with the square of the rows."""
+
+    def count(rows: int) -> int:
+        runtime = Counting()
+        x, dy = (tensor(runtime, (rows, 8), (1, 4), np.ones((rows, 8))) for _ in range(2))
+        gamma, beta, dgamma, dbeta = (tensor(runtime, (8,), (4,), np.ones(8)) for _ in range(4))
+        if kind == "rms":
+            _, rstd = norm.rms_norm(x, gamma, 1e-5)
+            norm.rms_norm_backward(x, gamma, rstd, dy, dgamma)
+        else:
+            _, mean, rstd = norm.layer_norm(x, gamma, beta, 1e-5)
+            norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta)
+        return runtime.num_handles
+
+    assert count(40) - count(20) == 2 * (count(30) - count(20))
+    assert count(40) < 40 * 25

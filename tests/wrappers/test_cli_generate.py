@@ -185,7 +185,7 @@ def test_models_that_do_not_fit_their_files(here, capsys):
     assert (code, "eos_token_id in gpt2 must be ids from 0 to 299, got 300" in err) == (4, True)
     config.write_text(json.dumps({**values, "n_inner": 50}))
     code, err = refuse(capsys, ["generate", "gpt2", "--prompt=a"])
-    assert (code, "has shape (96,), config.json makes it (50,)" in err) == (4, True)
+    assert (code, "config.json makes it" in err) == (4, True)
     config.write_text(json.dumps(values))
     (here / "gpt2" / "model.safetensors").rename(here / "gpt2" / "pytorch_model.bin")
     code, err = refuse(capsys, ["generate", "gpt2", "--prompt=a"])

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from test_cli_bad_input import refuse
+from tokenizers.processors import TemplateProcessing
 
-from nntask.data.tokenizer import train_bpe
+from nntask.data.tokenizer import load_tokenizer, train_bpe
 from nntask.models.config import GPT2Config
 from nntask.models.gpt2 import GPT2
 from nntask.models.gpt2_names import to_hf
@@ -37,7 +38,9 @@ def write_model(path: Path, config: GPT2Config = CONFIG, dtype=np.float32) -> di
     """A directory as transformers writes it; returns its tensors."""
     path.mkdir()
     ours = {name: tensor.read() for name, tensor in GPT2(config, ModelTiling(), InlineRuntime(), seed=9).tensors().items()}
-    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in to_hf(ours, config).items() if name != "lm_head.weight"}
+    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in to_hf(ours, config).items()}
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps({**config.to_dict(), "transformers_version": "5.0.0"}))
     train_bpe([TEXT], 290).save(path)
@@ -191,6 +194,38 @@ def test_directories_that_cannot_be_used(here, capsys, edit, code, words):
 
 def test_names_follow_the_directory(here):
     """An untied head, and the directory's name as that of the run."""
-    write_model(here / "other", replace(CONFIG, tie_word_embeddings=True))
-    assert main([*[each for each in BASE if "init-from" not in each], "--init-from=other/."]) == 0
-    assert [each.name.endswith("-other") for each in (here / "runs").iterdir()] == [True]
+    tensors = write_model(here / "other", replace(CONFIG, tie_word_embeddings=False))
+    assert main([*[each for each in BASE if "init-from" not in each and "--lr" not in each], "--init-from=other/.", "--lr=0"]) == 0
+    (run,) = (here / "runs").iterdir()
+    assert run.name.endswith("-other")
+    found = load_file(run / "latest" / "model.safetensors")
+    assert np.array_equal(found["lm_head"], tensors["lm_head.weight"])
+    assert not np.array_equal(found["lm_head"], found["wte.weight"])
+
+
+def test_token_ids_of_another_tokenizer_are_refused(here, capsys):
+    """Weights know the ids of one tokenizer, and train.bin has its own beside it: nothing is trained unless they are one."""
+    argv = [each for each in BASE if "dataset" not in each]
+    assert main(["data", "prepare", "--dataset=text", "--dataset-path=text.txt", "--tokenizer-path=start", "--output=same"]) == 0
+    assert main([*argv, "--dataset=train.bin", "--dataset-path=same", "--run-dir=run"]) == 0
+    assert main(["data", "prepare", "--dataset=text", "--dataset-path=text.txt", "--vocab-size=270", "--output=other"]) == 0
+    capsys.readouterr()
+    code, err = refuse(capsys, [*argv, "--dataset=train.bin", "--dataset-path=other"])
+    assert (code, "holds ids of other/tokenizer.json, and start gives words other ids" in err) == (2, True), err
+
+
+def test_texts_begin_and_end_as_they_did(here, capsys):
+    """A run from weights whose config names two ends, and its tokenizer a beginning: into the exported directory, through the token file."""
+    inner = load_tokenizer(here / "start").inner
+    inner.add_special_tokens(["<s>", "</s>", "<turn>"])
+    bos, eos, turn = (inner.token_to_id(word) for word in ("<s>", "</s>", "<turn>"))
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    inner.save(str(here / "start" / "tokenizer.json"))
+    change_config(bos_token_id=bos, eos_token_id=[eos, turn])(here / "start")
+    assert main([*BASE, "--run-dir=run", "--sample-tokens=3"]) == 0
+    assert main(["generate", "run", "--max-new-tokens=3"]) == 0
+    assert main(["export", "run", "out"]) == 0
+    config = json.loads((here / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (bos, [eos, turn])
+    assert load_tokenizer(here / "out").special.eos == (eos, turn)
+    assert load_tokenizer(here / "run" / "latest").begin_of_text == bos

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nntask.errors import UsageError
+from nntask.errors import DataError, UsageError
 from nntask.models.config import GPT2Config
 from nntask.tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
@@ -63,3 +63,17 @@ def test_importing_it_imports_no_torch():
     """The module is a door that costs nothing until it is opened."""
     code = "import sys, wrappers.torch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_modules_that_are_refused():
+    """No module of transformers, the weights of a body without its head, a value that is no number."""
+    config = transformers.GPT2Config(vocab_size=61, n_positions=9, n_embd=12, n_layer=1, n_head=3, tie_word_embeddings=False)
+    theirs = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(UsageError, match="families gpt2, llama, got Linear"):
+        from_torch(torch.nn.Linear(2, 2), InlineRuntime())
+    with pytest.raises(DataError, match=r"the weights lack lm_head\.weight"):
+        from_torch(theirs.transformer, InlineRuntime())
+    with torch.no_grad():
+        theirs.transformer.ln_f.weight[3] = float("nan")
+    with pytest.raises(DataError, match=r"transformer\.ln_f\.weight holds nan, and weights must be finite"):
+        from_torch(theirs, InlineRuntime())

@@ -23,13 +23,14 @@ def layer_norm(x: TileTensor, gamma: TileTensor, beta: TileTensor, eps: float) -
     """y = (x - mean) * rstd * gamma + beta. Returns (y, mean, rstd)."""
     _check(x, gamma, beta)
     y, mean, rstd = x.like(name="layer_norm"), statistics(x, "mean"), statistics(x, "rstd")
+    between = _between(x, "sums", "squares") if x.grid[-1] > 1 else []
     for row in leading(x):
         if x.grid[-1] == 1:
             tile = (*row, 0)
             accesses: list[Access] = [(x[tile], R), (gamma[0,], R), (beta[0,], R), (y[tile], W), (mean[row], W), (rstd[row], W)]
             emit(x.runtime, "layer_norm", accesses, eps=eps)
         else:
-            _norm_row(x, gamma, beta, y, mean, rstd, row, eps)
+            _norm_row(x, gamma, beta, y, (mean, rstd, *between), row, eps)
     return y, mean, rstd
 
 
@@ -55,14 +56,15 @@ def rms_norm(x: TileTensor, gamma: TileTensor, eps: float) -> tuple[TileTensor, 
     """y = x * rstd * gamma. Returns (y, rstd)."""
     _check(x, gamma)
     y, rstd = x.like(name="rms_norm"), statistics(x, "rstd")
-    zero = None
+    cut = x.grid[-1] > 1
+    zero = fill(statistics(x, "zero"), 0.0) if cut else None
+    between = _between(x, "unused mean", "squares") if cut else []
     for row in leading(x):
-        if x.grid[-1] == 1:
+        if zero is None:
             tile = (*row, 0)
             emit(x.runtime, "rms_norm", [(x[tile], R), (gamma[0,], R), (y[tile], W), (rstd[row], W)], eps=eps)
         else:
-            zero = zero or fill(statistics(x, "zero"), 0.0)
-            _norm_row(x, gamma, None, y, zero, rstd, row, eps)
+            _norm_row(x, gamma, None, y, (zero, rstd, *between), row, eps)
     return y, rstd
 
 
@@ -81,22 +83,30 @@ def residual_rms_norm(x: TileTensor, r: TileTensor, gamma: TileTensor, eps: floa
     return s, y, rstd
 
 
+def _between(x: TileTensor, *names: str) -> list[TileTensor]:
+    """What the tasks of a row hand each other; made once for all rows, of which each uses its tiles."""
+    return [statistics(x, name) for name in names]
+
+
 def _norm_row(
-    x: TileTensor, gamma: TileTensor, beta: TileTensor | None, y: TileTensor, mean: TileTensor, rstd: TileTensor, row: Index, eps: float
+    x: TileTensor, gamma: TileTensor, beta: TileTensor | None, y: TileTensor, numbers: tuple[TileTensor, ...], row: Index, eps: float
 ) -> None:
-    """One row of tiles: sums, squared deviations, then apply; without `beta` the mean is given as zero (RMS norm)."""
+    """One row of tiles: sums, squared deviations, then apply.
+
+    Args:
+        beta: None for an RMS norm.
+        numbers: mean and rstd, which stay; sums and squares between the tasks. In an RMS norm the mean is zero from the start, and what
+            `norm_finish` finds of it goes where the sums would.
+    """
     runtime, width = x.runtime, x.shape[-1]
-    squares = statistics(x, "squares")
+    mean, rstd, first, squares = numbers
+    sums, found = (mean, first) if beta is None else (first, mean)
     if beta is not None:
-        sums = statistics(x, "sums")
         for c in range(x.grid[-1]):
             emit(runtime, "row_sums", [(x[*row, c], R), (sums[row], chained(c))], accumulate=c > 0)
-    else:
-        sums = mean
     for c in range(x.grid[-1]):
         accesses: list[Access] = [(x[*row, c], R), (sums[row], R), (squares[row], chained(c)), _scratch(x)]
         emit(runtime, "row_squares", accesses, width=width, accumulate=c > 0)
-    found = mean if beta is not None else statistics(x, "unused mean")
     emit(runtime, "norm_finish", [(sums[row], R), (squares[row], R), (found[row], W), (rstd[row], W)], width=width, eps=eps)
     for c in range(x.grid[-1]):
         accesses = [(x[*row, c], R), (mean[row], R), (rstd[row], R), (gamma[c,], R)]
@@ -143,10 +153,11 @@ def _norm_backward(
     cut = x.grid[-1] > 1
     if cut and mean is None:
         mean = fill(statistics(x, "zero"), 0.0)
+    between = _between(x, "sum g", "sum g xhat") if cut else []
     for row in leading(x):
         moments: list[Access] = [(m[row], R) for m in (mean, rstd) if m is not None]
         if cut:
-            _norm_backward_row(x, gamma, moments, dy, sums, dresidual, dx, row)
+            _norm_backward_row(x, gamma, moments, dy, sums, between, dresidual, dx, row)
             continue
         tile = (*row, 0)
         accesses: list[Access] = [(x[tile], R), (gamma[0,], R), *moments, (dy[tile], R)]
@@ -163,12 +174,13 @@ def _norm_backward_row(
     moments: list[Access],
     dy: TileTensor,
     sums: list[TileTensor | None],
+    between: list[TileTensor],
     dresidual: TileTensor | None,
     dx: TileTensor,
     row: Index,
 ) -> None:
     runtime, width = x.runtime, x.shape[-1]
-    plain, weighted = statistics(x, "sum g"), statistics(x, "sum g xhat")
+    plain, weighted = between
     for c in range(x.grid[-1]):
         mode = chained(c)
         accesses: list[Access] = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R)]

@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
 
     settings, words = parse(PrepareSettings, argv, "nntask data", words=("prepare",))
     if words[0] not in ACTIONS:
-        raise UsageError(f"nntask data knows {', '.join(ACTIONS)}, got {words[0]!r}")
+        raise UsageError(f"nntask data knows {', '.join(ACTIONS)}, got {words[0]!r}; write nntask data prepare --output DIR")
     if not settings.output:
         raise UsageError("nntask data prepare needs --output, the directory to write; add it")
     if settings.vocab_size < 1 or settings.dataset_select == 0 or settings.dataset_select < -1:

@@ -71,7 +71,7 @@ class Flag:
         if self.base is bool:
             word = text.lower()
             if word not in ("true", "false", "1", "0", "yes", "no"):
-                raise UsageError(f"{source} must be true or false, got {text!r}")
+                raise UsageError(f"{source} must be true or false, got {text!r}; write one of them")
             return word in ("true", "1", "yes")
         if self.base in (int, float):
             try:
@@ -169,7 +169,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not a TOML file: {error}") from None
+        raise UsageError(f"{path} is not a TOML file: {error}; mend that line") from None
     pairs: list[tuple[str, Any]] = []
     for key, value in content.items():
         pairs += value.items() if isinstance(value, dict) else [(key, value)]
@@ -179,7 +179,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
         if name not in table:
             raise unknown(name, table, f"key {key!r} in {path}")
         if isinstance(value, (dict, list)):
-            raise UsageError(f"{key} in {path} must be a single value, got {value!r}")
+            raise UsageError(f"{key} in {path} must be a single value, got {value!r}; write one")
         word = str(value).lower() if isinstance(value, bool) else str(value)
         values[name] = table[name].convert(word, f"{key} in {path}")
     return values

@@ -1,0 +1,106 @@
+"""How texts begin and end for a tokenizer, as the files beside its tokenizer.json say, and those files, which travel with it.
+
+Ids come from generation_config.json, then from config.json, where they count only if the tokenizer has them as special tokens: transformers writes 1
+and 2 into the config of any LLaMA that nobody told better. Then from the words in tokenizer_config.json and special_tokens_map.json, and at last from
+special tokens by the names that families of models use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import DataError
+from ..jsonfile import read_object
+
+END_OF_TEXT: Final = "<|endoftext|>"
+GENERATION: Final = "generation_config.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+CHAT_TEMPLATE: Final = "chat_template.jinja"
+_CONFIG: Final = "config.json"
+_WORDS: Final = (TOKENIZER_CONFIG, "special_tokens_map.json")
+_KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
+SPECIAL_FILES: Final = (*_KEPT, _CONFIG)
+"""Files beside tokenizer.json that are read."""
+_PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
+"""Begin and end of a text: GPT-2, Llama 3, Llama 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """Ids around texts, and files.
+
+    Args:
+        bos: stands before a text; None where nothing says so.
+        eos: ids that end a text, that of a training text first; empty where nothing says so.
+        files: name -> content of the files that belong to the tokenizer. Those in a directory of its own say the same ids again.
+    """
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the configs of Hugging Face have them: a list where several ids end a text."""
+        return {"bos_token_id": self.bos, "eos_token_id": list(self.eos) if len(self.eos) > 1 else self.eos[0] if self.eos else None}
+
+
+def read_special(directory: Path | None, inner: Any) -> Special:
+    """What is known of a tokenizer.
+
+    Args:
+        directory: where its files are; None if it has none.
+        inner: of the `tokenizers` package.
+
+    Raises:
+        DataError: a file is broken.
+    """
+    files = {} if directory is None else {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
+    objects = {} if directory is None else {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
+    bos, eos = _by_id(objects, "bos_token_id", special), _by_id(objects, "eos_token_id", special)
+    if (bos or eos) and _CONFIG in objects:  # which stays behind
+        ids = Special(bos[0] if bos else None, eos).to_dict()
+        files[GENERATION] = json.dumps({**objects.get(GENERATION, {}), **ids}, indent=2) + "\n"
+    bos, eos = bos or _by_word(objects, "bos_token", inner), eos or _by_word(objects, "eos_token", inner)
+    if not eos:
+        pair = next((each for each in _PAIRS if inner.token_to_id(each[1]) is not None), None)
+        if pair is not None:
+            eos = (inner.token_to_id(pair[1]),)
+            bos = bos or tuple(index for index in [inner.token_to_id(pair[0])] if index is not None)
+    return Special(bos[0] if bos else None, eos, files)
+
+
+def _is_json(file: Path) -> bool:
+    return file.suffix == ".json" and file.is_file()
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}; copy it again") from None
+
+
+def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int]) -> tuple[int, ...]:
+    """Ids under a key, one or a list, of the first file that has some of these special tokens."""
+    for name in (GENERATION, _CONFIG):
+        value = objects.get(name, {}).get(key)
+        found = value if isinstance(value, list) else [value]
+        if found and all(type(each) is int and each in special for each in found):
+            return tuple(found)
+    return ()
+
+
+def _by_word(objects: Mapping[str, Mapping[str, Any]], key: str, inner: Any) -> tuple[int, ...]:
+    """The id of the token that a key names, as a word or as an object with its content."""
+    for name in _WORDS:
+        value = objects.get(name, {}).get(key)
+        word = value.get("content") if isinstance(value, Mapping) else value
+        index = inner.token_to_id(word) if isinstance(word, str) else None
+        if index is not None:
+            return (int(index),)
+    return ()

@@ -1,0 +1,73 @@
+"""What is written appears whole or not at all, whoever is killed when."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nntask.writing import written_aside
+
+ROOT = Path(__file__).parents[2]
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from nntask.writing import written_aside
+seen = 0
+def hook(event, args):
+    global seen
+    if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "open", "tempfile.mkdtemp", "shutil.rmtree"):
+        seen += 1
+        if seen == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+with written_aside(Path(sys.argv[1])) as new:
+    new.mkdir()
+    (new / "a").write_text("new")
+print("done", flush=True)
+"""
+
+
+def make(target: Path, text: str) -> None:
+    """A directory with one file."""
+    with written_aside(target) as new:
+        new.mkdir()
+        (new / "a").write_text(text)
+
+
+def test_a_kill_at_any_moment_loses_nothing(tmp_path):
+    """SIGKILL before the n-th file operation while a directory is replaced: the old or the new one is there, at the next writer at the latest."""
+    kills = 0
+    for count in range(1, 40):
+        run = tmp_path / str(count)
+        make(run / "out", "old")
+        done = subprocess.run([sys.executable, "-c", KILLED, str(run / "out"), str(count)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        kills += done.returncode == -signal.SIGKILL
+        with pytest.raises(RuntimeError), written_aside(run / "out"):  # one that fails clears up behind the one that was killed
+            raise RuntimeError
+        assert (run / "out" / "a").read_text() in ("old", "new")
+        assert [each.name for each in run.iterdir()] == ["out"]
+        if "done" in done.stdout:
+            break
+    assert kills > 8
+
+
+def test_a_failure_between_the_renames_is_undone(tmp_path):
+    """The old directory gets its name back; what a living process writes is left alone meanwhile."""
+    make(tmp_path / "out", "old")
+    with written_aside(tmp_path / "out") as other:
+        with pytest.raises(FileNotFoundError), written_aside(tmp_path / "out"):
+            pass  # nothing was made, so there is nothing to rename
+        assert (tmp_path / "out" / "a").read_text() == "old"
+        other.mkdir()
+    assert list((tmp_path / "out").iterdir()) == []
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_directories_have_the_usual_rights(tmp_path):
+    """Those of mkdir, not of a temporary directory."""
+    (tmp_path / "usual").mkdir()
+    make(tmp_path / "out", "x")
+    assert os.stat(tmp_path / "out").st_mode == os.stat(tmp_path / "usual").st_mode
