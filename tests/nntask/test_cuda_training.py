@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sour
 CONFIG = GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=2)
 
 
-def losses(runtime: Runtime, dropout: float = 0.0, steps: int = 4) -> list[float]:
+def losses(runtime: Runtime, dropout: float = 0.0, steps: int = 3) -> list[float]:
     """Of some steps of two minibatches, two in flight."""
     with runtime:
         config = CONFIG.with_dropout(dropout)
@@ -61,12 +61,13 @@ def on_gpus(gpus: list[Emulator], nbytes: int = 1 << 26, **more: Any) -> Runtime
     return Runtime(0, gpus=gpus, gpu_memory=nbytes, ram=1 << 27, **more)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.long), 0.2])
 def test_losses_are_those_of_the_cpu(gpus: list[Emulator], dropout: float) -> None:
     """Within rounding, dropout masks included."""
     np.testing.assert_allclose(losses(on_gpus(gpus[:1]), dropout), losses(Runtime(1, ram=1 << 27), dropout), rtol=1e-4)
 
 
+@pytest.mark.long
 def test_budgets_and_devices_change_no_bit(gpus: list[Emulator], tmp_path: Path) -> None:
     """A tenth of the memory, a disk below, two devices."""
     want = losses(on_gpus(gpus[:1]))
