@@ -19,6 +19,7 @@ from .core.errors import HandleLost, PlacementError, SchedulerError
 from .core.memory import rounded
 from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerId, WorkerKind
 from .core.steps import RecordedTask, StepPlan
+from .drivers.cuda import copy_on_gpu
 from .frontend import Handle, ReleaseInbox, TaskRuntime, View
 from .waiting import Waiter
 
@@ -41,7 +42,8 @@ def _copy_bytes(source: Any, target: Any) -> None:
         target[...] = source
 
 
-COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes)
+COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes, cuda=copy_on_gpu)
+_ANYWHERE: Final[tuple[WorkerKind, ...]] = ("cpu", "sim", "cuda")
 
 
 class RecordingRuntime(TaskRuntime):
@@ -164,9 +166,7 @@ class Recorder:
         Raises:
             RecordingError: a task reads a handle of the step that no earlier one wrote.
         """
-        copies = [
-            RecordedTask(COPY_INPUT, COPY_INPUT.name, ("cpu", "sim"), ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()
-        ]
+        copies = [RecordedTask(COPY_INPUT, COPY_INPUT.name, _ANYWHERE, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()]
         owned = {record: reference() is not None for record, reference in self.created.items()}
         owned.update(dict.fromkeys(self.inputs.values(), False))
         plan = StepPlan([*copies, *self.tasks], owned)

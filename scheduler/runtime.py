@@ -19,6 +19,7 @@ from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.policies import POLICIES, Placement, choose
 from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, W, Worker, WorkerId
 from .core.steps import StepPlan
+from .drivers.cuda import Gpu
 from .drivers.disk import THREADS, Source
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle
@@ -41,6 +42,7 @@ class Runtime(RecordingRuntime):
     Args:
         cpu_workers: threads that run kernels; None for one per usable core. Zero needs a simulated device.
         sim_gpus: simulated devices, each a worker with its own memory.
+        gpus: real ones, instead of simulated ones.
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
         gpu_memory: budget of each simulated device in bytes; None for as much as host memory, or what that leaves.
         sim_bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
@@ -63,6 +65,7 @@ class Runtime(RecordingRuntime):
         cpu_workers: int | None = None,
         *,
         sim_gpus: int = 0,
+        gpus: Sequence[Gpu] = (),
         ram: int | None = None,
         gpu_memory: int | None = None,
         sim_bandwidth: float | None = None,
@@ -77,13 +80,19 @@ class Runtime(RecordingRuntime):
         super().__init__(lanes)
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         place, size = disk if isinstance(disk, tuple) else (disk, None)
-        _check_machine(cpu_workers, sim_gpus, {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
-        ram, gpu_memory = memory_budgets(ram, gpu_memory, sim_gpus)
-        budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory) for i in range(sim_gpus)]
-        self.policy_name = choose(sim_gpus) if sched == "auto" else sched
+        if gpus and sim_gpus:
+            raise ValueError(f"devices must be real or simulated, got {len(gpus)} and {sim_gpus}; leave one kind out")
+        _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
+        if gpus and gpu_memory is None:
+            raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
+        ram, device_memory = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)
+        budgets = [("ram", ram)] + [(f"sim:{i}", device_memory) for i in range(sim_gpus)]
+        budgets += [(f"cuda:{i}", gpu_memory) for i in range(len(gpus)) if gpu_memory]
+        self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched
         self._engine = Engine(
             budgets,
             None if place is None else (DiskTier(place), size),
+            gpus,
             policy=self.policy_name,
             eviction=evict,
             prefetch=prefetch,
