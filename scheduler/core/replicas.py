@@ -163,7 +163,7 @@ class Replicas:
             node, shelf = self.nodes[self.last], self.shelves[self.last]
             offset = node.take(handle.size, handle.data_class)
             if offset is None:
-                plan = shelf.plan([handle.size]) if self.num_files else None
+                plan = shelf.plan([handle.size]) if self.num_files and not node.is_storage else None  # there the budget refused, not the holes
                 if plan is None or any(victim.pins for victim in plan[1]):
                     return False
                 (offset,), victims = plan
