@@ -80,7 +80,7 @@ class Engine:
         inbox: handles whose finalizer has run.
         closing: whether workers should stop after the kernel they are in.
         endings: what to call with the first error, or None, when a replay has ended.
-        tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source.
+        tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source; `refusal` of a task that found no room.
         watch: who sees finished tasks.
     """
 
@@ -120,6 +120,7 @@ class Engine:
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.tier_failure: TierFailed | None = None
         self.source_failure: BaseException | None = None
+        self.refusal: DoesNotFit | None = None
         self._lock = threading.Lock()
         self._threads: dict[WorkerId, WorkerThread] = {}
         self._copiers: dict[tuple[NodeId, NodeId], CopyEngine] = {}
@@ -322,6 +323,8 @@ class Engine:
     def _note_failure(self, action: ReportFailure) -> None:
         """Keep the first failure for whoever waits; a cancelled acquisition wakes its program."""
         task, error = action.task, action.error
+        if isinstance(error, DoesNotFit):
+            self.refusal = self.refusal or error
         if not isinstance(error, SchedulerError):
             data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses)
             named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data} raised {type(error).__name__}: {error}")

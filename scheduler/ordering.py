@@ -134,7 +134,7 @@ def plan_order(
         parts = parts_of(repeated, num_devices)
         if parts:
             parts = [part if task.pin is None else -1 for task, part in zip(plan.tasks, parts, strict=True)]
-        plan = StepPlan(plan.tasks, plan.owned, parts=parts)
+        plan = StepPlan(plan.tasks, plan.owned, parts=parts, idle=plan.idle)
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {})
@@ -192,4 +192,5 @@ def _is_side_by_side(name: str, num_devices: int) -> bool:
 def _permuted(plan: StepPlan, positions: list[int], num_devices: int) -> StepPlan:
     """The same tasks in another order; every order that keeps conflicting accesses in theirs has the same dependencies."""
     tasks = [plan.tasks[position] for position in positions]
-    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=[plan.parts[position] for position in positions] if plan.parts else ())
+    parts = [plan.parts[position] for position in positions] if plan.parts else ()
+    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=parts, idle=plan.idle)

@@ -318,6 +318,11 @@ class Runtime(RecordingRuntime):
         """What the first source that failed has raised, which explains the data that is lost since."""
         return self._engine.source_failure
 
+    @property
+    def refusal(self) -> DoesNotFit | None:
+        """The first task that found no room, which explains what is lost and cancelled since."""
+        return self._engine.refusal
+
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """What happened so far: bytes per node and link, tasks, evictions, seconds in kernels and stalled (see `core.stalls`).
 

@@ -6,7 +6,7 @@ The step is captured (`scheduler.capture`); what each memory must hold at least 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from scheduler.capture import CapturingRuntime
 from scheduler.core.memory import rounded
 from scheduler.core.orders import arrange, repetition
 from scheduler.core.policies import POLICIES
+from scheduler.core.records import FILE
 from scheduler.core.steps import RecordedTask, StepPlan
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
 from tiles import TileTensor
@@ -167,7 +168,14 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
     reading = rounded(runtime.reading_nbytes) if runtime.reading_nbytes else 0
+    runtime.plan.idle = _untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
     return Sketch(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), reading)
+
+
+def _untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
+    """Bytes of tiles that no task of a step touches, those in files apart: rows of positions that no sequence reaches, beside adapters."""
+    records = {handle.record for tensor in tensors for handle in tensor.handles}
+    return sum(record.size for record in records if record not in plan.uses and FILE not in record.replicas)
 
 
 def _start(settings: TrainSettings, config: ModelConfig) -> ModelDirectory | None:
@@ -187,10 +195,10 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
         reading: bytes of host memory for those who read files.
     """
     hungriest = max(plan.tasks, key=_touched)
-    persistent = sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
+    persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
     if thrifty:
         eager = arrange(plan, repetition(plan).updates, lambda position: (position,))
-        plan = StepPlan([plan.tasks[at] for at in eager], plan.owned)
+        plan = StepPlan([plan.tasks[at] for at in eager], plan.owned, idle=plan.idle)
     total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
     return Needs(task, tile, total, passive, persistent, hungriest, reading)

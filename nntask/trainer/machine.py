@@ -132,11 +132,11 @@ def told(error: Exception, unread: BaseException | None = None) -> Exception:
     return error
 
 
-def does_not_fit(error: NoRoom, resources: ResourceSettings, *, trains: bool = True) -> DoesNotFit:
+def does_not_fit(error: NoRoom, resources: ResourceSettings, *, lower: str | None = None) -> DoesNotFit:
     """The scheduler's refusal with the flags that help and their values; which tile to lower follows from the kind of task.
 
     Args:
-        trains: whether the command has flags of tiles and minibatches; one that has none is told of the disk tier instead.
+        lower: for a command without flags of tiles, those of its flags that make tasks smaller when they are lowered, or "".
     """
     story = str(error).partition("; raise the budget")[0]
     disk = disk_of(resources.disk)
@@ -144,8 +144,10 @@ def does_not_fit(error: NoRoom, resources: ResourceSettings, *, trains: bool = T
         return DoesNotFit(f"{story}; raise SIZE in --disk {disk[0]}:SIZE, now --disk {resources.disk}")
     flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith("sim") else ("--ram", resources.ram)
     flag += f" (now {value or 'the default'})"
-    if not trains:
-        return DoesNotFit(f"{story}; raise {flag}" + ("" if disk else ", or add --disk DIR"))
+    if lower is not None:
+        is_full = "are taken" in story  # else the task alone is too large, and no room elsewhere helps
+        changes = [f"raise {flag}", *([f"lower {lower}"] if lower else []), *(["add --disk DIR"] if is_full and not disk else [])]
+        return DoesNotFit(f"{story}; {', or '.join(changes)}")
     if "are taken" in story:
         return DoesNotFit(f"{story}; raise {flag}, lower --minibatch, or use --recompute block")
     task = story.partition(" ")[0]

@@ -51,12 +51,16 @@ class StepPlan:
         owned: handles made while recording; True for outputs, which outlive the replay, False for those that die at their last use.
         window: tasks this far beyond the oldest unfinished one are held back.
         parts: of each task, the part of the step it belongs to, from 0, or -1; the tasks of a part belong on one device. Empty for no parts.
+        idle: bytes of the program's data that is there while the step runs and that none of its tasks touches, if they are known.
     """
 
-    def __init__(self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY, parts: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY, parts: Sequence[int] = (), idle: int = 0
+    ) -> None:
         self.tasks = list(tasks)
         self.window = window
         self.parts = list(parts)
+        self.idle = idle
         self.owned = dict(owned)
         self.predecessors: list[set[int]] = []
         self.successors: list[list[int]] = [[] for _ in self.tasks]
@@ -135,7 +139,7 @@ class StepPlan:
         last tier must hold what exists at once in the planned order with one task at a time: all data that outlives the step, one instance of the
         outputs for each replay in flight, and the largest sum of temporaries (copies of inputs among them) and, if tasks run there, scratch. The
         second replay's temporaries do not add to it: tasks ahead of the planned order get only room that the rest of that order does not need.
-        What lies in a file and is only read counts like scratch, since it can be read again. Data that the step does not use comes on top.
+        What lies in a file and is only read counts like scratch, since it can be read again. Of data that the step does not use, `idle` counts.
 
         Args:
             is_last: whether no tier lies below.
@@ -151,9 +155,9 @@ class StepPlan:
         return kept + min(replays, 2) * outputs + max(passing, lent)
 
     def kept_bytes(self) -> int:
-        """Bytes of data that outlives the step and takes room on the last tier: all but outputs, and what lies in a file and is only read."""
+        """Bytes of data that outlives the step and takes room on the last tier: all but outputs, and what lies in a file and is only read; `idle` too."""
         outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
-        return sum(handle.size for handle in outlives if not self.stays_in_file(handle))
+        return self.idle + sum(handle.size for handle in outlives if not self.stays_in_file(handle))
 
     def stays_in_file(self, handle: HandleRecord) -> bool:
         """Whether the handle's data lies in a file and the step only reads it."""

@@ -173,6 +173,20 @@ def test_bad_input(here, capsys, argv, code, words):
     assert (found, words in err) == (code, True), err
 
 
+@pytest.mark.parametrize(
+    ("argv", "change"),
+    [
+        (["--prompt=some words", "--max-new-tokens=40", "--ram=80KiB"], "raise --ram (now 80KiB), or add --disk DIR"),
+        (["--prompt=some words", "--max-new-tokens=40", "--ram=80KiB", "--ncpu=0", "--sim-gpu=1"], "raise --ram (now 80KiB), or add --disk DIR"),
+        (["--prompt-file=prompts.txt", "--max-new-tokens=40", "--ram=80KiB"], "raise --ram (now 80KiB), or lower --batch, or add --disk DIR"),
+    ],
+)
+def test_memory_that_ends_within_a_text(here, capsys, argv, change):
+    """What has no room any more is a refusal with the flags that help, whoever is told of it first."""
+    code, err = refuse(capsys, ["generate", "gpt2", *argv])
+    assert (code, change in err) == (3, True), err
+
+
 def test_models_that_do_not_fit_their_files(here, capsys):
     """A tokenizer of another model, ids that are none, pickles with the command that converts them, weights of another shape."""
     write_model(here / "small", replace(CONFIG, vocab_size=260))

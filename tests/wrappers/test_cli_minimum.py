@@ -81,3 +81,16 @@ def test_a_page_less_is_refused_at_once(here: Path, machine: str, capsys: pytest
         assert f"{budgets[name]:,} B" in err
         assert "it would fit with" in err
         assert not Path("a").exists()
+
+
+def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Positions behind --seq-len are made from the seed and stay: adapters train at the minimum, and a page less is refused at once."""
+    (here / "long.json").write_text(json.dumps({**MODEL, "n_positions": 1024}))
+    flags = ["--config-path=long.json", "--batch=1", "--seq-len=16", "--train=lora:2", "--ncpu=2"]
+    assert main(["plan", *flags, "--ram=1GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ram = found["minimum_budget_bytes"]["ram"]
+    assert main(["train", *flags, *RUN, f"--ram={ram}", "--sample-tokens=4", "--run-dir=a"]) == 0
+    assert main(["train", *flags, *RUN, f"--ram={ram - PAGE}", "--run-dir=b"]) == 3
+    assert f"{ram:,} B of ram at least" in capsys.readouterr().err
+    assert not Path("b").exists()

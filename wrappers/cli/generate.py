@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from nntask.trainer.settings import MachineSettings
 
 from .help import parse
+from .machine import check_machine, runtime_of
 
 if TYPE_CHECKING:
     from nntask.generation import Generator
     from nntask.sampling import Sampling
     from nntask.trainer.source import TextIds
-    from scheduler.runtime import Runtime
 
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -81,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
     source = ModelSource.open(words[0])
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
     how = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
-    with runtime_of(settings.machine) as runtime:
+    with runtime_of(settings.machine, "--batch" if min(asked.batch, len(prompts)) > 1 else "") as runtime:
         model = source.build(runtime, generation_tiling(source.config), asked.dtype)
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)
         generator.check([ids.prompt(prompt) for prompt in prompts])
@@ -215,45 +214,3 @@ class _Printer:
     def _facts(self, text: _Text) -> dict[str, Any]:
         end = text.end(self._context, self._asked.max_new_tokens)
         return {"number": text.number, "prompt": text.prompt, "text": text.text, "tokens": len(text.new), "end": end}
-
-
-def check_machine(machine: MachineSettings) -> None:
-    """Check where to compute.
-
-    Raises:
-        UsageError: the first value that breaks its rule.
-        DataError: the directory of --disk cannot be made or written.
-    """
-    from nntask.trainer.prepare import check_disk
-    from nntask.trainer.rules import check_values
-    from nntask.trainer.settings import ResourceSettings, TrainSettings
-
-    check_values(TrainSettings(resources=ResourceSettings(**asdict(machine))))
-    check_disk(machine.disk)
-
-
-@contextmanager
-def runtime_of(machine: MachineSettings) -> Iterator[Runtime]:
-    """The runtime that the flags ask for; its refusals name the flag that helps.
-
-    Raises:
-        DoesNotFit: a budget is too small, or not to be had.
-        StorageError: the disk tier failed.
-        NntaskError: weights could not be read.
-    """
-    from nntask.errors import StorageError
-    from nntask.trainer.machine import does_not_fit, open_runtime, told
-    from nntask.trainer.settings import ResourceSettings, TrainSettings
-    from scheduler.core import errors as scheduler_errors
-
-    resources = ResourceSettings(**asdict(machine))
-    runtime = open_runtime(TrainSettings(resources=resources))
-    try:
-        with runtime:
-            yield runtime
-    except scheduler_errors.SchedulerError as error:
-        if runtime.tier_failure is not None:
-            raise StorageError(f"{runtime.tier_failure}; name another directory with --disk") from error
-        if isinstance(error, scheduler_errors.DoesNotFit):
-            raise does_not_fit(error, resources, trains=False) from error
-        raise told(error, runtime.source_failure) from error

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from nntask.trainer.settings import MachineSettings
 
-from .generate import check_machine, runtime_of
 from .help import parse
+from .machine import check_machine, runtime_of
 
 if TYPE_CHECKING:
     from nntask.data import Dataset, TokenFile, Tokenizer
@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     dataset, tokenizer = _open(asked, source)
     split, file = _part(asked, dataset)
     begin = perf_counter()
-    with runtime_of(settings.machine) as runtime:
+    with runtime_of(settings.machine, "--batch or --seq-len") as runtime:
         select = dataset.select_sequences if split == "train" else -1
         found = perplexity(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype)
     facts = {"dataset": dataset.name, "split": split, "seq_len": length, "seconds": round(perf_counter() - begin, 3)}
