@@ -56,14 +56,18 @@ class Generator:
         """Check that prompts can be continued.
 
         Raises:
-            UsageError: one is empty, or longer than the context.
+            UsageError: there are none, or one is empty, longer than the context, or has ids that the model does not know.
         """
+        if not prompts:
+            raise UsageError("texts begin with a prompt each, and there are none; give at least one")
         for number, prompt in enumerate(prompts, 1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             if not prompt:
                 raise UsageError(f"{which} has no tokens, and a text begins with at least one; give it some")
             if len(prompt) > self.context:
                 raise UsageError(f"{which} has {len(prompt)} tokens, more than the model's context of {self.context}; shorten it")
+            if bad := [each for each in prompt if not 0 <= each < self.model.config.vocab_size]:
+                raise UsageError(f"{which} has the id {bad[0]}, and the model knows 0 to {self.model.config.vocab_size - 1}; use its own tokenizer")
 
     def stream(
         self,
@@ -86,6 +90,7 @@ class Generator:
 
         Raises:
             UsageError: see `check`.
+            Diverged: the model's scores are not finite.
         """
         self.check(prompts)
         texts = [list(prompt) for prompt in prompts]

@@ -120,15 +120,25 @@ def product(layer: Adaptable, down: Array, up: Array) -> tuple[Array, Array]:
     return (down.T, up.T) if layer.has_rows_in else (up, down)
 
 
+def wide(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The element type that adapters are merged in: fp64 for fp64, fp32 for all others."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def merged(weight: Array, left: Array, right: Array) -> Array:
+    """weight + left @ right, in `wide` of the weight's type; the last two as of `product`, in that type."""
+    found: Array = weight.astype(wide(weight.dtype)) + left @ right
+    return found
+
+
 def merged_arrays(model: LanguageModel) -> dict[str, Array]:
-    """The weights of a model, by name; what adapters add is added, in fp32 at least, and rounded to the weight's type once."""
+    """The weights of a model, by name; what adapters add is in them, and they are rounded to their type once."""
     layers, found = _adaptable(model), {name: tensor.read() for name, tensor in model.tensors().items()}
     for name, layer in layers.items():
         if layer.lora is not None:
             weight = found[name + _WEIGHT]
-            wide = np.float64 if weight.dtype == np.float64 else np.float32
-            left, right = product(layer, layer.lora.A.read().astype(wide), layer.lora.B.read().astype(wide))
-            found[name + _WEIGHT] = (weight.astype(wide) + left @ right).astype(weight.dtype)
+            down, up = (factor.read().astype(wide(weight.dtype)) for factor in (layer.lora.A, layer.lora.B))
+            found[name + _WEIGHT] = merged(weight, *product(layer, down, up)).astype(weight.dtype)
     factors = _factors(layers)
     return {name: found[name] for name, parameter in model.named_parameters().items() if id(parameter) not in factors}
 

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .errors import Diverged
+from .finite import first_not_finite
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -39,23 +42,33 @@ def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) ->
     Args:
         logits: (V,) scores.
         draw: uniform in [0, 1).
+
+    Raises:
+        Diverged: a score is not finite.
     """
+    if (bad := first_not_finite(logits)) is not None:
+        raise Diverged(
+            f"the scores of the next token must be finite, and one is {bad}: weights are not finite, or too large for the element type; "
+            "use an earlier checkpoint, or --dtype fp32"
+        )
     if how.temperature == 0:
         return int(np.argmax(logits))
     scores = np.asarray(logits, np.float64)
-    order = _best_first(scores, how.top_k)
-    weights = np.exp((scores[order] - scores[order[0]]) / how.temperature)
+    ids = _best(scores, how.top_k)
+    if how.top_p < 1:
+        ids = ids[np.argsort(-scores[ids], kind="stable")]
+    weights = np.exp((scores[ids] - scores[ids].max()) / how.temperature)
     mass = np.cumsum(weights / weights.sum())
     if how.top_p < 1:
-        order = order[: int(np.searchsorted(mass, how.top_p)) + 1]
-        mass = mass[: len(order)]
+        mass = mass[: int(np.searchsorted(mass, how.top_p)) + 1]
     where = int(np.searchsorted(mass, draw * mass[-1], side="right"))
-    return int(order[min(where, len(order) - 1)])
+    return int(ids[min(where, len(mass) - 1)])
 
 
-def _best_first(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
-    """Ids of the `count` best scores (0: of all), the best first; of equal ones the lowest id."""
+def _best(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
+    """Ids of the `count` best scores (0: of all), ascending; of equal ones the lowest ids."""
     if not 0 < count < len(scores):
-        return np.argsort(-scores, kind="stable")
-    candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
-    return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
+        return np.arange(len(scores))
+    least = np.partition(scores, -count)[-count]
+    better, equal = np.flatnonzero(scores > least), np.flatnonzero(scores == least)
+    return np.sort(np.concatenate([better, equal[: count - len(better)]]))

@@ -21,10 +21,10 @@ from nntask.data.special import Special
 from nntask.errors import DataError, UsageError
 from nntask.finite import first_not_finite
 from nntask.lora import merged_arrays
-from nntask.merge import weights_of
 from nntask.models.language import LanguageModel
 from nntask.models.registry import FAMILIES, build, family_of
 from nntask.tiling import ModelTiling
+from nntask.trainer.merge import weights_of
 from scheduler import Handle, Mode, TaskRuntime
 from tiles import TileTensor
 

@@ -21,11 +21,11 @@ from scheduler.core.steps import RecordedTask, StepPlan
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
 from tiles import TileTensor
 
-from ..base import Base
 from ..errors import DoesNotFit, UsageError
 from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
+from .base import Base
 from .places import RAM, Target, pace_on, this_machine
 from .prepare import TILE_FLAGS
 from .recorded import build_model, build_optimizer, emit_training_step

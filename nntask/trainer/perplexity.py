@@ -7,12 +7,13 @@ not full counts, too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..data import Batch, TokenFile
-from ..errors import DataError
+from ..errors import DataError, Diverged
 from ..tiling import default_tiling
 from .evaluation import Evaluation, evaluate
 from .recorded import Inference
@@ -46,6 +47,7 @@ def perplexity(
 
     Raises:
         DataError: the file holds fewer than two tokens.
+        Diverged: the loss is not finite.
     """
     config = source.config
     if file.num_tokens < 2:
@@ -55,6 +57,11 @@ def perplexity(
     scorer = Inference(config, tiling, runtime, source.settings, source.build(runtime, tiling, dtype), context=length)
     found = evaluate(scorer, windows(file, length, batch, select), tokenizer.byte_lengths() if tokenizer else None)
     assert found is not None  # nobody stops it
+    if not isfinite(found.loss):
+        raise Diverged(
+            f"the loss of {file.path} is {found.loss}: weights are not finite, or too large for the element type; "
+            "use an earlier checkpoint, or --dtype fp32"
+        )
     return found
 
 

@@ -17,11 +17,11 @@ from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
 
-from ..base import base_to_start_from
 from ..lora import largest_rank
 from ..models.config import PRESETS
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
+from .base import base_to_start_from
 from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, sketch, work_of
 from .places import Target, durations, this_machine, with_coarse_tiles
 from .prepare import TILE_FLAGS, with_tiles

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..base import Base
 from ..checkpoints import STATE, Checkpoint, run_of, step_directories
 from ..data import TOKENIZER, DataSpec, check_spec
 from ..errors import DataError, UsageError
@@ -16,6 +15,7 @@ from ..schedule import make_schedule
 from ..tensorfile import TensorFile
 from ..tiletable import read_table, shape_of
 from ..tiling import ModelTiling, default_tiling
+from .base import Base
 from .outputs import check_new_run, check_writable, default_run_dir, versions
 from .rules import check_rank, disk_of, resolve
 from .settings import TrainSettings, differences, from_dict

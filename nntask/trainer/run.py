@@ -16,7 +16,6 @@ from scheduler.ordering import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 from tiles.kernels.cpu import kernel_versions
 
-from ..base import Base, base_to_start_from
 from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, StorageError, UsageError
@@ -25,6 +24,7 @@ from ..schedule import make_schedule
 from ..sizes import format_size
 from ..tensorfile import STORAGE, save_tensors
 from .autotile import prepare_in_best_tiles
+from .base import Base, base_to_start_from
 from .evaluation import evaluate
 from .explain import Explainer, matching
 from .fitting import check_fit

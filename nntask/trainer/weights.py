@@ -5,24 +5,26 @@ Weights of a model directory, and those that adapters stand beside, are read til
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiles import TileTensor
 
-from ..base import Base, base_of
-from ..checkpoints import MODEL, OPTIMIZER, Checkpoint
+from ..checkpoints import MODEL, OPTIMIZER, STATE, Checkpoint
+from ..errors import UsageError
 from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..tensorfile import TensorFile, load_tensors
 from ..tiling import ModelTiling
+from .base import Base, base_of
 from .fitting import Sketch
 from .prepare import Prepared
-from .recorded import RecordedEngine, build_model
+from .recorded import DTYPES, RecordedEngine, build_model
 from .rules import rank_of
-from .settings import TrainSettings
+from .settings import TrainSettings, from_dict
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
@@ -95,8 +97,15 @@ def load_model(checkpoint: Checkpoint, tiling: ModelTiling, runtime: TaskRuntime
 
     Raises:
         DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
+        UsageError: the settings ask for a finer element type than that in which adapters met the weights beside them.
     """
     config, base = checkpoint.config, base_of(checkpoint)
+    trained, asked = (DTYPES[each.model.dtype] for each in (from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE)), settings))
+    if base is not None and asked.itemsize > trained.itemsize:
+        raise UsageError(
+            f"{checkpoint.path} holds adapters for weights in {trained.name}, and in {asked.name} those weights are others; "
+            f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge"
+        )
     if base is None:
         model = build_model(config, tiling, runtime, settings, fill=False)
     else:

@@ -155,7 +155,7 @@ class StepPlan:
         return kept + min(replays, 2) * outputs + max(passing, lent)
 
     def kept_bytes(self) -> int:
-        """Bytes of data that outlives the step and takes room on the last tier: all but outputs, and what lies in a file and is only read; `idle` too."""
+        """Bytes that outlive the step and take room on the last tier: all data but outputs, and what lies in a file and is only read; `idle` too."""
         outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
         return self.idle + sum(handle.size for handle in outlives if not self.stays_in_file(handle))
 

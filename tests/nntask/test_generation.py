@@ -36,6 +36,17 @@ def prompts_of(vocab_size, *lengths):
     return [[int(i) for i in rng.integers(0, vocab_size, length)] for length in lengths]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [([], "there are none; give at least one"), ([[1], [2, 61]], "prompt 2 has the id 61, and the model knows 0 to 60"), ([[-1]], "id -1")],
+)
+def test_prompts_that_are_none(prompts, words):
+    """A refusal, not a kernel that fails."""
+    generator = Generator(GPT2(SMALL, CUT, InlineRuntime()), InlineRuntime(), 20)
+    with pytest.raises(UsageError, match=words):
+        next(generator.stream(prompts, 1, GREEDY))
+
+
 def texts_of(generator, prompts, count, how=GREEDY, **options):
     """The new tokens of every text."""
     found = [[] for _ in prompts]

@@ -20,8 +20,8 @@ from nntask.checkpoints import find_checkpoint, save_checkpoint
 from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import train_bpe
 from nntask.errors import StorageError, UsageError
-from nntask.hf.export import export
 from nntask.models.gpt2 import GPT2
+from nntask.trainer.export import export
 from nntask.trainer.settings import TrainSettings
 from scheduler import InlineRuntime
 

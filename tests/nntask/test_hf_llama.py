@@ -13,9 +13,9 @@ from test_hf_export import HUGE, saved
 
 from nntask import no_grad
 from nntask.hf.directory import ModelDirectory
-from nntask.hf.export import export
 from nntask.models.llama import Llama
 from nntask.tiling import ModelTiling
+from nntask.trainer.export import export
 from scheduler import InlineRuntime
 from wrappers.cli import main
 from wrappers.torch import from_torch, to_torch

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from nntask.errors import Diverged
 from nntask.sampling import Sampling, choose
 
 LOGITS = np.log(np.array([0.1, 0.5, 0.15, 0.25]))
@@ -31,6 +32,14 @@ def test_top_k_keeps_the_lowest_ids_of_equal_scores():
     """What is left does not depend on how scores were sorted."""
     scores = np.array([1.0, 2.0, 1.0, 2.0, 1.0, 0.0])
     assert {choose(scores, Sampling(top_k=3), draw) for draw in np.arange(0, 1, 1e-2)} == {0, 1, 3}
+
+
+@pytest.mark.parametrize("how", [Sampling(temperature=0), Sampling(), Sampling(top_k=2)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_scores_that_are_not_finite_are_refused(how, bad):
+    """Nothing is chosen from them, wherever they are."""
+    with pytest.raises(Diverged, match=r"must be finite, and one is -?(nan|inf).*use an earlier checkpoint"):
+        choose(np.array([0.1, bad, 0.3], np.float32), how, 0.5)
 
 
 def test_draws_are_counted():

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 from test_cli_hf import write_model
 
+from nntask.checkpoints import find_checkpoint
+from nntask.models.registry import build
+from nntask.tiling import ModelTiling
 from nntask.trainer import comparing
+from scheduler import InlineRuntime
 from tiles.kernels import registry
 from wrappers.cli import main
 
@@ -115,6 +119,11 @@ def test_runs_and_model_directories(here: Path, capsys: pytest.CaptureFixture[st
 
     trained = load_file(here / "run" / "latest" / "model.safetensors")["wte.weight"]
     assert any(np.array_equal(each, trained[:, :5]) for each in read)
+    assert main(["train", *flags.split(), "--train=lora:2", "--seed=5", "--sample-tokens=0", "--run-dir=beside"]) == 0
+    read.clear()
+    assert main(["compare", "beside", "--seed=1"]) == 0
+    made = build(find_checkpoint("run").config, ModelTiling(), InlineRuntime(), seed=5).tensors()["wte.weight"].read()
+    assert any(np.array_equal(each, made[:, :5]) for each in read)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 from test_cli_bad_input import refuse
 from test_cli_hf import TEXT, write_model
 from tokenizers import processors
@@ -139,6 +140,12 @@ def test_perplexity_is_that_of_transformers(here, capsys, family):
     out = capsys.readouterr().out
     assert out.startswith(f"train.bin, train: loss {np.mean(total[:40]):.4f} | perplexity ")
     assert "| 40 tokens, 20 at a time" in out
+    np.array(ids[:90], "<u2").tofile(here / "val.bin")
+    for count, tokens in ((-1, 89), (3, 60)):
+        argv = ["--dataset=train.bin", "--dataset-path=.", "--seq-len=20", f"--dataset-select={count}", "--json"]
+        assert main(["perplexity", family, *argv]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["split"], found["tokens"]) == ("validation", tokens)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +168,10 @@ def test_perplexity_is_that_of_transformers(here, capsys, family):
         (["perplexity", "gpt2", "--dataset=text"], 2, "needs --dataset-path"),
         (["perplexity", "gpt2", "--dataset=text", "--dataset-path=text.txt", "--split=validation"], 2, "needs validation data"),
         (["perplexity", "gpt2", "--dataset=text", "--dataset-path=text.txt", "--seq-len=49"], 2, "--seq-len must be at most n_positions = 48"),
+        (["perplexity", "gpt2", *DATA, "--val-path=text.txt", "--dataset-select=1"], 2, "text.txt is scored whole; drop it"),
+        (["perplexity", "gpt2", "--dataset=WikiText-103", "--dataset-select=1"], 2, "is scored whole; drop it, or add --split train"),
+        (["generate", "huge", "--prompt=a"], 5, "the scores of the next token must be finite"),
+        (["perplexity", "huge", *DATA], 5, "the loss of "),
         (["perplexity", "gpt2", "--seq-len=0"], 2, "--seq-len must be at least 1"),
     ],
 )
@@ -169,6 +180,10 @@ def test_bad_input(here, capsys, argv, code, words):
     (here / "empty.txt").write_text("")
     (here / "gap.txt").write_text("a\n\nb\n")
     (here / "cache").mkdir()
+    if "huge" in argv:
+        write_model(here / "huge", CONFIG)
+        weights = load_file(here / "huge" / "model.safetensors")
+        save_file({**weights, "transformer.ln_f.weight": np.full(24, 3e38, np.float32)}, here / "huge" / "model.safetensors", {"format": "pt"})
     found, err = refuse(capsys, argv)
     assert (found, words in err) == (code, True), err
 

@@ -22,6 +22,7 @@ from nntask.data.tokenizer import train_bpe
 from nntask.models.llama_config import LlamaConfig
 from nntask.models.registry import build, family_of
 from nntask.tiling import ModelTiling
+from nntask.trainer.merge import weights_of
 from nntask.trainer.settings import from_dict
 from nntask.trainer.weights import load_model
 from scheduler import InlineRuntime
@@ -143,6 +144,37 @@ def test_a_base_made_from_the_seed_is_merged_by_making_it_again(here: Path) -> N
     assert np.abs(their_scores(merged, ids) - scores("run", ids)).max() < 1e-4
 
 
+def test_bf16_beside_a_base_made_from_the_seed(here: Path, capsys) -> None:
+    """Equal bits over workers and budgets, in training and in text; a finer type is refused; merged weights are rounded once; windows of windows."""
+    start = ["--config-path=small.json", "--tokenizer-path=gpt2", "--dtype=bf16", "--steps=2"]
+    machines = {"a": ["--ncpu=2"], "b": ["--ncpu=1", "--sched=eager", "--no-prefetch", "--ram=110KiB", "--disk=tier"]}
+    texts = set()
+    for run, machine in machines.items():
+        assert main([*TRAIN, *start, *machine, f"--run-dir={run}"]) == 0
+        capsys.readouterr()
+        assert main(["generate", "a", "--prompt=some", "--max-new-tokens=12", "--temperature=2", *machine]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+    a, b = ((here / run / "latest" / "model.safetensors").read_bytes() for run in machines)
+    assert a == b
+    code, err = refuse(capsys, ["generate", "a", "--dtype=fp32"])
+    assert (code, "adapters for weights in bfloat16, and in float32 those weights are others; drop --dtype" in err) == (2, True)
+    for dtype in ("fp32", "bf16"):
+        assert main(["export", "a", dtype, "--merge", f"--dtype={dtype}"]) == 0
+    with safe_open(here / "fp32" / "model.safetensors", "pt") as fine, safe_open(here / "bf16" / "model.safetensors", "pt") as coarse:
+        pairs = [(fine.get_tensor(name), coarse.get_tensor(name)) for name in fine.keys()]  # noqa: SIM118
+    assert all(torch.equal(x.bfloat16(), y) for x, y in pairs)
+    assert any(not torch.equal(x, y.float()) for x, y in pairs)
+    for weight in weights_of(find_checkpoint("a")).values():
+        whole = np.empty(weight.shape, np.float32)
+        weight.read(whole)
+        rest = [slice(0, extent) for extent in weight.shape[1:]]
+        part = weight[[slice(4, 12), *rest]][[slice(2, 5), *rest]]
+        found = np.empty(part.shape, np.float32)
+        part.read(found)
+        assert np.array_equal(found, whole[6:9])
+
+
 def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
     """Resume, generate and a merging export name the file; putting it back is enough. The adapters alone need it not."""
     assert main([*TRAIN, "--init-from=gpt2", "--steps=2", "--run-dir=run"]) == 0
@@ -156,6 +188,9 @@ def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
     assert main(["export", "run", "adapters"]) == 0
     capsys.readouterr()
     (here / "gone").rename(here / "gpt2")
+    for argv in (["gpt2", "--force"], ["gpt2", "--force", "--merge"], ["gpt2/adapters"]):
+        code, err = refuse(capsys, ["export", "run", *argv])
+        assert (code, "the weights" in err, "name another directory" in err) == (2, True, True)
     good = (here / "gpt2" / "model.safetensors").read_bytes()
     write_base(here / "gpt2", "gpt2", seed=10)
     for argv in commands:

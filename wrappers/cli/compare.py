@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from .help import parse
 
 if TYPE_CHECKING:
-    from nntask.checkpoints import Checkpoint
     from nntask.models.interface import ModelConfig
     from nntask.trainer.comparing import Comparison
     from nntask.trainer.settings import ResourceSettings, TrainSettings
+    from nntask.trainer.source import ModelSource
 
 DIFFERENT: Final = 1
 """Exit code where results differ: one of the kinds has a bug."""
@@ -48,7 +48,7 @@ class CompareSettings:
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """arithmetic (auto: the run's, else fp32)"""
     seed: int = 0
-    """of tokens, dropout, and weights that are not read"""
+    """of tokens, dropout, and the weights of a preset or a config"""
     ram: str = ""
     """byte budget of each memory, of which there are three with sim, e.g. 2GiB (default: equal shares of what is free)"""
     json: bool = False
@@ -57,12 +57,12 @@ class CompareSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is run: settings with tiles, the model, and where its weights are."""
+    """What is run: settings with tiles, the model, and where its weights are; None for those of a new one."""
 
     name: str
     settings: TrainSettings
     config: ModelConfig
-    checkpoint: Checkpoint | None
+    source: ModelSource | None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -110,32 +110,28 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
         UsageError: it is nothing that is known, or a flag does not fit the model.
         DataError: what it names is broken.
     """
-    from nntask.checkpoints import STATE, find_checkpoint
     from nntask.errors import UsageError
-    from nntask.hf.directory import CONFIG
     from nntask.models.config import PRESETS
     from nntask.trainer.prepare import with_tiles
     from nntask.trainer.rules import resolve
-    from nntask.trainer.settings import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, from_dict
+    from nntask.trainer.settings import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings
+    from nntask.trainer.source import ModelSource
 
     from .layers import model_config
 
-    path, checkpoint = Path(word), None
+    path, source = Path(word), None
     if word in PRESETS:
         settings = TrainSettings(model=ModelSettings(model=word))
     elif path.is_file():
         settings = TrainSettings(model=ModelSettings(config_path=word))
-    elif (path / CONFIG).is_file():
-        settings = TrainSettings(checkpoints=CheckpointSettings(init_from=word))
     elif path.is_dir():
-        checkpoint = find_checkpoint(path)
-        settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
-        settings = replace(settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
+        source = ModelSource.open(path)
+        settings = replace(source.settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
     else:
         raise UsageError(f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run or a model directory, got {word!r}, which is none")
-    config = model_config(settings) if checkpoint is None else checkpoint.config
-    settings = _with_flags(settings, asked, config, is_new=checkpoint is None)
-    return _Subject(word, with_tiles(resolve(settings, config), config)[0], config, checkpoint)
+    config = model_config(settings) if source is None else source.config
+    settings = _with_flags(settings, asked, config, is_new=source is None or source.checkpoint is None)
+    return _Subject(word, with_tiles(resolve(settings, config), config)[0], config, source)
 
 
 def _with_flags(settings: TrainSettings, asked: CompareSettings, config: ModelConfig, *, is_new: bool) -> TrainSettings:
@@ -198,22 +194,12 @@ def _train(runtime: Any, asked: CompareSettings, subject: _Subject) -> None:
     import numpy as np
 
     from nntask.data import Batch
-    from nntask.hf.directory import ModelDirectory
     from nntask.trainer.prepare import with_tiles
     from nntask.trainer.recorded import RecordedEngine, build_model
-    from nntask.trainer.weights import load_model
 
-    settings, config, checkpoint = subject.settings, subject.config, subject.checkpoint
+    settings, config, source = subject.settings, subject.config, subject.source
     _, tiling = with_tiles(settings, config)
-    begin = settings.checkpoints.init_from
-    if checkpoint is not None:
-        model = load_model(checkpoint, tiling, runtime, settings)
-    else:
-        model = build_model(config, tiling, runtime, settings, fill=not begin)
-    if begin:
-        directory = ModelDirectory.open(Path(begin))
-        directory.check({name: tensor.shape for name, tensor in model.tensors().items()})
-        directory.attach(model.tensors())
+    model = build_model(config, tiling, runtime, settings) if source is None else source.build(runtime, tiling, asked.dtype)
     engine = RecordedEngine(config, tiling, runtime, settings, model, settings.resources.order)
     size = (settings.tiling.batch or 1, (settings.model.seq_len or config.n_positions) + 1)
     for step in range(1, asked.steps + 1):

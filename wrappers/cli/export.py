@@ -38,9 +38,9 @@ def run(argv: Sequence[str]) -> int:
     settings, words = parse(ExportSettings, argv, "nntask export", words=("RUN", "DIR"))
     from nntask.checkpoints import find_checkpoint
     from nntask.errors import UsageError
-    from nntask.hf.export import export
-    from nntask.hf.peft import export_adapters
     from nntask.sizes import format_size, parse_size
+    from nntask.trainer.export import export
+    from nntask.trainer.peft import export_adapters
 
     shard_nbytes = parse_size(settings.shard_size or LARGEST_SHARD, "--shard-size")
     checkpoint = find_checkpoint(words[0])

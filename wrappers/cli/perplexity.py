@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +32,7 @@ class ScoreSettings:
     val_path: str = ""
     """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
     dataset_select: int = -1
-    """use the first N texts (rows of WikiText-103, sequences of train.bin); -1 for all"""
+    """use the first N texts (rows of WikiText-103, sequences of the part of train.bin that is scored); -1 for all"""
     split: Literal["auto", "validation", "train"] = "auto"
     """part of the dataset; auto: its validation part, and all of it where it has none"""
     seq_len: int | None = None
@@ -61,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     check(asked)
     check_machine(settings.machine)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from nntask.trainer.perplexity import perplexity
+    from nntask.trainer.perplexity import perplexity as score
     from nntask.trainer.rules import checked_length
     from nntask.trainer.source import ModelSource
 
@@ -71,12 +72,13 @@ def run(argv: Sequence[str]) -> int:
     split, file = _part(asked, dataset)
     begin = perf_counter()
     with runtime_of(settings.machine, "--batch or --seq-len") as runtime:
-        select = dataset.select_sequences if split == "train" else -1
-        found = perplexity(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype)
+        select = dataset.select_sequences
+        found = score(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype)
     facts = {"dataset": dataset.name, "split": split, "seq_len": length, "seconds": round(perf_counter() - begin, 3)}
     if asked.json:
-        figures = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte, "tokens": found.tokens}
-        print(json.dumps({**figures, **facts}))
+        perplexity = found.perplexity if isfinite(found.perplexity) else None  # exp(loss) may be beyond all numbers
+        figures = {"loss": found.loss, "perplexity": perplexity, "bits_per_byte": found.bits_per_byte, "tokens": found.tokens}
+        print(json.dumps({**figures, **facts}, allow_nan=False))
     else:
         print(f"{dataset.name}, {split}: {found.line()}, {length} at a time")
     return 0
@@ -88,6 +90,7 @@ def check(asked: ScoreSettings) -> None:
     Raises:
         UsageError: the first one that breaks its rule.
     """
+    from nntask.data.hub import WIKITEXT
     from nntask.errors import UsageError
 
     for flag, value in (("--seq-len", asked.seq_len), ("--batch", asked.batch)):
@@ -95,6 +98,12 @@ def check(asked: ScoreSettings) -> None:
             raise UsageError(f"{flag} must be at least 1, got {value}; the nearest legal value is 1")
     if asked.dataset_select == 0 or asked.dataset_select < -1:
         raise UsageError(f"--dataset-select must be at least 1, or -1 for all, got {asked.dataset_select}; the nearest legal value is 1")
+    is_apart = bool(asked.val_path) or asked.dataset == WIKITEXT  # what is selected are the texts of another part
+    if asked.dataset_select != -1 and asked.dataset != "train.bin" and is_apart and asked.split != "train":
+        raise UsageError(
+            f"--dataset-select {asked.dataset_select} selects training texts, and {asked.val_path or f'the validation part of {asked.dataset}'} "
+            f"is scored whole; drop it{'' if asked.val_path else ', or add --split train'}"
+        )
     if asked.val_path and asked.split == "train":
         raise UsageError(f"--val-path {asked.val_path} is not scored with --split train; drop one of them")
 

@@ -16,13 +16,13 @@ from typing import Any, Final, Literal
 
 from tiles import TileTensor
 
-from .checkpoints import STATE, Checkpoint
-from .errors import DataError
-from .fileranges import FileRange
-from .hf.directory import ModelDirectory, attach_weights
-from .tensorfile import TensorFile, fingerprint_of
-from .trainer.rules import rank_of
-from .trainer.settings import TrainSettings, from_dict
+from ..checkpoints import STATE, Checkpoint
+from ..errors import DataError
+from ..fileranges import FileRange
+from ..hf.directory import ModelDirectory, attach_weights
+from ..tensorfile import TensorFile, fingerprint_of
+from .rules import rank_of
+from .settings import TrainSettings, from_dict
 
 Kind = Literal["directory", "file", "seed"]
 _KINDS: Final = ("directory", "file", "seed")

@@ -12,16 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..base import Base
 from ..checkpoints import MODEL, STATE, Checkpoint
 from ..data import Tokenizer
 from ..errors import UsageError
 from ..layers import Adaptable
 from ..lora import LoRA, adapted
-from ..merge import adapter_arrays, sketch_of
-from ..trainer.recorded import adapters_of
-from ..trainer.settings import from_dict
+from .base import Base
 from .export import ADAPTER_CONFIG, Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
+from .merge import adapter_arrays, sketch_of
+from .recorded import adapters_of
+from .settings import from_dict
 
 WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."

@@ -17,20 +17,22 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoints import Checkpoint
+from ..checkpoints import STATE, Checkpoint
 from ..data import Tokenizer
 from ..data.special import Special
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..fileranges import FileRange, OpenFile, strides_of, windows
 from ..finite import first_not_finite
+from ..hf.directory import CONFIG, INDEX, SINGLE
+from ..hf.shadow import Shadow, blanks, shapes_of
+from ..hf.tokenizers import as_text, tokenizer_files
 from ..jsonfile import read_object
-from ..merge import Weight, weights_of
+from ..lora import wide
 from ..models.registry import FAMILIES, family_of
 from ..tensorfile import STORAGE, header_of
 from ..writing import written_aside
-from .directory import CONFIG, INDEX, SINGLE
-from .shadow import Shadow, blanks, shapes_of
-from .tokenizers import as_text, tokenizer_files
+from .base import Base
+from .merge import Weight, weights_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _OURS: Final = re.compile(
@@ -54,11 +56,17 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
     """Check that a model directory may be written to `path`; creates nothing.
 
     Raises:
-        UsageError: something is there, and `force` is off, or it holds anything but the files of a model that save_pretrained or we write.
+        UsageError: something is there, and `force` is off, or it holds anything but the files of a model that save_pretrained or we write; or
+            it would touch the checkpoint, or the weights that its adapters stand beside.
     """
     ours, target = source.path.resolve(), path.resolve()
     if target == ours or target in ours.parents or ours in target.parents:
         raise UsageError(f"{path} holds the checkpoint that is exported, or lies in it; name another directory")
+    base = Base.of_state(source.state, str(source.path / STATE))  # its files need not be there
+    if base is not None and base.path:
+        needed = Path(base.path).resolve()
+        if target == needed or target in needed.parents or needed in target.parents:
+            raise UsageError(f"{path} holds, or lies in, the weights {base.path} that the adapters stand beside; name another directory")
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if path.is_symlink() or not there.is_dir():
         raise UsageError(f"{there} is not a directory; name another one")
@@ -147,7 +155,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
     shadow = Shadow(places)
     for name, array in family.from_hf(shadow.arrays(), config).items():
         place = shadow.range_of(array)
-        for window, piece in _pieces(weights[name]):
+        for window, piece in _pieces(weights[name], kind):
             place[window].write(as_stored(name, piece, kind))
     num_weights = sum(prod(shape) for shape in shapes.values())
     return Exported(tuple(shards), num_weights * kind.itemsize, num_weights)
@@ -187,11 +195,12 @@ def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[A
     return found
 
 
-def _pieces(source: Weight) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
-    """Rows of a tensor, and where they lie in it."""
-    for window in windows(source.shape, source.dtype.itemsize):
+def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
+    """Rows of a tensor, and where they lie in it; wide where they are stored in another type than `kind`, so that they are rounded once."""
+    held = kind if source.dtype == kind else wide(source.dtype)
+    for window in windows(source.shape, held.itemsize):
         part = source[window]
-        piece = np.empty(part.shape, part.dtype)
+        piece = np.empty(part.shape, held)
         part.read(piece)
         yield window, piece
 

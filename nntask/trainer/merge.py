@@ -1,7 +1,7 @@
 """What a checkpoint stands for as whole weights, read piece by piece; of a run with adapters, what they add is in them.
 
 A weight W (K, N) beside adapters A (r, K) and B (N, r) becomes W + alpha / r * A^T B^T, added in fp32 (fp64 for fp64) to W as the run used it, that
-is in the element type of the run, and rounded to that type once.
+is in the element type of the run, and rounded once, to the type that is asked for.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from scheduler import InlineRuntime
 from scheduler.capture import CapturingRuntime
 from tiles import TileTensor
 
+from ..checkpoints import MODEL, STATE, Checkpoint
+from ..init import stream_of
+from ..lora import adapted, merged, product, wide
+from ..models.language import LanguageModel
+from ..module import Parameter
+from ..tensorfile import TensorFile
+from ..tiling import ModelTiling
 from .base import base_of
-from .checkpoints import MODEL, STATE, Checkpoint
-from .init import stream_of
-from .lora import adapted, product
-from .models.language import LanguageModel
-from .module import Parameter
-from .tensorfile import TensorFile
-from .tiling import ModelTiling
-from .trainer.recorded import build_model
-from .trainer.settings import TrainSettings, from_dict
+from .recorded import build_model
+from .settings import TrainSettings, from_dict
 
 Array = npt.NDArray[Any]
 
@@ -47,7 +47,7 @@ class Weight(Protocol):
         """The part within one slice per axis."""
 
     def read(self, out: Array, /) -> None:
-        """Fill `out`, a C-contiguous array of this shape."""
+        """Fill `out`, a C-contiguous array of this shape, converting to its element type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,12 @@ class _Made:
     make: Callable[[], Array]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    window: tuple[slice, ...] = ()
+    window: tuple[slice, ...]
 
     def __getitem__(self, slices: Sequence[slice]) -> _Made:
-        window = tuple(slices)
-        return _Made(self.make, tuple(len(range(extent)[each]) for each, extent in zip(window, self.shape, strict=True)), self.dtype, window)
+        bounds = [each.indices(extent) for each, extent in zip(slices, self.shape, strict=True)]
+        window = tuple(slice(of.start + start, of.start + stop) for of, (start, stop, _) in zip(self.window, bounds, strict=True))
+        return _Made(self.make, tuple(stop - start for start, stop, _ in bounds), self.dtype, window)
 
     def read(self, out: Array) -> None:
         out[...] = self.make()[self.window]
@@ -90,7 +91,7 @@ class _Merged:
         values = np.empty(self.shape, self.dtype)
         self.base.read(values)
         if self.left is not None and self.right is not None:
-            values = (values.astype(self.left.dtype) + self.left @ self.right).astype(self.dtype)
+            values = merged(values, self.left, self.right)
         out[...] = values
 
 
@@ -143,7 +144,7 @@ def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Ar
     for name, parameter in learnt.items():
         values = np.empty(parameter.shape, parameter.dtype)
         ranges[name].read(values)
-        found[id(parameter)] = values.astype(np.float64 if parameter.dtype == np.float64 else np.float32)
+        found[id(parameter)] = values.astype(wide(parameter.dtype))
     return found
 
 
