@@ -248,6 +248,7 @@ class Step:
             HandleLost: data the step shares with the program was lost by a failure.
             TaskError, DoesNotFit: the same, and this is the failure, which no ticket has told yet.
         """
+        self._runtime.refuse_inside("replay()")
         self._runtime.check_stop()
         plan = self._planned()
         which = self._number % 2
@@ -300,6 +301,7 @@ class Ticket:
 
     def wait_done(self) -> None:
         """Wait until every task of the replay has ended, well or not."""
+        self._runtime.refuse_inside("the wait of a ticket")
         self.done.wait()
 
     def wait(self) -> None:

@@ -101,6 +101,9 @@ class Runtime(RecordingRuntime):
         pays one comparison. What it raises stops the run in an orderly way (see `watching`): everything submitted so far runs, then `wait`, and
         `submit` and `replay` at once, raise `RunStopped`; data can still be read.
 
+        The callback may look at the tiles of its task and raise. It must not call back: `wait`, `acquire`, `submit`, `replay`, `close` and the waits
+        of tickets raise `SchedulerError` on its thread, because the worker they may wait for waits for the callback.
+
         Args:
             callback: takes a `FinishedTask`; there is one at a time. None for nobody. Setting it ends an earlier stop.
         """
@@ -114,6 +117,14 @@ class Runtime(RecordingRuntime):
             RunStopped: the callback of `on_task` has raised.
         """
         self._engine.watch.check()
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise if a callback of `on_task` has called this.
+
+        Raises:
+            SchedulerError: it has.
+        """
+        self._engine.watch.refuse_inside(call)
 
     @property
     def trace(self) -> Trace | None:
@@ -153,6 +164,7 @@ class Runtime(RecordingRuntime):
         """`acquire` for the runtime's own record; `ticket` is the replay whose failure would explain lost data."""
         self._refuse_while_recording(record)
         engine = self._engine
+        engine.watch.refuse_inside("acquire()")
         ready = engine.room.enter()
         task = Task(NEW, None, "program", ("host",), ((record, mode),), {}, token=ready)
         try:
@@ -194,6 +206,8 @@ class Runtime(RecordingRuntime):
             if self._placed:
                 pin = self._pin()
             if self._recorder is None:
+                if engine.watch.inside:
+                    engine.watch.refuse_inside("submit()")
                 if machine.num_unfinished >= WINDOW:
                     engine.wait_for_room()
                 if engine.watch.stop is not None:
@@ -228,6 +242,7 @@ class Runtime(RecordingRuntime):
             TaskError: a task failed since the last wait; it names the task and its data, ``__cause__`` is the kernel's exception.
             RunStopped: a callback of `on_task` has stopped the run, and the program has not been told.
         """
+        self.refuse_inside("wait()")
         failure = self._engine.wait()
         if failure is not None:
             raise failure
@@ -330,6 +345,7 @@ class Runtime(RecordingRuntime):
 
     def close(self) -> None:
         """Stop the workers after the kernels they are in; tasks not yet run are abandoned. Idempotent."""
+        self.refuse_inside("close()")
         self._engine.close()
 
     def __enter__(self) -> Runtime:
