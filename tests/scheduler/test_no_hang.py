@@ -1,8 +1,9 @@
 """At or above the planned minimum every task of a recorded step gets its turn, whatever ends first; below it the refusal names the number.
 
 Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files, tasks placed by hand) on one to four nodes with
-budgets from the minimum upwards, under every policy, several replays, in random completion orders, now and then with a file that cannot be read. Each case ends with the sequential truth, and `FakeDriver`
-validates the ledger after every event. More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
+budgets from the minimum upwards, under every policy, several replays, in random completion orders, now and then with a file that cannot be read. Each
+case ends with the sequential truth, and `FakeDriver` validates the ledger after every event.
+More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def prepare(
 
 
 def program(case: Case, chance: Random, replays: int, failing: float = 0.0) -> None:
-    """Write data, replay with two in flight, write inputs and read outputs between, end things in any order; that share of the reads of files fails."""
+    """Write data, replay with two in flight, write inputs and read outputs between, end things in any order; of reads of files that share fails."""
     driver, sketch, step = case.driver, case.sketch, case.step
     used = step.plan.uses
     for handle in [*sketch.persistent, *sketch.inputs]:
