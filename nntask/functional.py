@@ -46,7 +46,12 @@ class Masks:
 
         Args:
             site: number of the place, from 0.
+
+        Raises:
+            UsageError: the model has too many.
         """
+        if not 0 <= site < SITES:
+            raise UsageError(f"a model drops out at {SITES} places at most, numbered from 0, got place {site}; use fewer layers, or no dropout")
         return self.minibatch * SITES + site
 
 

@@ -79,7 +79,7 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
         seed: of the first values of A.
 
     Raises:
-        UsageError: the rank is above `largest_rank`, or the model has adapters already.
+        UsageError: the rank is above `largest_rank`, the model has adapters already, or more matrices than there are places for their dropout.
     """
     limit = largest_rank(model.config)
     if lora.rank > limit:
@@ -87,6 +87,8 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
     if any(layer.lora is not None for layer in _adaptable(model).values()):
         raise UsageError("a model takes adapters once, and this one has some; build it again for others")
     groups = adapted(model)
+    if lora.dropout and len(groups) > SITES // 2:
+        raise UsageError(f"a LoRA with dropout adapts {SITES // 2} matrices at most, and the model has {len(groups)}; set its dropout to 0")
     model.freeze()
     for number, members in enumerate(groups.values()):
         _adapt(list(members.values()), lora, SITES // 2 + number)

@@ -17,6 +17,8 @@ import torch
 from nntask import no_grad
 from nntask.autograd import Tensor, checkpoint
 from nntask.errors import DataError, UsageError
+from nntask.functional import Masks
+from nntask.hf.directory import ModelDirectory
 from nntask.init import constant
 from nntask.lora import LoRA, adapted, add_adapters, largest_rank
 from nntask.models.config import GPT2Config
@@ -53,7 +55,7 @@ MODELS = {"gpt2": (GPT2, GPT), "llama": (Llama, LLAMA)}
 def with_adapters(runtime: TaskRuntime, family: str = "gpt2", *, tiling: ModelTiling = CUT, lora: LoRA | None = None, **options):
     """A model from a seed, with adapters."""
     kind, config = MODELS[family]
-    model = kind(config, tiling, runtime, seed=3, **options)
+    model = kind(config, tiling, runtime, **{"seed": 3, **options})
     add_adapters(model, lora or LoRA(3, 6.0, 0.1), seed=3)
     return model
 
@@ -61,8 +63,10 @@ def with_adapters(runtime: TaskRuntime, family: str = "gpt2", *, tiling: ModelTi
 class Job:
     """A clipped step of two minibatches with every dropout there is, recorded where the runtime records."""
 
-    def __init__(self, runtime: TaskRuntime, family: str = "gpt2", **options) -> None:
+    def __init__(self, runtime: TaskRuntime, family: str = "gpt2", start: ModelDirectory | None = None, **options) -> None:
         self.model = with_adapters(runtime, family, **options)
+        if start is not None:
+            start.attach(self.model.frozen_tensors())
         self.optimizer = AdamW(decay_groups(self.model, 0.1), 3e-2, max_norm=1.0)
         self.inputs = [self.model.input_tensors(BATCH // 2) for _ in range(2)]
         self.step = None
@@ -241,6 +245,32 @@ def test_frozen_tiles_go_to_the_tier_at_most_once(tmp_path: Path) -> None:
     assert max(out[name] for name in frozen) == 1
     assert max(back[name] for name in frozen) > 1
     assert max(out.values()) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_tiles_of_a_directory_never_go_to_the_tier(family: str, tmp_path: Path) -> None:
+    """They are read again from its files: not a byte of them is written, although memory is short and the rest goes out and comes back."""
+    config = MODELS[family][1]
+    FAMILIES[family].hf_model(config).save_pretrained(tmp_path / "base")
+    directory, trace = ModelDirectory.open(tmp_path / "base"), Copies()
+    want = Job(InlineRuntime(), family, directory, seed=None).run()
+    with Runtime(1, ram=plan(family)[0].needed_bytes() // 3, disk=tmp_path / "tier", trace=trace) as runtime:
+        found = Job(runtime, family, directory, seed=None)
+        assert found.run() == want
+        frozen = {handle.name for tensor in found.model.frozen_tensors().values() for handle in tensor.handles}
+    assert not frozen & set(trace.names[0, 1])
+    assert sum(trace.names[0, 1].values()) > 0
+    assert max(sum(copies[name] for copies in trace.names.values()) for name in frozen) > 1
+
+
+def test_more_matrices_than_there_are_places_for_dropout() -> None:
+    """Masks would be those of another matrix; a place that there is none of is refused, too."""
+    deep = GPT2(GPT2Config(vocab_size=4, n_positions=1, n_embd=2, n_layer=513, n_head=1), ModelTiling(), CapturingRuntime(1), seed=None)
+    with pytest.raises(UsageError, match=r"2048 matrices at most, and the model has 2052; set its dropout to 0"):
+        add_adapters(deep, LoRA(1, 1.0, 0.1))
+    add_adapters(deep, LoRA(1, 1.0))
+    with pytest.raises(UsageError, match=r"4096 places at most, numbered from 0, got place 4096"):
+        Masks(deep.dropout_key).stream(4096)
 
 
 @pytest.mark.parametrize(

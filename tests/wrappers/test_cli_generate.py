@@ -13,16 +13,23 @@ from test_cli_bad_input import refuse
 from test_cli_hf import TEXT, write_model
 from tokenizers import processors
 
-from nntask.data import load_tokenizer
+from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import train_bpe
 from nntask.models.config import GPT2Config
+from nntask.trainer.source import TextIds
 from wrappers.cli import main
+from wrappers.cli.generate import TextSettings, _Text, prompts_of
 
 CONFIG = GPT2Config(vocab_size=300, n_positions=48, n_embd=24, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 DATA = ["--dataset=text", "--dataset-path=text.txt"]
 TRAIN = ["train", "--config-path=small.json", *DATA, "--batch=2", "--steps=1", "--lr=1e-3", "--ncpu=2", "--sample-tokens=0"]
 PROMPTS = ["some words", "and", "some more words, and some"]
 GREEDY = ["--temperature=0", "--max-new-tokens=12"]
+
+
+def text_of(pieces):
+    """Pieces without halves of characters, joined."""
+    return "".join(piece for piece in pieces if "\N{REPLACEMENT CHARACTER}" not in piece)
 
 
 def write_llama(path):
@@ -105,12 +112,52 @@ def test_a_run_says_the_same_everywhere(here, capsys):
     assert texts.pop().count("--- ") == 3
     assert main(["generate", "run", "--dtype=bf16", *argv]) == 0
     assert capsys.readouterr().out.count("--- ") == 3
-    assert main(["generate", "run", "--prompt=some", "--max-new-tokens=500", "--temperature=2", "--top-k=200", "--seed=1"]) == 0
-    found = capsys.readouterr()
-    assert "the model's context of 48 tokens is full" in found.err or found.out
-    assert main(["generate", "run", "--prompt=some", "--max-new-tokens=500", "--seed=1", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)
-    assert (row["end"] == "context") == (row["tokens"] == 48 - 1 - len(load_tokenizer(here / "run/latest").encode(["some"])[0]) + 1)
+    ends = {}
+    for seed in range(6):
+        argv = ["generate", "run", "--prompt=some", "--max-new-tokens=500", "--temperature=3", f"--seed={seed}"]
+        assert main([*argv, "--json"]) == 0
+        row = json.loads(capsys.readouterr().out)
+        assert (row["end"] == "context") == (row["tokens"] == 48 - len(load_tokenizer(here / "run/latest").encode(["some"])[0]))
+        assert main(argv) == 0
+        found = capsys.readouterr()
+        assert found.out == row["text"] + "\n"
+        assert ("the model's context of 48 tokens is full" in found.err) == (row["end"] == "context")
+        ends[row["end"]] = seed
+    assert "context" in ends
+
+
+def test_a_text_grows_by_what_its_newest_tokens_add():
+    """Characters of several tokens appear whole, together they are the text, and what is decoded each time is short."""
+
+    class Counting(ByteTokenizer):
+        most = 0
+
+        def decode(self, ids):
+            self.most = max(self.most, len(ids))
+            return super().decode(ids)
+
+    prompt, more = "p\N{GRINNING FACE}", "a\N{LATIN SMALL LETTER E WITH ACUTE}\N{GRINNING FACE} b" * 50
+    tokenizer = Counting()
+    text = _Text(1, prompt, [], TextIds(tokenizer, (), None, frozenset(), 257, adds_special=False))
+    pieces = []
+    for token in tokenizer.encode([more])[0]:
+        text.new.append(int(token))
+        pieces.append(text.news())
+    assert "".join(pieces) == text_of(pieces) == prompt + more
+    assert tokenizer.most <= 12
+    text.new.append(0xF0)
+    assert text.news() == ""
+    text.is_complete = True
+    assert text.news() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_prompts_end_at_newlines_and_nowhere_else(tmp_path):
+    """Form feeds and the separators of Unicode are part of a prompt."""
+    lines = ["a\x0bb", "c\x0cd\x85e", "f\u2028g"]
+    file = tmp_path / "prompts.txt"
+    for end in ("", "\n"):
+        file.write_text("\n".join(lines) + end, encoding="utf-8")
+        assert prompts_of(TextSettings(prompt_file=str(file))) == lines
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

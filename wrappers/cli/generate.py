@@ -125,12 +125,13 @@ def prompts_of(asked: TextSettings) -> list[str]:
         return [asked.prompt]
     try:
         with open(asked.prompt_file, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+            text = file.read()
     except OSError as error:
         raise DataError(f"--prompt-file {asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"--prompt-file {asked.prompt_file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it") from None
-    if not lines:
+    lines = text.removesuffix("\n").split("\n")  # splitlines() would end prompts at form feeds and the like as well
+    if not text:
         raise DataError(f"--prompt-file {asked.prompt_file} is empty; write one prompt a line")
     if "" in lines:
         raise DataError(f"line {lines.index('') + 1} of --prompt-file {asked.prompt_file} is empty; write one prompt a line, or remove it")
@@ -144,21 +145,28 @@ class _Text:
         self.number, self.prompt = number, prompt
         self.new: list[int] = []
         self.is_complete = False
-        self._ids, self._begin, self._num_given = ids, [int(i) for i in ids.tokenizer.encode([prompt])[0]], len(begin)
-        self._shown = 0
+        self._tokenizer, self._begin, self._num_given = ids.tokenizer, [int(i) for i in ids.tokenizer.encode([prompt])[0]], len(begin)
+        self._from = self._shown = 0  # ids before _shown have been printed; those from _from on tell how the next ones join on to them
 
     @property
     def text(self) -> str:
         """All of it, the prompt included."""
-        return self._ids.tokenizer.decode([*self._begin, *self.new])
+        return self._tokenizer.decode(self._tail(0))
+
+    def _tail(self, first: int) -> list[int]:
+        """Its ids from number `first` on."""
+        count = len(self._begin)
+        return [*self._begin[first:], *self.new[max(first - count, 0) :]]
 
     def news(self) -> str:
         """What has not been asked for yet; half a character waits for the rest, unless the text is complete."""
-        text = self.text
+        tail = self._tail(self._from)
+        text = self._tokenizer.decode(tail)
         if text.endswith(_HALF) and not self.is_complete:
             return ""
-        found, self._shown = text[self._shown :], len(text)
-        return found
+        before = self._tokenizer.decode(tail[: self._shown - self._from])
+        self._from, self._shown = self._shown, self._from + len(tail)
+        return text[len(before) :]
 
     def end(self, context: int, count: int) -> str:
         """Why it is complete."""
