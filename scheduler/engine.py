@@ -207,27 +207,25 @@ class Engine:
         """From now on the data of a handle is what the source reads.
 
         Raises:
-            ValueError: tasks use the handle.
+            ValueError: a task uses the handle, or a recorded step has replayed with it.
             DoesNotFit: host memory has no room for what readers need.
             SchedulerError: the runtime is broken or closed.
         """
-        scratch = THREADS * source.scratch_nbytes
         with self._lock:
             if self.room.broken is not None:
                 raise self.room.broken
             if handle.num_uses or handle.agenda is not None:
-                raise ValueError(f"{handle!r} was attached to a source while tasks or recorded steps use it; attach it before anything uses it")
-            if not self.machine.residency.has_room_for_readers(scratch):
-                ram = self.machine.nodes[RAM]
-                raise DoesNotFit(
-                    f"reading {handle!r} from its source takes {scratch:,} B of {ram.name} for {THREADS} readers, but of its budget of "
-                    f"{ram.budget:,} B {ram.used:,} B are taken; raise the budget, or attach sources before data is written",
-                    ram.name,
+                raise ValueError(
+                    f"{handle!r} was attached to a source while a task uses it or after a recorded step has replayed with it; attach it before "
+                    "anything uses it"
                 )
             try:
-                self._carry_out(self.machine.handle(SourceAttached(handle, source, scratch)), None)
+                self._drain_inbox()
+                self._carry_out(self.machine.handle(SourceAttached(handle, source, THREADS * source.scratch_nbytes)), None)
                 if self._disk is None:
                     self._start_disk(None)
+            except DoesNotFit:
+                raise  # nothing has changed
             except BaseException as error:
                 self.fail(error)
                 raise

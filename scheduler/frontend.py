@@ -129,8 +129,9 @@ class TaskRuntime(abc.ABC):
         Until then it takes memory only while it is used or there is room. Whatever the handle holds now is as good as overwritten.
 
         Raises:
-            ValueError: tasks or recorded steps use the handle.
-            DoesNotFit: there is no room for what the source needs to read.
+            ValueError: a task that has not ended uses the handle, or a recorded step has replayed with it. A step that has not may be given its data
+                so.
+            DoesNotFit: there is no room for what the source needs to read, not even where data lies that can be dropped at once.
             RecordingError: a step is being recorded.
         """
         self._attach(handle, source)
