@@ -31,7 +31,8 @@ def written_aside(target: Path) -> Iterator[Path]:
         OSError: the disk is full or failed. What was at `target` is there still; if it could not be put back, the message says where it lies.
     """
     target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.parent.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):  # others do not take the new directory for a stale one before it is locked
         remove_stale(target.parent, target.name)
         aside = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{target.name}-", dir=target.parent))
@@ -105,7 +106,7 @@ def _clear(aside: Path, target: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    fd = os.open(directory, os.O_RDONLY)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(fd)
         yield

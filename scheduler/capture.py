@@ -20,7 +20,8 @@ from .codelet import Codelet
 from .core.records import FILE, Mode, Replica, WorkerId, WorkerKind
 from .core.steps import StepPlan
 from .drivers.disk import THREADS, Source
-from .frontend import Access, Handle, lent
+from .frontend import Access, Handle, Terms, lent
+from .placing import kinds_on
 from .recording import Recorder, RecordingError, RecordingRuntime
 
 KINDS: Final[tuple[WorkerKind, ...]] = ("cpu", "sim")
@@ -95,9 +96,11 @@ class CapturingRuntime(RecordingRuntime):
             self._recorder = None
         self._plan = recorder.finish()
 
-    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+        pin = None if combines or not self._placed else self._pin()
+        return (KINDS, None) if pin is None else (kinds_on(codelet, self._worker_names[pin]), pin)
+
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:
-            kinds = KINDS
-            if self._pin is not None:
-                kinds = tuple(kind for kind in KINDS if self._worker_names[self._pin].startswith(f"{kind}:"))
-            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, self._pin)
+            kinds, pin = terms
+            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)

@@ -40,9 +40,11 @@ from .core.policies import POLICIES, Explained, Pinned, Placement
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .core.stalls import Stalls
 from .drivers.cpu import WorkerThread, cores_for
+from .drivers.cuda import CudaThread, Gpu
 from .drivers.disk import THREADS, DiskEngine, Source
 from .drivers.sim import CopyEngine
 from .storage import DiskTier, HostArena
+from .storage.device import Arena, DeviceArena, transfer
 from .storage.perfstore import PerfStore, machine_fingerprint
 from .trace import Trace
 from .waiting import Waiter, WaitingRoom
@@ -67,6 +69,7 @@ class Engine:
     Args:
         budgets: (name, bytes) of each node that is memory, host memory first.
         disk: the last tier and its size in bytes, if there is one.
+        gpus: those that the last of the budgets are for.
         policy: name of the scheduling policy.
         eviction: name of the eviction policy.
         prefetch: whether data moves ahead of the tasks that ask for it.
@@ -85,6 +88,7 @@ class Engine:
         self,
         budgets: Sequence[tuple[str, int]],
         disk: tuple[DiskTier, int | None] | None,
+        gpus: Sequence[Gpu],
         *,
         policy: str,
         eviction: str,
@@ -108,7 +112,10 @@ class Engine:
         self._dispatch = self.machine.dispatch
         self._copies = self.machine.residency.copies
         self._stalls = Stalls(self._dispatch)
-        self.arenas = [HostArena(budget) for _, budget in budgets]
+        self._gpus = list(gpus)
+        num_host = len(budgets) - len(self._gpus)
+        self.arenas: list[Arena] = [HostArena(budget) for _, budget in budgets[:num_host]]
+        self.arenas += [DeviceArena(gpu, budget) for gpu, (_, budget) in zip(self._gpus, budgets[num_host:], strict=True)]
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.tier_failure: TierFailed | None = None
@@ -130,14 +137,18 @@ class Engine:
         """Start the threads and let the workers join."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
-        workers += [Worker(WorkerId(cpu_workers + i), "sim", NodeId(1 + i), depth=SIM_DEPTH) for i in range(sim_gpus)]
+        num_devices = sim_gpus + len(self._gpus)
+        kind: WorkerKind = "cuda" if self._gpus else "sim"
+        workers += [Worker(WorkerId(cpu_workers + i), kind, NodeId(1 + i), depth=SIM_DEPTH) for i in range(num_devices)]
         self.models.declare_links(len(self.machine.nodes), storage=self._disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
-        nodes = [RAM, *(NodeId(1 + i) for i in range(sim_gpus))]
+        nodes = [RAM, *(NodeId(1 + i) for i in range(num_devices))]
         for source, target in itertools.permutations(nodes, 2):
             copier = self._copiers[source, target] = CopyEngine(self.arenas, self.copied, self.fail, bandwidth, f"copy {source}->{target}")
             copier.start()
         for worker, core in zip(workers, cores_for(len(workers)), strict=True):
-            thread = self._threads[worker.id] = WorkerThread(self, worker, self.arenas[worker.node].memory, worker_name(worker), core)
+            about = (self, worker, self.arenas[worker.node].memory, worker_name(worker), core)
+            thread = WorkerThread(*about) if worker.kind != "cuda" else CudaThread(self._gpus[worker.node - 1], *about)
+            self._threads[worker.id] = thread
             thread.start()
             self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
@@ -196,27 +207,25 @@ class Engine:
         """From now on the data of a handle is what the source reads.
 
         Raises:
-            ValueError: tasks use the handle.
+            ValueError: a task uses the handle, or a recorded step has replayed with it.
             DoesNotFit: host memory has no room for what readers need.
             SchedulerError: the runtime is broken or closed.
         """
-        scratch = THREADS * source.scratch_nbytes
         with self._lock:
             if self.room.broken is not None:
                 raise self.room.broken
             if handle.num_uses or handle.agenda is not None:
-                raise ValueError(f"{handle!r} was attached to a source while tasks or recorded steps use it; attach it before anything uses it")
-            if not self.machine.residency.has_room_for_readers(scratch):
-                ram = self.machine.nodes[RAM]
-                raise DoesNotFit(
-                    f"reading {handle!r} from its source takes {scratch:,} B of {ram.name} for {THREADS} readers, but of its budget of "
-                    f"{ram.budget:,} B {ram.used:,} B are taken; raise the budget, or attach sources before data is written",
-                    ram.name,
+                raise ValueError(
+                    f"{handle!r} was attached to a source while a task uses it or after a recorded step has replayed with it; attach it before "
+                    "anything uses it"
                 )
             try:
-                self._carry_out(self.machine.handle(SourceAttached(handle, source, scratch)), None)
+                self._drain_inbox()
+                self._carry_out(self.machine.handle(SourceAttached(handle, source, THREADS * source.scratch_nbytes)), None)
                 if self._disk is None:
                     self._start_disk(None)
+            except DoesNotFit:
+                raise  # nothing has changed
             except BaseException as error:
                 self.fail(error)
                 raise
@@ -284,7 +293,7 @@ class Engine:
                     self._disk.put(action)
             elif type(action) is MoveTile:
                 arena = self.arenas[action.node]
-                arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
+                transfer(arena, action.source_offset, arena, action.offset, action.nbytes)
             elif type(action) is DiscardExtent:
                 assert self._disk is not None
                 assert self._disk.tier is not None
@@ -441,6 +450,9 @@ class Engine:
         for number in range(len(residency.nodes)):
             for replica in residency.residents(NodeId(number)):
                 replica.view = None
+        for arena in self.arenas:
+            if isinstance(arena, DeviceArena):
+                arena.close()
 
 
 def worker_name(worker: Worker) -> str:

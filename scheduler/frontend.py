@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from .codelet import Codelet
-from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W, WorkerId, WorkerKind
 from .drivers.disk import Source
 
 View = Callable[[Any, int], Any]
@@ -91,6 +91,9 @@ class Handle:
 
 Access = tuple[Handle, Mode]
 
+Terms = tuple[tuple[WorkerKind, ...], WorkerId | None]
+"""Kinds of workers that may run a task, and the only worker that may, if the program has placed it."""
+
 
 class TaskRuntime(abc.ABC):
     """Interface between tile operations and whatever executes tasks.
@@ -126,14 +129,13 @@ class TaskRuntime(abc.ABC):
         Until then it takes memory only while it is used or there is room. Whatever the handle holds now is as good as overwritten.
 
         Raises:
-            ValueError: tasks or recorded steps use the handle.
-            DoesNotFit: there is no room for what the source needs to read.
+            ValueError: a task that has not ended uses the handle, or a recorded step has replayed with it. A step that has not may be given its data
+                so.
+            DoesNotFit: there is no room for what the source needs to read, not even where data lies that can be dropped at once.
             RecordingError: a step is being recorded.
         """
-        self._summing.discard(handle)
-        handle.lanes = None
         self._attach(handle, source)
-        handle.written = True
+        self._overwrite(handle)
 
     @abc.abstractmethod
     def _attach(self, handle: Handle, source: Source) -> None:
@@ -157,8 +159,16 @@ class TaskRuntime(abc.ABC):
         """Whether tasks are being captured instead of run."""
 
     @abc.abstractmethod
-    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
-        """Take one task whose modes are R, W, RW and SCRATCH."""
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+        """Where a task may run; or the refusal of one that cannot be taken on, before anything has changed.
+
+        Args:
+            combines: whether it sums lanes: then it belongs to what was submitted before, and runs wherever it likes.
+        """
+
+    @abc.abstractmethod
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
+        """Take one task, examined before, whose modes are R, W, RW and SCRATCH."""
 
     def submit(
         self,
@@ -181,18 +191,30 @@ class TaskRuntime(abc.ABC):
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if need be")
+        terms = self._examine(codelet, accesses)
+        if self.lanes > 1:  # else there is nothing to sum
+            for handle, mode in accesses:
+                if handle.lanes is not None and (mode == R or mode == RW):
+                    self._combine(handle)
         plain: list[Access] = []
         for handle, mode in accesses:
             if mode == REDUX:
                 handle, mode, accumulate = self._contribute(handle)
                 constants = {**(constants or {}), "accumulate": accumulate}
-            elif mode != SCRATCH:
-                if handle.lanes is not None:
-                    self._combine(handle, keep=mode != W)
-                if mode != R:
-                    handle.written = True
+            elif mode != R and mode != SCRATCH:
+                self._overwrite(handle)
             plain.append((handle, mode))
-        self._submit(codelet, plain, constants or {}, priority)
+        self._submit(codelet, plain, constants or {}, priority, terms)
+
+    def _overwrite(self, handle: Handle) -> None:
+        """Take note that the handle is written; lanes it still has are dropped unsummed."""
+        handle.written = True
+        if handle.lanes is not None:
+            self._drop_lanes(handle)
+
+    def _drop_lanes(self, handle: Handle) -> None:
+        handle.lanes = None
+        self._summing.discard(handle)
 
     def _contribute(self, handle: Handle) -> tuple[Handle, Mode, bool]:
         """The lane, the mode and whether to accumulate, for the next REDUX contribution to `handle`."""
@@ -219,23 +241,36 @@ class TaskRuntime(abc.ABC):
         lane.written = True
         return lane, RW if accumulate else W, accumulate
 
-    def _combine(self, handle: Handle, *, keep: bool) -> None:
-        """Sum the lanes into the handle in a fixed tree; drop them unsummed when the handle is about to be overwritten."""
+    def _combine(self, handle: Handle) -> None:
+        """Sum the lanes into the handle in a fixed tree; or leave them as they are and raise.
+
+        Raises:
+            ValueError: there is no codelet for it, or no worker can run it.
+            DoesNotFit: two lanes exceed every memory.
+        """
         lanes = handle.lanes or [handle]
-        handle.lanes = None
-        self._summing.discard(handle)
-        stride = 1
-        while keep and stride < len(lanes):
-            for first in range(0, len(lanes) - stride, 2 * stride):
-                if handle.combine is None:
-                    raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
-                self._submit(handle.combine, [(lanes[first], RW), (lanes[first + stride], R)], {}, 0)
-            stride *= 2
+        if len(lanes) > 1:
+            if handle.combine is None:
+                raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
+            terms = self._examine(handle.combine, [(lanes[0], RW), (lanes[1], R)], combines=True)
+            stride = 1
+            while stride < len(lanes):
+                for first in range(0, len(lanes) - stride, 2 * stride):
+                    self._submit(handle.combine, [(lanes[first], RW), (lanes[first + stride], R)], {}, 0, terms)
+                stride *= 2
+        self._drop_lanes(handle)
+
+    def _make_whole(self, handle: Handle, mode: Mode) -> None:
+        """Before the program uses the handle's data: sum its lanes, or drop them if it overwrites them."""
+        if handle.lanes is not None and (mode == R or mode == RW):
+            self._combine(handle)
+        if mode != R and mode != SCRATCH:
+            self._overwrite(handle)
 
     def _combine_all(self) -> None:
         """Sum the lanes of every handle that has any: a recorded step neither takes nor leaves half-made sums."""
         for handle in sorted(self._summing, key=lambda handle: handle.name):
-            self._combine(handle, keep=True)
+            self._combine(handle)
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from .codelet import Codelet
-from .core.records import SCRATCH, DataClass, Kind, Mode
+from .core.records import DataClass, Kind, Mode
 from .drivers.disk import Source
-from .frontend import Access, Handle, TaskRuntime, View, lent
+from .frontend import Access, Handle, TaskRuntime, Terms, View, lent
 
 
 class InlineRuntime(TaskRuntime):
@@ -34,10 +34,7 @@ class InlineRuntime(TaskRuntime):
 
     def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
         """Lend the data; there is nothing to wait for."""
-        if mode != SCRATCH and handle.lanes is not None:
-            self._combine(handle, keep=mode != "W")
-        if mode not in ("R", SCRATCH):
-            handle.written = True
+        self._make_whole(handle, mode)
         return lent(handle.view(handle.record, 0))
 
     def _attach(self, handle: Handle, source: Source) -> None:
@@ -52,7 +49,11 @@ class InlineRuntime(TaskRuntime):
         """Always False: this runtime does not record."""
         return False
 
-    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         if codelet.cpu is None:
             raise ValueError(f"{codelet!r} has no CPU implementation; register one or use a runtime with its device")
+        return ("cpu",), None
+
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
+        assert codelet.cpu is not None  # _examine() has looked
         codelet.cpu(*[handle.view(handle.record, 0) for handle, _ in accesses], **constants)

@@ -32,6 +32,28 @@ class Ability(NamedTuple):
     pin: str
 
 
+def kinds_of(codelet: Codelet) -> tuple[WorkerKind, ...]:
+    """Workers that a codelet has an implementation for."""
+    kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if codelet.cpu is not None else ()
+    return (*kinds, "cuda") if codelet.cuda is not None else kinds
+
+
+def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
+    """The kind of the worker of that name, on which a codelet is placed.
+
+    Raises:
+        PlacementError: the codelet has no implementation for it.
+    """
+    kinds, kind = kinds_of(codelet), worker.partition(":")[0]
+    found = tuple(each for each in kinds if each == kind)
+    if not found:
+        raise PlacementError(
+            f"{codelet!r} was placed on {worker} and runs on {', '.join(kinds) or 'nothing'}; give it an implementation for {kind} workers, or "
+            f"submit it outside place({worker!r})"
+        )
+    return found
+
+
 def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
     """Who can run codelets with implementations like this one's.
 
@@ -42,23 +64,15 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         ValueError: no worker of the machine can.
         PlacementError: the worker that should cannot.
     """
-    kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if codelet.cpu is not None else ()
-    if codelet.cuda is not None:
-        kinds = (*kinds, "cuda")
-    crew, name, runs_on = machine.dispatch.crew, "", ", ".join(kinds) or "nothing"
+    kinds, crew, name = kinds_of(codelet), machine.dispatch.crew, ""
     if pin is not None:
         worker = machine.dispatch.workers[pin]
         name = worker_name(worker)
-        if worker.kind not in kinds:
-            raise PlacementError(
-                f"{codelet!r} was placed on {name} and runs on {runs_on}; give it an implementation for {worker.kind} workers, or submit it outside "
-                f"place({name!r})"
-            )
-        kinds, crew = (worker.kind,), [worker]
+        kinds, crew = kinds_on(codelet, name), [worker]
     places = {worker.node for worker in crew if worker.kind in kinds}
     if not places:
         present = ", ".join(sorted({worker.kind for worker in crew}))
-        raise ValueError(f"{codelet!r} runs on {runs_on}, and there are only {present} workers")
+        raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {present} workers")
     node = max(sorted(places), key=lambda place: machine.nodes[place].budget)
     return Ability(kinds, machine.nodes[node].budget, node, name)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import abc
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from .codelet import Codelet
@@ -19,6 +21,7 @@ from .core.errors import HandleLost, PlacementError, SchedulerError
 from .core.memory import rounded
 from .core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerId, WorkerKind
 from .core.steps import RecordedTask, StepPlan
+from .drivers.cuda import copy_on_gpu
 from .frontend import Handle, ReleaseInbox, TaskRuntime, View
 from .waiting import Waiter
 
@@ -41,7 +44,16 @@ def _copy_bytes(source: Any, target: Any) -> None:
         target[...] = source
 
 
-COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes)
+COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes, cuda=copy_on_gpu)
+_ANYWHERE: Final[tuple[WorkerKind, ...]] = ("cpu", "sim", "cuda")
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A block of `place` that a thread is in."""
+
+    thread: int
+    pin: WorkerId
 
 
 class RecordingRuntime(TaskRuntime):
@@ -57,7 +69,7 @@ class RecordingRuntime(TaskRuntime):
         super().__init__(lanes)
         self._handle_ids = itertools.count()
         self._recorder: Recorder | None = None
-        self._pin: WorkerId | None = None
+        self._placed: list[_Place] = []
 
     @property
     @abc.abstractmethod
@@ -69,8 +81,9 @@ class RecordingRuntime(TaskRuntime):
         """Pin the tasks that are submitted or recorded inside the block to one worker: ``with runtime.place("sim:0")``.
 
         They wait for that worker whatever the policy and the parts of a step would say; data follows them. Results are the same bits. Blocks may
-        nest, the innermost counts. What cannot run there is refused when it is submitted or recorded: with `PlacementError` if the worker has no
-        implementation of it, with `DoesNotFit` if its data exceeds the budget of the worker's memory.
+        nest, the innermost counts, for the thread that has entered it. Sums of lanes are made wherever there is room. What cannot run there is
+        refused when it is submitted or recorded: with `PlacementError` if the worker has no implementation of it, with `DoesNotFit` if its data
+        exceeds the budget of the worker's memory, where budgets are known (`CapturingRuntime` knows none).
 
         Args:
             worker: its name, of `worker_names`.
@@ -82,11 +95,17 @@ class RecordingRuntime(TaskRuntime):
         pin = next((number for number, name in names.items() if name == worker), None)
         if pin is None:
             raise PlacementError(f"place() takes the name of a worker of this runtime, got {worker!r}; name one of {', '.join(names.values())}")
-        before, self._pin = self._pin, pin
+        place = _Place(threading.get_ident(), pin)
+        self._placed.append(place)
         try:
             yield
         finally:
-            self._pin = before
+            self._placed.remove(place)
+
+    def _pin(self) -> WorkerId | None:
+        """The worker of the innermost block of `place` that this thread is in; None outside."""
+        me = threading.get_ident()
+        return next((place.pin for place in reversed(tuple(self._placed)) if place.thread == me), None)
 
     def handle(
         self,
@@ -164,9 +183,7 @@ class Recorder:
         Raises:
             RecordingError: a task reads a handle of the step that no earlier one wrote.
         """
-        copies = [
-            RecordedTask(COPY_INPUT, COPY_INPUT.name, ("cpu", "sim"), ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()
-        ]
+        copies = [RecordedTask(COPY_INPUT, COPY_INPUT.name, _ANYWHERE, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()]
         owned = {record: reference() is not None for record, reference in self.created.items()}
         owned.update(dict.fromkeys(self.inputs.values(), False))
         plan = StepPlan([*copies, *self.tasks], owned)
@@ -231,12 +248,14 @@ class Step:
             HandleLost: data the step shares with the program was lost by a failure.
             TaskError, DoesNotFit: the same, and this is the failure, which no ticket has told yet.
         """
+        self._runtime.refuse_inside("replay()")
         self._runtime.check_stop()
         plan = self._planned()
         which = self._number % 2
         previous = self._waiters[which]
         if previous is not None:
             previous.wait()
+            self._runtime.check_stop()  # a task of that replay may have asked for it
         if which == len(self._instances):
             self._instances.append(Instance(self._runtime, plan))
         instance = self._instances[which]
@@ -282,6 +301,7 @@ class Ticket:
 
     def wait_done(self) -> None:
         """Wait until every task of the replay has ended, well or not."""
+        self._runtime.refuse_inside("the wait of a ticket")
         self.done.wait()
 
     def wait(self) -> None:

@@ -17,11 +17,12 @@ from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.policies import POLICIES, Placement, choose
-from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, W, Worker, WorkerId
+from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
 from .core.steps import StepPlan
+from .drivers.cuda import Gpu
 from .drivers.disk import THREADS, Source
 from .engine import WINDOW, Engine, worker_name
-from .frontend import Access, Handle
+from .frontend import Access, Handle, Terms
 from .ordering import PlannedOrder, pace_of, plan_order
 from .placing import Ability, find_ability, too_large
 from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
@@ -41,6 +42,7 @@ class Runtime(RecordingRuntime):
     Args:
         cpu_workers: threads that run kernels; None for one per usable core. Zero needs a simulated device.
         sim_gpus: simulated devices, each a worker with its own memory.
+        gpus: real ones, instead of simulated ones.
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
         gpu_memory: budget of each simulated device in bytes; None for as much as host memory, or what that leaves.
         sim_bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
@@ -63,6 +65,7 @@ class Runtime(RecordingRuntime):
         cpu_workers: int | None = None,
         *,
         sim_gpus: int = 0,
+        gpus: Sequence[Gpu] = (),
         ram: int | None = None,
         gpu_memory: int | None = None,
         sim_bandwidth: float | None = None,
@@ -77,13 +80,19 @@ class Runtime(RecordingRuntime):
         super().__init__(lanes)
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         place, size = disk if isinstance(disk, tuple) else (disk, None)
-        _check_machine(cpu_workers, sim_gpus, {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
-        ram, gpu_memory = memory_budgets(ram, gpu_memory, sim_gpus)
-        budgets = [("ram", ram)] + [(f"sim:{i}", gpu_memory) for i in range(sim_gpus)]
-        self.policy_name = choose(sim_gpus) if sched == "auto" else sched
+        if gpus and sim_gpus:
+            raise ValueError(f"devices must be real or simulated, got {len(gpus)} and {sim_gpus}; leave one kind out")
+        _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
+        if gpus and gpu_memory is None:
+            raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
+        ram, device_memory = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)
+        budgets = [("ram", ram)] + [(f"sim:{i}", device_memory) for i in range(sim_gpus)]
+        budgets += [(f"cuda:{i}", gpu_memory) for i in range(len(gpus)) if gpu_memory]
+        self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched
         self._engine = Engine(
             budgets,
             None if place is None else (DiskTier(place), size),
+            gpus,
             policy=self.policy_name,
             eviction=evict,
             prefetch=prefetch,
@@ -92,7 +101,6 @@ class Runtime(RecordingRuntime):
         )
         self.inbox = self._engine.inbox
         self._abilities: dict[tuple[bool, bool, WorkerId | None], Ability] = {}
-        self._acquiring = False
         self._engine.hire(cpu_workers, sim_gpus, sim_bandwidth)
 
     def on_task(self, callback: OnTask | None) -> OnTask | None:
@@ -101,6 +109,9 @@ class Runtime(RecordingRuntime):
         It is called on the thread of the worker that ran the task, by several at a time, and the worker waits for it; without a callback a task
         pays one comparison. What it raises stops the run in an orderly way (see `watching`): everything submitted so far runs, then `wait`, and
         `submit` and `replay` at once, raise `RunStopped`; data can still be read.
+
+        The callback may look at the tiles of its task and raise. It must not call back: `wait`, `acquire`, `submit`, `replay`, `close` and the waits
+        of tickets raise `SchedulerError` on its thread, because the worker they may wait for waits for the callback.
 
         Args:
             callback: takes a `FinishedTask`; there is one at a time. None for nobody. Setting it ends an earlier stop.
@@ -115,6 +126,14 @@ class Runtime(RecordingRuntime):
             RunStopped: the callback of `on_task` has raised.
         """
         self._engine.watch.check()
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise if a callback of `on_task` has called this.
+
+        Raises:
+            SchedulerError: it has.
+        """
+        self._engine.watch.refuse_inside(call)
 
     @property
     def trace(self) -> Trace | None:
@@ -141,19 +160,8 @@ class Runtime(RecordingRuntime):
             RecordingError: a step is being recorded.
         """
         self._refuse_while_recording(handle.record)
-        if handle.lanes is not None:
-            self._make_ready(handle, keep=mode != W)
-        if mode != R:
-            handle.written = True
+        self._make_whole(handle, mode)
         return self.acquire_record(handle.record, mode, None)
-
-    def _make_ready(self, handle: Handle, *, keep: bool) -> None:
-        """Submit what makes the handle's data whole, after a stop as well: what there is can be read."""
-        self._acquiring = True
-        try:
-            self._combine(handle, keep=keep)
-        finally:
-            self._acquiring = False
 
     def _attach(self, handle: Handle, source: Source) -> None:
         if self._recorder is not None:
@@ -165,6 +173,7 @@ class Runtime(RecordingRuntime):
         """`acquire` for the runtime's own record; `ticket` is the replay whose failure would explain lost data."""
         self._refuse_while_recording(record)
         engine = self._engine
+        engine.watch.refuse_inside("acquire()")
         ready = engine.room.enter()
         task = Task(NEW, None, "program", ("host",), ((record, mode),), {}, token=ready)
         try:
@@ -198,8 +207,20 @@ class Runtime(RecordingRuntime):
         if self._recorder is not None:
             raise RecordingError(f"{record!r} was asked for while a step is being recorded; read values through the ticket of a replay")
 
-    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int) -> None:
-        pin, machine = self._pin, self._engine.machine
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+        engine = self._engine
+        machine = engine.machine
+        pin = None
+        if not combines:
+            if self._placed:
+                pin = self._pin()
+            if self._recorder is None:
+                if engine.watch.inside:
+                    engine.watch.refuse_inside("submit()")
+                if machine.num_unfinished >= WINDOW:
+                    engine.wait_for_room()
+                if engine.watch.stop is not None:
+                    engine.watch.check()
         key = (codelet.cpu is not None, codelet.cuda is not None, pin)
         ability = self._abilities.get(key)
         if ability is None:
@@ -210,19 +231,18 @@ class Runtime(RecordingRuntime):
             nbytes += handle.record.size
         if nbytes > capacity:
             raise too_large(codelet, accesses, nbytes, ability, machine)
+        return kinds, pin
+
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
+        kinds, pin = terms
         if self._recorder is not None:
             self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)
             return
-        engine = self._engine
-        if engine.watch.stop is not None and not self._acquiring:
-            engine.watch.check()
         plain = tuple([(handle.record, mode) for handle, mode in accesses])
         task = Task(NEW, codelet, codelet.name, kinds, plain, constants, priority)
         if pin is not None:
             task.pin = pin
-        engine.bring(TaskSubmitted(task), task)
-        if machine.num_unfinished > WINDOW:
-            engine.wait_for_room()
+        self._engine.bring(TaskSubmitted(task), task)
 
     def wait(self) -> None:
         """Wait until every submitted task is done.
@@ -231,6 +251,7 @@ class Runtime(RecordingRuntime):
             TaskError: a task failed since the last wait; it names the task and its data, ``__cause__`` is the kernel's exception.
             RunStopped: a callback of `on_task` has stopped the run, and the program has not been told.
         """
+        self.refuse_inside("wait()")
         failure = self._engine.wait()
         if failure is not None:
             raise failure
@@ -338,6 +359,7 @@ class Runtime(RecordingRuntime):
 
     def close(self) -> None:
         """Stop the workers after the kernels they are in; tasks not yet run are abandoned. Idempotent."""
+        self.refuse_inside("close()")
         self._engine.close()
 
     def __enter__(self) -> Runtime:

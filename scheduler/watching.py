@@ -3,6 +3,9 @@
 A stop is an orderly end. The task that was seen has finished, and every task submitted before the program hears of the stop runs, so each piece of
 data is whole and belongs to the end of a replay: it can be read and saved. Nothing new is taken on: `submit` and `replay` raise `RunStopped`, and so
 does `wait` once. The callback is not called any more.
+
+A callback looks on; it does not call back. The worker waits for it, so what waits for tasks, data or workers would wait for itself: such calls raise
+on the worker's thread, and if the callback lets that through, it is a stop like any other.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .core.errors import RunStopped
+from .core.errors import RunStopped, SchedulerError
 from .core.records import SCRATCH, HandleRecord, Mode, Replica, Task
 
 
@@ -73,20 +76,23 @@ class Watch:
     Attributes:
         callback: who sees finished tasks.
         stop: what the program is told.
+        inside: threads that are in a callback.
     """
 
-    __slots__ = ("_is_told", "_lock", "callback", "stop")
+    __slots__ = ("_is_told", "_lock", "callback", "inside", "stop")
 
     def __init__(self) -> None:
         self.callback: OnTask | None = None
         self.stop: RunStopped | None = None
+        self.inside: set[int] = set()
         self._is_told = False
         self._lock = threading.Lock()
 
     def begin(self, callback: OnTask | None) -> None:
         """Show tasks to `callback` from now on; an earlier stop is over."""
-        self.stop, self._is_told = None, False
-        self.callback = callback
+        with self._lock:  # else the last one could still stop the run for the new one
+            self.stop, self._is_told = None, False
+            self.callback = callback
 
     def show(self, task: Task, worker: str, node: str, memory: object, start_ns: int, end_ns: int) -> None:
         """Show a task; what the callback raises becomes the stop, if it is the first."""
@@ -96,6 +102,8 @@ class Watch:
         used: list[tuple[tuple[HandleRecord, Mode], Replica]] = list(zip(task.accesses, task.replicas, strict=True))
         tiles = tuple(SeenTile(handle.name, mode, handle.nbytes, replica, memory) for (handle, mode), replica in used if mode != SCRATCH)
         number = None if task.step is None else task.step.number
+        me = threading.get_ident()
+        self.inside.add(me)
         try:
             callback(FinishedTask(task.name, task.order, number, worker, node, start_ns, end_ns, tiles))
         except BaseException as error:  # a SystemExit too: the worker must survive it
@@ -103,6 +111,8 @@ class Watch:
                 if self.callback is callback:  # else another worker's came first, or the program has replaced it
                     self.callback = None
                     self.stop = _stop(task, worker, error)
+        finally:
+            self.inside.discard(me)
 
     def check(self) -> None:
         """Raise the stop, if there is one.
@@ -110,9 +120,25 @@ class Watch:
         Raises:
             RunStopped: the callback has asked for the end.
         """
-        if self.stop is not None:
+        stop = self.stop
+        if stop is not None:
             self._is_told = True
-            raise self.stop
+            raise stop
+
+    def refuse_inside(self, call: str) -> None:
+        """Refuse what might wait for the worker that waits for the callback.
+
+        Args:
+            call: what was called.
+
+        Raises:
+            SchedulerError: a callback has called it.
+        """
+        if self.inside and threading.get_ident() in self.inside:
+            raise SchedulerError(
+                f"{call} was called inside a callback of on_task, and may wait for the very worker that waits for the callback; look at the task's "
+                "own tiles there, raise to stop the run, and leave everything else to the program's thread"
+            )
 
     def untold(self) -> RunStopped | None:
         """The stop, if the program has not heard of it; it counts as told then."""

@@ -16,20 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import DataClass, Handle, Kind, TaskRuntime
+from scheduler.storage.device import DeviceMemory
 
+from .kernels.cuda.array import DeviceArray
 from .kernels.registry import codelet
 from .tiling import Tiling
 
 
 @dataclass(frozen=True, slots=True)
 class TileView:
-    """Shape and dtype of one tile; called by a driver, the NumPy array over a node's memory."""
+    """Shape and dtype of one tile; called by a driver, the array over a node's memory: NumPy's, or a kernel's over that of a GPU."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def __call__(self, memory: Any, offset: int) -> npt.NDArray[Any]:
+    def __call__(self, memory: Any, offset: int) -> Any:
         """The tile at `offset` bytes of `memory`, without a copy."""
+        if isinstance(memory, DeviceMemory):
+            return DeviceArray(memory.address + offset, self.shape, self.dtype)
         return np.ndarray(self.shape, self.dtype, buffer=memory, offset=offset)
 
     @property

@@ -67,10 +67,11 @@ def read_special(directory: Path | None, inner: Any) -> Special:
         files[GENERATION] = json.dumps({**objects.get(GENERATION, {}), **ids}, indent=2) + "\n"
     bos, eos = bos or _by_word(objects, "bos_token", inner), eos or _by_word(objects, "eos_token", inner)
     if not eos:
-        pair = next((each for each in _PAIRS if inner.token_to_id(each[1]) is not None), None)
-        if pair is not None:
-            eos = (inner.token_to_id(pair[1]),)
-            bos = bos or tuple(index for index in [inner.token_to_id(pair[0])] if index is not None)
+        for pair in _PAIRS:
+            begin, end = (tuple(index for index in [inner.token_to_id(word)] if index in special) for word in pair)
+            if end:
+                bos, eos = bos or begin, end
+                break
     return Special(bos[0] if bos else None, eos, files)
 
 

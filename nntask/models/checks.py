@@ -20,7 +20,7 @@ LARGEST_DEPTH: Final = 1 << 14
 """Most blocks; each takes objects of ours before anything can say that it does not fit."""
 
 
-def read_config(path: str | os.PathLike[str], advice: str = "check --config-path") -> tuple[Any, str]:
+def config_values(path: str | os.PathLike[str], advice: str = "check --config-path") -> tuple[Any, str]:
     """Decoded JSON of a file, or of the ``config.json`` of a directory; and the file's name for messages.
 
     Args:

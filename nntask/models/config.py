@@ -24,7 +24,7 @@ from .checks import (
     check_positive,
     check_probability,
     check_switch,
-    read_config,
+    config_values,
 )
 from .interface import ModelConfig
 
@@ -160,7 +160,7 @@ class GPT2Config:
             DataError: the file cannot be read or is not JSON.
             UsageError: see `from_dict`.
         """
-        return cls.from_dict(*read_config(path))
+        return cls.from_dict(*config_values(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Values as Hugging Face's JSON has them; ``GPT2LMHeadModel`` loads them."""

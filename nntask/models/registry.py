@@ -19,7 +19,7 @@ from scheduler import TaskRuntime
 from ..errors import UsageError
 from ..tiling import ModelTiling
 from . import gpt2_names, llama_names
-from .checks import check_object, read_config, shown
+from .checks import check_object, config_values, shown
 from .config import GPT2Config
 from .gpt2 import GPT2
 from .interface import ModelConfig
@@ -85,7 +85,7 @@ def config_from_json(path: str | os.PathLike[str], advice: str = "check --config
         DataError: the file cannot be read or is not JSON.
         UsageError: see `config_from_dict`.
     """
-    return config_from_dict(*read_config(path, advice))
+    return config_from_dict(*config_values(path, advice))
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -21,7 +21,7 @@ class Evaluation:
     Args:
         loss: nats per token.
         perplexity: exp(loss).
-        bits_per_byte: bits per byte of text; None where the tokenizer is not known.
+        bits_per_byte: bits per byte of text; None where the tokenizer is not known, or a token does not say its bytes.
         tokens: how many targets were scored.
     """
 

@@ -80,7 +80,7 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
         )
     if (path / CONFIG).exists():
         kind = read_object(path / CONFIG, "the config").get("model_type")
-        if kind not in FAMILIES:
+        if not isinstance(kind, str) or kind not in FAMILIES:
             raise UsageError(f"{path} holds a model of type {kind!r}, and --force replaces those of {', '.join(FAMILIES)}; name another directory")
     elif any(path.iterdir()) and not (path / ADAPTER_CONFIG).exists():
         raise UsageError(f"{path} has no {CONFIG}, and --force replaces model directories only; name another directory, or remove this one")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from scheduler.core import errors as scheduler_errors
 from scheduler.core.errors import TaskError
@@ -20,9 +19,7 @@ from tiles.kernels.cpu import kernel_versions
 from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, StorageError, UsageError
-from ..generation import Generator
 from ..models.interface import ModelConfig
-from ..sampling import Sampling
 from ..schedule import make_schedule
 from ..sizes import format_size
 from ..tensorfile import STORAGE, save_tensors
@@ -39,6 +36,7 @@ from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, state_of
 from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
+from .sample import sample_prompt, sample_text
 from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
@@ -48,8 +46,6 @@ from .weights import check_weights, load_weights, model_to_start_from
 
 if TYPE_CHECKING:
     from scheduler.runtime import Runtime
-
-_SAMPLE_SETTINGS: Final = Sampling(temperature=0.8, top_k=40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
                 counts = _counts(prepared, engine)
                 running = _Running(prepared, base, dataset, stream, runtime, engine, counts, printer, interrupts)
                 if settings.run.sample_tokens:
-                    _prompt(running)  # refused now rather than after the training
+                    sample_prompt(settings, dataset.tokenizer, stream.length)  # refused now rather than after the training
                 _print_header(running, order)
                 write_file(prepared.run / CONFIG, to_toml(settings))
                 load_weights(prepared, engine)
@@ -340,7 +336,9 @@ def _close(running: _Running, loop: Loop, journal: Journal) -> None:
     if is_worth_telling(journal.own, stats):
         printer.say("\n".join(traffic_report(journal.own, stats)))
     if settings.run.sample_tokens and not running.interrupts.pending():
-        _print_sample(running)
+        length, tokenizer = running.stream.length, running.dataset.tokenizer
+        text = sample_text(settings, running.engine.model, running.runtime, tokenizer, length, running.interrupts.pending)
+        printer.say(f"--- sample\n{text}\n---")
 
 
 def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: StorageDtype) -> None:
@@ -351,36 +349,6 @@ def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: S
         raise Diverged(f"{flag} {path} was not written: {error}; {AGAINST_DIVERGENCE}") from None
     except UsageError as error:
         raise UsageError(f"{flag} {path} was not written: {error}") from None
-
-
-def _print_sample(running: _Running) -> None:
-    """Text (or ids, without a tokenizer) from the trained model."""
-    settings, tokenizer, prompt = running.settings, running.dataset.tokenizer, _prompt(running)
-    drawn = Generator(running.engine.model, running.runtime, running.stream.length).stream(
-        [prompt],
-        settings.run.sample_tokens,
-        replace(_SAMPLE_SETTINGS, seed=settings.data.seed),
-        vocab_size=tokenizer.vocab_size if tokenizer else None,
-        stop=tokenizer.special.eos if tokenizer else (),
-    )
-    new = [token for (token,) in takewhile(lambda _: not running.interrupts.pending(), drawn) if token is not None]
-    text = tokenizer.decode([*prompt[1:], *new]) if tokenizer else " ".join(map(str, new))
-    running.printer.say("--- sample\n" + text + "\n---")
-
-
-def _prompt(running: _Running) -> list[int]:
-    """Ids that the sample begins with: what stands before a text, and those of --prompt.
-
-    Raises:
-        UsageError: they are more than a sequence has.
-    """
-    tokenizer, prompt, length = running.dataset.tokenizer, running.settings.run.prompt, running.stream.length
-    if tokenizer is None:
-        return [0]
-    ids = [tokenizer.begin_of_text, *(int(i) for i in tokenizer.encode([prompt])[0])]
-    if len(ids) > length:
-        raise UsageError(f"--prompt has {len(ids)} tokens with the one before a text, and a sequence --seq-len = {length}; shorten it")
-    return ids
 
 
 def _summarise(running: _Running, loop: Loop, journal: Journal) -> None:

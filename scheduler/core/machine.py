@@ -114,6 +114,7 @@ class Machine:
         Raises:
             InvalidEvent: the event is impossible in this state.
             Stalled: tasks remain although nothing is under way (a bug; the message carries the story).
+            DoesNotFit: a source was attached whose readers find no room; it is as if the event had not happened.
         """
         residency, dispatch = self.residency, self.dispatch
         residency.clock += 1
@@ -305,8 +306,9 @@ class Machine:
         handle = event.handle
         if handle.num_uses or handle.agenda is not None:
             raise InvalidEvent(f"{handle!r} was to be read from a file although tasks use it\n{tell(self.history, handle)}")
+        self.residency.take_for_readers(handle, event.scratch)
         self._free(handle)
-        self.residency.attach(handle, event.source, event.scratch)
+        self.residency.attach(handle, event.source)
         self.dispatch.invalidates = True
         if self.residency.num_files == 1:
             self._decide_who_looks_ahead()

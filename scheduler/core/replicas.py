@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from . import coherence
 from .claims import Claims
-from .errors import InvalidEvent
+from .errors import DoesNotFit, InvalidEvent
 from .events import Action, CopyTile, DiscardExtent
 from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode, rounded
@@ -128,47 +129,64 @@ class Replicas:
         """Where what is evicted goes; the node itself if nothing lies below it."""
         return RAM if node not in (RAM, self.last) else self.last
 
-    def has_room_for_readers(self, nbytes: int) -> bool:
-        """Whether those who read files can have so many bytes of host memory, with what they have."""
-        return nbytes <= self.readers_bytes or rounded(nbytes) - self.readers_bytes <= self.nodes[RAM].extents.largest_hole()
-
     @property
     def readers_bytes(self) -> int:
         """Bytes of host memory that those who read files have."""
         return sum(replica.handle.size for replica in self.readers)
 
-    def attach(self, handle: HandleRecord, source: object, scratch: int) -> None:
-        """The data of a handle, which has no replica, is from now on what lies in a file; its readers need so many bytes of host memory."""
-        more = rounded(scratch) - self.readers_bytes if scratch else 0
-        if more > 0:
-            room = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
-            offset = self.nodes[RAM].take(more, room.data_class)
-            if offset is None:
-                raise InvalidEvent(f"node {self.nodes[RAM].name} has not the {scratch} B that reading {handle!r} takes")
-            replica = self._settle_in(room, RAM, offset, private=True)
-            replica.is_home = True
-            if self.last == RAM:
-                self.claims.enter(replica, 0)
-            self.readers.append(replica)
-            self.nodes[RAM].mark()
+    def take_for_readers(self, handle: HandleRecord, nbytes: int) -> None:
+        """Those who read files get so many bytes of host memory in all, because the data of `handle` needs them; they keep what they have.
+
+        Raises:
+            DoesNotFit: there is no room, not even where data lies that can be dropped at once; nothing has changed.
+        """
+        more = rounded(nbytes) - self.readers_bytes if nbytes else 0
+        if more <= 0:
+            return
+        node = self.nodes[RAM]
+        room = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
+        offset = self._take(RAM, room)
+        if offset is None:
+            raise DoesNotFit(
+                f"reading {handle!r} from its source takes {nbytes:,} B of {node.name} for its readers, but of its budget of {node.budget:,} B "
+                f"{node.used:,} B are taken; raise the budget, or attach sources before data is written",
+                node.name,
+            )
+        replica = self._settle_in(room, RAM, offset, private=True)
+        replica.is_home = True
+        if self.last == RAM:
+            self.claims.enter(replica, 0)
+        self.readers.append(replica)
+        node.mark()
+
+    def attach(self, handle: HandleRecord, source: object) -> None:
+        """The data of a handle, which has no replica, is from now on what lies in a file."""
         handle.replicas[FILE] = Replica(handle, FILE, 0, "shared", is_home=True, view=source)
         self.has_several = True
         self.num_files += 1
         self.num_cold += 1
 
+    def _take(self, node_id: NodeId, handle: HandleRecord) -> int | None:
+        """A new extent for a handle, in memory over what can be dropped at once if there is no hole; None if that makes none either."""
+        node, shelf = self.nodes[node_id], self.shelves[node_id]
+        offset = node.take(handle.size, handle.data_class)
+        if offset is None and self.has_several and not node.is_storage:  # a file refuses for its budget: a hole among its addresses is no room
+            plan = shelf.plan([handle.size])
+            if plan is None or any(victim.pins or coherence.is_needed(victim) for victim in plan[1]):
+                plan = shelf.plan_droppable([handle.size], -inf)
+            if plan is not None:
+                (offset,), victims = plan
+                self._evict(victims)
+                node.claim(offset, handle.size, handle.data_class)
+        return offset
+
     def _make_home(self, handle: HandleRecord, order: int) -> bool:
         """Reserve the handle's extent on the last tier for the task of that order; what was read into it from a file becomes it, or may go for it."""
         home = handle.replicas.get(self.last)
         if home is None:
-            node, shelf = self.nodes[self.last], self.shelves[self.last]
-            offset = node.take(handle.size, handle.data_class)
+            offset = self._take(self.last, handle)
             if offset is None:
-                plan = shelf.plan([handle.size]) if self.num_files else None
-                if plan is None or any(victim.pins for victim in plan[1]):
-                    return False
-                (offset,), victims = plan
-                self._evict(victims)
-                node.claim(offset, handle.size, handle.data_class)
+                return False
             home = self._settle_in(handle, self.last, offset)
         self.claims.enter(home, order)
         return True

@@ -14,7 +14,7 @@ Knows extents and replicas (`replicas`) and who goes first (`victims`); does not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from . import coherence
@@ -240,12 +240,12 @@ class Residency(Replicas):
             return False
         last = self.nodes[self.last]
         homes = self._missing_homes(task) if node_id != self.last else 0
-        if homes and self._plan_hole(task, self.last, homes) is None:
+        if homes and self._plan_hole(self.last, homes) is None:
             return False
         missing = sum(handle.size for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas)
-        if not self._make_hole(task, node_id, missing):
+        if not self._make_hole(node_id, missing, {handle for handle, mode in task.accesses if mode != SCRATCH}):
             return False
-        return node_id == self.last or last.is_storage or self._make_hole(task, self.last, homes)
+        return node_id == self.last or last.is_storage or self._make_hole(self.last, homes)
 
     def _missing_homes(self, task: Task) -> int:
         """Bytes that the homes of what the task will write still take on the last tier."""
@@ -255,11 +255,14 @@ class Residency(Replicas):
             if mode != SCRATCH and self.last not in handle.replicas and coherence.wants_home(handle, mode, self.last)
         )
 
-    def _plan_hole(self, task: Task, node_id: NodeId, missing: int) -> list[Replica] | None:
-        """What must go so that the node has so many bytes for the task, in holes of any size; None if too little may."""
+    def _plan_hole(self, node_id: NodeId, missing: int, kept: Collection[HandleRecord] = ()) -> list[Replica] | None:
+        """What must go so that the node has so many bytes more, in holes of any size; None if too little may.
+
+        Args:
+            kept: what stays: the data of a task that will run there. One that runs elsewhere reads its data wherever else it lies.
+        """
         node, shelf = self.nodes[node_id], self.shelves[node_id]
-        own = {handle for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas}
-        candidates = [replica for replica in shelf.starts.values() if replica.handle not in own and self._may_go(replica)]
+        candidates = [replica for replica in shelf.starts.values() if replica.handle not in kept and self._may_go(replica)]
         candidates.sort(key=self.eviction.key, reverse=True)
         victims: list[Replica] = []
         excess = node.used + missing - min(node.extents.capacity, node.budget)
@@ -270,9 +273,9 @@ class Residency(Replicas):
             excess -= replica.handle.size
         return None if excess > 0 else victims
 
-    def _make_hole(self, task: Task, node_id: NodeId, missing: int) -> bool:
-        """Make one hole of all that is free or droppable on the node, if so many bytes for the task then fit there."""
-        victims = self._plan_hole(task, node_id, missing)
+    def _make_hole(self, node_id: NodeId, missing: int, kept: Collection[HandleRecord] = ()) -> bool:
+        """Make one hole of all that is free or droppable on the node, if so many bytes more then fit there; `kept` stays."""
+        victims = self._plan_hole(node_id, missing, kept)
         if victims is None or not self._are_clean(victims):
             return False
         self._evict(victims)

@@ -95,6 +95,11 @@ class WorkerThread(threading.Thread):
         """End the thread after the kernel it is in."""
         self.mailbox.put(None)
 
+    def compute(self, task: Task, views: list[Any]) -> None:
+        """Run the task's kernel."""
+        constants: Mapping[str, Any] = task.constants
+        task.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
+
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
         engine = self.engine
         views: list[Any] = []
@@ -106,8 +111,7 @@ class WorkerThread(threading.Thread):
                 if view is None:
                     view = replica.view = replica.handle.view(memory, replica.offset)  # type: ignore[operator]
                 views.append(view)
-            constants: Mapping[str, Any] = task.constants
-            task.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
+            self.compute(task, views)
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
             return TaskFailed(task, error)
         finally:

@@ -1,4 +1,4 @@
-"""Copy engines of simulated devices: real copies between real buffers, one thread per device and direction, optionally at a set bandwidth."""
+"""Copy engines of devices: one thread per device and direction; those of simulated devices optionally at a set bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns
 
 from ..core.events import CopyTile
-from ..storage import HostArena
+from ..storage.device import Arena, transfer
 
 
 class CopyEngine(threading.Thread):
@@ -23,7 +23,7 @@ class CopyEngine(threading.Thread):
 
     def __init__(
         self,
-        arenas: Sequence[HostArena],
+        arenas: Sequence[Arena],
         done: Callable[[CopyTile, int, int], None],
         fail: Callable[[BaseException], None],
         bandwidth: float | None,
@@ -50,7 +50,7 @@ class CopyEngine(threading.Thread):
         source, target = action.source, action.target
         nbytes = source.handle.nbytes
         start = perf_counter_ns()
-        self.arenas[target.node].copy_from(self.arenas[source.node], source.offset, target.offset, nbytes)
+        transfer(self.arenas[source.node], source.offset, self.arenas[target.node], target.offset, nbytes)
         if self.bandwidth is not None:
             remaining = nbytes / self.bandwidth - (perf_counter_ns() - start) / 1e9
             if remaining > 0:

@@ -54,6 +54,7 @@ def clone(tmp_path: Path) -> Path:
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(300)]
     rows = [" ".join(rng.choices(words, k=40)) + "\n" for _ in range(1500)]
     (here / "notes.txt").write_text("".join(rows))
+    (here / "prompts.txt").write_text("".join(rows[:2]))
     tokenizer = train_bpe(rows[:200], 400)
     for place in ("gpt2-dir", "cache/tokenizers/gpt2", "cache/hub"):
         (here / place).mkdir(parents=True)

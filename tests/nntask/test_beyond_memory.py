@@ -54,9 +54,9 @@ def test_losses_are_the_same_bits_with_a_disk_below(case: dict, tmp_path: Path) 
     """RAM at a fraction of what the step needs, a disk tier below it, every policy, order and eviction policy."""
     options = dict(case)
     lanes = options.pop("lanes", 1)
-    ram = budget(options.pop("share"), lanes)
+    ram, order = budget(options.pop("share"), lanes), options.pop("order", "auto")
     with Runtime(options.pop("workers", 2), ram=ram, disk=tmp_path, lanes=lanes, **options) as runtime:
-        assert losses(runtime, STEPS) == truth(lanes)[:STEPS]
+        assert losses(runtime, STEPS, order) == truth(lanes)[:STEPS]
         stats = runtime.stats()
     assert stats["peak_bytes"]["ram"] <= ram
     assert stats["evictions"] > 0

@@ -24,7 +24,7 @@ def batches() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32) for _ in range(STEPS)]
 
 
-def losses(runtime: TaskRuntime, steps: int = STEPS) -> list[tuple[bytes, bytes]]:
+def losses(runtime: TaskRuntime, steps: int = STEPS, order: str = "auto") -> list[tuple[bytes, bytes]]:
     """Bits of the losses and gradient norms of so many clipped steps with dropout, two minibatches each."""
     model = GPT2(CONFIG, TILING, runtime, seed=3)
     optimizer = AdamW(decay_groups(model, 0.1), 3e-3, max_norm=1.0)
@@ -41,7 +41,7 @@ def losses(runtime: TaskRuntime, steps: int = STEPS) -> list[tuple[bytes, bytes]
         return found, optimizer.grad_norm
 
     if isinstance(runtime, Runtime):
-        with runtime.record() as step:
+        with runtime.record(order) as step:
             outputs, norm = emit()
     seen, ticket = [], None
     for number, ids in enumerate(batches()[:steps]):

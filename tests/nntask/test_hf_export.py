@@ -164,6 +164,10 @@ def test_force_replaces_models_and_nothing_else(tmp_path, entry, words):
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text('{"model_type": "gpt2"}')
+    if entry == "config.json":
+        (out / entry).write_text('{"model_type": ["gpt2"]}')
+        with pytest.raises(UsageError, match=r"holds a model of type \['gpt2'\]"):
+            export(checkpoint, out, dtype="auto", shard_nbytes=HUGE, tokenizer=None, force=True)
     if entry.endswith("/"):
         (out / entry).mkdir()
     else:

@@ -35,14 +35,14 @@ TILING = ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=30, 
 class Job:
     """A clipped step of two minibatches with dropout, recorded where the runtime records."""
 
-    def __init__(self, runtime: TaskRuntime) -> None:
+    def __init__(self, runtime: TaskRuntime, order: str = "auto") -> None:
         self.runtime = runtime
         self.model = Llama(CONFIG, TILING, runtime, seed=3)
         self.optimizer = AdamW(decay_groups(self.model, 0.1), 3e-3, max_norm=1.0)
         self.inputs = [self.model.input_tensors(BATCH // 2) for _ in range(2)]
         self.step = None
         if isinstance(runtime, Runtime):
-            with runtime.record() as self.step:
+            with runtime.record(order) as self.step:
                 self.outputs = self.emit()
 
     def emit(self) -> list:
@@ -99,8 +99,10 @@ def test_losses_are_bit_identical(workers: int, sched: str, sim_gpus: int) -> No
 def test_losses_are_the_same_bits_with_a_disk_below(share: float, options: dict, tmp_path: Path) -> None:
     """RAM at a half and a quarter of what the step needs, and at what its hungriest task touches."""
     ram = int(plan().needed_bytes() * share) or plan().largest_task()
+    options = dict(options)
+    order = options.pop("order", "auto")
     with Runtime(2, ram=ram, disk=tmp_path, **options) as runtime:
-        assert Job(runtime).run() == truth(1)
+        assert Job(runtime, order).run() == truth(1)
         stats = runtime.stats()
     assert stats["peak_bytes"]["ram"] <= ram
     assert stats["evictions"] > 0

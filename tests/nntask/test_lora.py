@@ -371,7 +371,7 @@ def test_recomputing_a_block_in_which_nothing_is_learnt_leaves_no_tape() -> None
     model.freeze()
     tokens, _ = model.input_tensors(1)
     tokens.write(np.zeros((1, LENGTH), np.int32))
-    assert checkpoint(lambda x: model.h[0](x, None), model.wte(tokens)).edge is None
+    assert checkpoint(lambda x: model.h[0](x, None, None), model.wte(tokens)).edge is None
     with pytest.raises(UsageError, match="and all 36 are frozen"):
         SGD(model.parameters(), 0.1)
     early = Parameter((3,), (-1,), constant(1.0))

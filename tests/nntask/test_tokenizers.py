@@ -18,9 +18,9 @@ BEGIN, END, TURN = 256, 257, 258
 
 
 def llama3(directory: Path, *, special=("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"), hole=0) -> Path:
-    """A byte-level tokenizer that puts its first special token before every text, as Llama 3 does; the ids of "!!" leave a hole behind them."""
+    """A byte-level tokenizer that puts its first special token before every text, as Llama 3 does; an ordinary word may lie behind a hole."""
     directory.mkdir(exist_ok=True)
-    inner = Tokenizer(models.BPE(vocab={**{letter: i for i, letter in enumerate(LETTERS)}, **({"!!": 256 + hole} if hole else {})}, merges=[]))
+    inner = Tokenizer(models.BPE(vocab={**{letter: i for i, letter in enumerate(LETTERS)}, **({"</s>": 256 + hole} if hole else {})}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(list(special))
@@ -96,7 +96,8 @@ def test_ids_may_have_holes(tmp_path):
     assert tokenizer.vocab_size == 256 + 70_000 + 1
     lengths = tokenizer.byte_lengths()
     assert lengths.shape == (tokenizer.vocab_size,)
-    assert (lengths[0], lengths[300], lengths[-1]) == (1, 0, 2)
+    assert (lengths[0], lengths[300], lengths[-1]) == (1, 0, 4)
+    assert tokenizer.special.eos == ()  # the word </s> of some text is no end of one
 
 
 def test_lengths_in_bytes_are_of_byte_level_alphabets(tmp_path):

@@ -41,7 +41,7 @@ def test_it_captures_what_the_runtime_records(kit, lanes: int) -> None:  # type:
             plans.append(step.plan)
         assert total.record is not None
     assert shape(plans[0]) == shape(plans[1])
-    assert plans[0].tasks[0].kinds == ("cpu", "sim")
+    assert plans[0].tasks[0].kinds == ("cpu", "sim", "cuda")
 
 
 def test_outside_a_block_nothing_is_kept(kit) -> None:  # type: ignore[no-untyped-def]

@@ -292,3 +292,26 @@ def test_scratch_takes_no_room_where_nothing_computes(pages: tuple[int, ...], ex
     assert states(*driver.runs[:2]) == ["running", expected]
     driver.drain()
     driver.check()
+
+
+def test_a_disk_tier_keeps_its_budget_beside_data_in_files() -> None:
+    """A storage node has more addresses than its budget: that there is a hole does not mean that there is room."""
+    driver = FakeDriver((2, 3), [("cpu", RAM, 1)], storage=True)
+    driver.attach(driver.handle(1, "file"))
+    runs = [driver.submit((driver.handle(1), W)) for _ in range(4)]
+    driver.drain()  # the driver validates the ledger
+    assert [run.error is None for run in runs] == [True, True, True, False]
+    assert isinstance(runs[3].error, DoesNotFit)
+
+
+def test_what_a_device_reads_makes_room_in_host_memory() -> None:
+    """The home of its result needs two pages in a row: one is free, the other holds a copy of its own input, which it can read from the file."""
+    driver = FakeDriver((3, 4), [("sim", SIM, 1)])
+    weight = driver.handle(1, "weight")
+    driver.attach(weight)
+    fetch(driver, weight)
+    written(driver, "between")
+    run = driver.submit((weight, R), (driver.handle(2, "result"), W))
+    driver.drain()
+    assert run.error is None
+    driver.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler import Codelet, InlineRuntime, Runtime
+from scheduler import Codelet, DoesNotFit, InlineRuntime, RunStopped, Runtime
 
 PARTS = np.random.default_rng(7).standard_normal((23, 16)).astype(np.float64) * 10.0 ** np.random.default_rng(8).integers(-8, 8, (23, 1))
 
@@ -106,3 +106,59 @@ def test_lanes_without_a_combine_codelet_are_refused(kit) -> None:  # type: igno
     emit(runtime, total, 2)
     with pytest.raises(ValueError, match=r"total.*2 lanes but has no combine codelet"):
         kit.value(runtime, total)
+    total.combine = kit.add  # the sums are still there
+    assert kit.value(runtime, total) == tree(2, 2)[0]
+
+
+def stop(runtime, kit) -> None:  # type: ignore[no-untyped-def]
+    """A callback has asked for the end, and the program has heard of it."""
+
+    def enough(task: object) -> None:
+        raise ZeroDivisionError("enough")
+
+    runtime.on_task(enough)
+    runtime.submit(kit.fill, [(kit.handle(runtime), "W")], {"value": 0})
+    with pytest.raises(RunStopped):
+        runtime.wait()
+
+
+@pytest.mark.parametrize("refused", ["a reader", "a contribution", "an overwrite", "a recording"])
+def test_what_is_refused_after_a_stop_changes_no_sum(kit, refused: str) -> None:  # type: ignore[no-untyped-def]
+    """Lanes are neither forgotten nor counted by a task that was not taken on, and a sum can still be read."""
+    with Runtime(1, lanes=2, ram=1 << 20) as runtime:
+        total, fresh = kit.handle(runtime, "total", 16), kit.handle(runtime, "fresh", 16)
+        emit(runtime, total, 3)
+        runtime.wait()
+        stop(runtime, kit)
+        if refused == "a recording":
+            with runtime.record():
+                pass
+        else:
+            access = {"a reader": (total, "R"), "a contribution": (fresh, "REDUX"), "an overwrite": (total, "W")}[refused]
+            with pytest.raises(RunStopped):
+                runtime.submit(kit.empty, [access])
+        with runtime.acquire(total, "R") as view:
+            assert view.tobytes() == tree(2, 3).tobytes()
+        runtime.on_task(None)
+        emit(runtime, fresh, 3)
+        with runtime.acquire(fresh, "R") as view:
+            assert view.tobytes() == tree(2, 3).tobytes()
+
+
+def test_a_task_that_does_not_fit_changes_no_sum(kit) -> None:  # type: ignore[no-untyped-def]
+    """Neither that of a contribution nor that of what it would read; and lanes are summed wherever there is room, not where the reader is placed."""
+    with Runtime(1, lanes=2, ram=1 << 20, sim_gpus=1, gpu_memory=8192) as runtime:
+        total, fresh, large = (kit.handle(runtime, name, count) for name, count in (("total", 600), ("fresh", 16), ("large", 1 << 18)))
+        widen = Codelet("widen", cpu=lambda out, *, number, accumulate: out.__setitem__(..., number + accumulate * out))
+        for number in (1, 2):
+            runtime.submit(widen, [(total, "REDUX")], {"number": number})
+        for accesses in ([(large, "W"), (total, "R")], [(large, "W"), (fresh, "REDUX")]):
+            with pytest.raises(DoesNotFit):
+                runtime.submit(kit.empty, accesses)
+        with pytest.raises(DoesNotFit), runtime.place("sim:0"):
+            runtime.submit(kit.empty, [(large, "R"), (total, "R")])
+        with runtime.place("sim:0"):
+            assert kit.value(runtime, total) == 3
+        emit(runtime, fresh, 2)
+        with runtime.acquire(fresh, "R") as view:
+            assert view.tobytes() == tree(2, 2).tobytes()

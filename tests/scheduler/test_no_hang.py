@@ -1,20 +1,22 @@
 """At or above the planned minimum every task of a recorded step gets its turn, whatever ends first; below it the refusal names the number.
 
-Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files) on one to four nodes with budgets from the
-minimum upwards, under every policy, several replays, in random completion orders. Each case ends with the sequential truth, and `FakeDriver`
-validates the ledger after every event. More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
+Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files, tasks placed by hand) on one to four nodes with
+budgets from the minimum upwards, under every policy, several replays, in random completion orders, now and then with a file that cannot be read. Each
+case ends with the sequential truth, and `FakeDriver` validates the ledger after every event.
+More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from scheduler.core.errors import DoesNotFit
+from scheduler.core.errors import DoesNotFit, TaskError, TierFailed
 from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.memory import PAGE
 from scheduler.core.policies import POLICIES
@@ -130,8 +132,14 @@ class Case:
     largest: int
 
 
-def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, eviction: str, window: int, prefetch: bool, below: int = 0) -> Case:
-    """A machine with so many pages more than the minimum on each node, and `below` less where tasks run, with the step's data in place."""
+def prepare(
+    layout: tuple, sketch: tuple, extras: list[int], policy: str, eviction: str, window: int, prefetch: bool, pins: Sequence[int] = (), below: int = 0
+) -> Case:
+    """A machine with so many pages more than the minimum on each node, and `below` less where tasks run, with the step's data in place.
+
+    Args:
+        pins: in turn, the worker that must run a task, by a number; negative for any.
+    """
     num_nodes, workers, storage = layout
     sizes, num_inputs, in_files, adds = sketch
 
@@ -143,7 +151,9 @@ def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, evicti
         for add in adds:
             drawn.add(*add)
         parts = [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
-        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts)
+        placed = [None if pin < 0 else pin % len(crew) for pin in pins]
+        placed = [placed[at % len(placed)] for at in range(len(drawn.tasks))] if placed else []
+        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts, pins=placed)
 
     first, _, recorded = draw([64] * num_nodes)
     plan, readers = recorded.plan, first.machine.residency.readers_bytes // PAGE
@@ -159,8 +169,8 @@ def prepare(layout: tuple, sketch: tuple, extras: list[int], policy: str, evicti
     return Case(driver, drawn, step, plan.largest_task())
 
 
-def program(case: Case, chance: Random, replays: int) -> None:
-    """Write data, replay with two in flight, write inputs and read outputs between, end things in any order."""
+def program(case: Case, chance: Random, replays: int, failing: float = 0.0) -> None:
+    """Write data, replay with two in flight, write inputs and read outputs between, end things in any order; of reads of files that share fails."""
     driver, sketch, step = case.driver, case.sketch, case.step
     used = step.plan.uses
     for handle in [*sketch.persistent, *sketch.inputs]:
@@ -178,7 +188,10 @@ def program(case: Case, chance: Random, replays: int) -> None:
             if sketch.files and chance.random() < 0.3 and (handle := chance.choice(sketch.files)) in used:
                 driver.submit((handle, R), kinds=("host",))
         elif driver.num_under_way:
-            driver.end(chance.randrange(driver.num_under_way) if chance.random() < 0.8 else 0)
+            which = chance.randrange(driver.num_under_way) if chance.random() < 0.8 else 0
+            copy = [*[None] * len(driver.running), *driver.copying][which]
+            fails = failing and copy is not None and driver.is_read(copy) and chance.random() < failing
+            driver.end(which, TierFailed("planted") if fails else None)
 
 
 def quiet(num_cases: int) -> settings:
@@ -201,18 +214,30 @@ def quiet(num_cases: int) -> settings:
     eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
     window=st.sampled_from((0, 1, 3, ANY)),
     prefetch=st.booleans(),
+    pins=st.one_of(st.just([]), st.lists(st.integers(-2, 3), min_size=1, max_size=5)),
+    failing=st.sampled_from((0.0, 0.0, 0.1)),
     replays=st.integers(1, 4),
     seed=st.integers(0, 1 << 30),
 )
 @quiet(NUM_CASES)
 def test_random_steps_end_at_the_planned_minimum(
-    layout: tuple, sketch: tuple, extras: list[int], policy: str, eviction: str, window: int, prefetch: bool, replays: int, seed: int
+    layout: tuple,
+    sketch: tuple,
+    extras: list[int],
+    policy: str,
+    eviction: str,
+    window: int,
+    prefetch: bool,
+    pins: list[int],
+    failing: float,
+    replays: int,
+    seed: int,
 ) -> None:
-    """Nothing is refused, nothing hangs, the ledger holds, and the values are those of sequential execution."""
-    case = prepare(layout, sketch, extras, policy, eviction, window, prefetch)
-    program(case, Random(seed), replays)
+    """Nothing is refused, nothing hangs, the ledger holds, and the values are those of sequential execution; what fails is what cannot be read."""
+    case = prepare(layout, sketch, extras, policy, eviction, window, prefetch, pins)
+    program(case, Random(seed), replays, failing)
     for run in case.driver.runs:
-        assert run.error is None, run.error
+        assert run.error is None or (failing and isinstance(run.error, TaskError | TierFailed)), run.error
     case.driver.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -86,6 +87,46 @@ def test_the_impossible_is_refused_before_it_runs(kit: Any) -> None:
                 runtime.submit(codelet, [(handle, R) for handle in handles])
         runtime.submit(kit.empty, [(handle, R) for handle in data])  # elsewhere it fits, and the failed blocks have left no pin behind
         runtime.wait()
+
+
+def test_blocks_belong_to_their_thread_and_leave_nothing_behind(kit: Any) -> None:
+    """Another thread's tasks go where they like, and blocks that are left out of order, as generators may, end all the same."""
+    ran: list[tuple[str, str]] = []
+    with Runtime(1, sim_gpus=1, ram=MIB) as runtime:
+        runtime.on_task(lambda task: ran.append((task.tiles[0].name, task.worker)))
+
+        def fill(name: str) -> None:
+            runtime.submit(kit.fill, [(kit.handle(runtime, name), W)], {"value": 0.0})
+            runtime.wait()
+
+        outer, inner = runtime.place("sim:0"), runtime.place("cpu:0")
+        outer.__enter__()
+        others = runtime.place("cpu:0")
+        thread = threading.Thread(target=others.__enter__)  # and never leaves it
+        thread.start()
+        thread.join()
+        fill("outer")
+        inner.__enter__()
+        fill("inner")
+        outer.__exit__(None, None, None)
+        fill("inner")
+        inner.__exit__(None, None, None)
+        with runtime.record() as step:
+            runtime.submit(kit.fill, [(kit.handle(runtime, "nowhere"), W)], {"value": 0.0})
+        assert step.plan is not None
+        assert [task.pin for task in step.plan.tasks] == [None]
+    assert ran == [("outer", "sim:0"), ("inner", "cpu:0"), ("inner", "cpu:0")]
+
+
+def test_capturing_refuses_what_a_run_refuses(kit: Any) -> None:
+    """A codelet without an implementation for the worker it is placed on."""
+    device = Codelet("device only", cuda=kit.broken)
+    captured = CapturingRuntime(workers=("cpu:0", "sim:0"))
+    with Runtime(1, sim_gpus=1, ram=MIB) as runtime:
+        for each in (captured, runtime):
+            words = r"'device only'\) was placed on sim:0 and runs on cuda; give it an implementation for sim workers"
+            with pytest.raises(PlacementError, match=words), each.record(), each.place("sim:0"):
+                each.submit(device, [(kit.handle(each), W)])
 
 
 def test_placed_tasks_of_one_worker_keep_their_priority(kit: Any) -> None:

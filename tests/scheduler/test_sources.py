@@ -215,12 +215,47 @@ def test_readers_memory_counts(kit) -> None:  # type: ignore[no-untyped-def]
         store.handle(2, "b", scratch=100)
         assert runtime.stats()["peak_bytes_by_class"]["ram"]["scratch"] == 4 * PAGE
         assert kit.value(runtime, a) == 1
-        with pytest.raises(DoesNotFit, match=r"takes 49,152 B of ram for 4 readers, but of its budget of 40,960 B"):
+        with pytest.raises(DoesNotFit, match=r"takes 49,152 B of ram for its readers, but of its budget of 40,960 B"):
             store.handle(3, "c", scratch=3 * PAGE)
         runtime.submit(kit.fill, [(kit.handle(runtime, count=7 * COUNT), "W")], {"value": 1})
         with pytest.raises(DoesNotFit, match=r"fill needs 28,672 B .* of its budget of 40,960 B [\d,]+ B are taken"):
             runtime.wait()
         runtime._engine.machine.validate()
+
+
+def test_readers_find_the_room_that_there_is(kit) -> None:  # type: ignore[no-untyped-def]
+    """Data that no program references any more, and what was read and can be read again, make room; what cannot be dropped is told, and stays."""
+    with Runtime(1, ram=10 * PAGE) as runtime:
+        store = Store(runtime, kit)
+        forgotten = kit.filled(runtime, 1, "forgotten", 8 * COUNT)
+        assert kit.value(runtime, forgotten) == 1
+        del forgotten
+        gc.collect()
+        a = store.handle(2, "a", scratch=PAGE)
+        kept = kit.filled(runtime, 3, "kept", 3 * COUNT)
+        read = [store.handle(number, str(number), count=COUNT) for number in range(3)]
+        assert [kit.value(runtime, handle) for handle in read] == [0, 1, 2]
+        assert runtime.stats()["resident_bytes"]["ram"] == 10 * PAGE
+        with pytest.raises(DoesNotFit, match=r"takes 32,768 B of ram for its readers, but of its budget of 40,960 B 40,960 B are taken; raise the"):
+            store.handle(4, "large", scratch=2 * PAGE)
+        store.handle(4, "b", scratch=PAGE + PAGE // 2)
+        assert runtime._engine.machine.nodes[0].by_class["scratch"] == 6 * PAGE
+        assert [kit.value(runtime, handle) for handle in (*read, a, kept)] == [0, 1, 2, 2, 3]
+        runtime._engine.machine.validate()
+
+
+def test_a_recorded_step_that_has_not_run_may_be_given_its_data(kit) -> None:  # type: ignore[no-untyped-def]
+    """Until its first replay; then the handle is the step's."""
+    with Runtime(1, ram=1 << 20) as runtime:
+        store = Store(runtime, kit)
+        data, total = kit.filled(runtime, 1, kind="persistent"), kit.filled(runtime, 0, kind="persistent")
+        with runtime.record() as step:
+            runtime.submit(kit.add, [(total, "RW"), (data, "R")])
+        runtime.attach(data, Number(store, 5, "new", 0))
+        step.replay().wait()
+        assert (kit.value(runtime, total), store.read) == (5, ["new"])
+        with pytest.raises(ValueError, match="after a recorded step has replayed with it"):
+            runtime.attach(data, Number(store, 6, "late", 0))
 
 
 @pytest.mark.parametrize("recorded", [False, True])

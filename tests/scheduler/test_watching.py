@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler import REDUX, RW, SCRATCH, Codelet, FinishedTask, R, RunStopped, Runtime, TaskError, W
+from scheduler import REDUX, RW, SCRATCH, Codelet, FinishedTask, R, RunStopped, Runtime, SchedulerError, TaskError, W
+from scheduler.watching import Watch
 
 MIB = 1 << 20
 
@@ -134,3 +135,43 @@ def test_a_program_that_submits_forever_is_stopped(kit: Any) -> None:
         with pytest.raises(RunStopped):
             submit_forever()
         assert kit.value(runtime, data) == len(taken) >= 10
+
+
+@pytest.mark.parametrize("call", ["wait", "acquire", "submit", "replay", "ticket", "close"])
+def test_a_callback_that_calls_back_stops_the_run(kit: Any, call: str) -> None:
+    """It would wait for its own worker; the refusal says so, the program is told, and everything has run."""
+    with Runtime(2, ram=MIB) as runtime:
+        data = kit.filled(runtime, 1, "data", kind="persistent")
+        with runtime.record() as step:
+            runtime.submit(kit.double, [(data, RW)])
+        ticket = step.replay()
+        ticket.wait()
+        calls = {
+            "wait": runtime.wait,
+            "acquire": lambda: kit.value(runtime, data),
+            "submit": lambda: runtime.submit(kit.double, [(data, RW)]),
+            "replay": step.replay,
+            "ticket": ticket.wait,
+            "close": runtime.close,
+        }
+        runtime.on_task(lambda task: calls[call]())
+        runtime.submit(kit.double, [(data, RW)])
+        with pytest.raises(RunStopped, match=r"was called inside a callback of on_task, .* raise to stop the run") as told:
+            runtime.wait()
+        assert isinstance(told.value.__cause__, SchedulerError)
+        assert kit.value(runtime, data) == 4
+
+
+def test_a_new_callback_is_not_stopped_by_the_old_one() -> None:
+    """The old one may raise while the new one is set: the stop ends and the callback changes at once for whoever looks under the lock."""
+    held: list[bool] = []
+
+    class Noting(Watch):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in ("callback", "stop") and hasattr(self, "_lock"):
+                held.append(self._lock.locked())
+            super().__setattr__(name, value)
+
+    watch = Noting()
+    watch.begin(lambda task: None)
+    assert held == [True, True]

@@ -5,20 +5,24 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tiles.kernels.cuda.array import DeviceArray
-from tiles.kernels.cuda.launch import ROOM_NBYTES, SOURCES
+from tiles.kernels.cuda.launch import ROOM_NBYTES, SOURCES, use
 
 COMPILER = shutil.which("g++")
+_running = threading.Lock()
+"""Of a kernel: a library has one set of threads, whoever loads it."""
+
 EMULATION = Path(__file__).with_name("emulation.hpp")
 
 
 class Emulator:
-    """Answers `launch.Device`; arrays are host memory.
+    """Answers `launch.Device` for kernels and `Gpu` for the scheduler; its memory is host memory, and everything is done when its call returns.
 
     Args:
         folder: where libraries are built.
@@ -33,13 +37,43 @@ class Emulator:
         self._libraries: dict[tuple[str, str], ctypes.CDLL] = {}
         self._room = np.empty(ROOM_NBYTES, np.uint8)
 
+        self._reserved: dict[int, np.ndarray] = {}
+
+    name = "emulated"
+
+    def reserve(self, nbytes: int) -> int:
+        memory = np.empty(nbytes + 4096, np.uint8)
+        address = -(-memory.ctypes.data // 4096) * 4096
+        self._reserved[address] = memory
+        return address
+
+    def release(self, address: int) -> None:
+        del self._reserved[address]
+
+    def enter(self) -> None:
+        use(self)
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def upload(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def download(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        assert abs(target - source) >= nbytes, "ranges of a copy overlap"
+        ctypes.memmove(target, source, nbytes)
+
     @property
     def room(self) -> DeviceArray:
         return on_device(self._room)
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any) -> None:
         function = getattr(self._library(source, element), f"emulate_{kernel}")
-        function((ctypes.c_int * 6)(*grid, threads, shared, self.backwards), arguments)
+        with _running:
+            function((ctypes.c_int * 6)(*grid, threads, shared, self.backwards), arguments)
 
     def gemm(self, a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):
         target, right = on_host(out), on_host(b).astype(np.float32)

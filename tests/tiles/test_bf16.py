@@ -131,6 +131,9 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "activation_backward": [lambda m, k=k: ([m(9, 301), m(9, 301), m(9, 301)], [2], {"kind": k}) for k in KINDS],
     "adam": [lambda m, c=c, d=d: _adam(m, c, d) for c in BOTH for d in BOTH],
     "add": [lambda m: ([m(5, 77), m(5, 77), m(5, 77)], [2], {})],
+    "append_to_cache": [
+        lambda m: ([m(2, 5, 6), m(2, 5, 6), np.tile(np.arange(9, 14, dtype=np.int32), (2, 1)), m(2, 5, 6), m(2, 5, 6)], [3, 4], {"start": 9})
+    ],
     "attention": [
         *(lambda m, f=f, e=e: _attention(m, 131, 150, True, f, e) for f in BOTH for e in BOTH),
         lambda m: _attention(m, 33, 47, False, True, True),

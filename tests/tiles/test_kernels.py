@@ -399,10 +399,10 @@ def test_every_task_of_a_model_has_a_cost(flash: bool, kind: str) -> None:
     costs = []
 
     class Costs(InlineRuntime):
-        def _submit(self, codelet: Codelet, accesses, constants, priority) -> None:  # type: ignore[no-untyped-def]
+        def _submit(self, codelet: Codelet, accesses, constants, priority, terms) -> None:  # type: ignore[no-untyped-def]
             if codelet.cost is not None:
                 costs.append(codelet.cost([handle.view for handle, _ in accesses], constants))
-            super()._submit(codelet, accesses, constants, priority)
+            super()._submit(codelet, accesses, constants, priority, terms)
 
     config = GPT2Config(vocab_size=31, n_positions=12, n_embd=16, n_layer=1, n_head=2, activation_function=kind)
     model = GPT2(config, ModelTiling(seq_tile=5, inner_tile=20, vocab_tile=11), Costs(), flash=flash)

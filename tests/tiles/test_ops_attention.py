@@ -110,9 +110,9 @@ def test_masked_tiles_emit_no_tasks() -> None:
     seen: list[str] = []
 
     class Counting(InlineRuntime):
-        def _submit(self, codelet, accesses, constants, priority):  # type: ignore[no-untyped-def]
+        def _submit(self, codelet, accesses, constants, priority, terms):  # type: ignore[no-untyped-def]
             seen.append(codelet.name)
-            super()._submit(codelet, accesses, constants, priority)
+            super()._submit(codelet, accesses, constants, priority, terms)
 
     runtime = Counting()
     q, k, v = (data(runtime, (1, 2, 4), random(1, 8, 4, seed=i).detach().numpy()) for i in range(3))

@@ -66,6 +66,7 @@ def test_the_fastest_of_what_was_tried_is_kept(here, capsys):
     assert losses(here / "run") == losses(here / "again")
 
 
+@pytest.mark.long
 def test_given_sizes_are_kept(here, capsys):
     """Only sizes without a flag are searched."""
     assert main([*TRAIN, "--steps=1", "--run-dir=run", "--auto-tile=measured", "--seq-tile=17", "--vocab-tile=-1"]) == 0
@@ -75,6 +76,7 @@ def test_given_sizes_are_kept(here, capsys):
     assert sizes_of(here / "run" / "config.toml")["seq_tile"] == 17
 
 
+@pytest.mark.long
 def test_a_table_of_ones_own(here, capsys, monkeypatch):
     """The search enters its tiling into the file; later runs of that shape take it from there, by flag or variable, and others do not."""
     assert main([*TRAIN, "--steps=1", "--run-dir=run", "--auto-tile=measured", "--tile-table=tables/my.toml", "--inner-tile=40"]) == 0

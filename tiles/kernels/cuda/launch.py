@@ -42,7 +42,7 @@ class Device(Protocol):
             element: one of the values of `ELEMENTS`.
             grid: blocks along each axis.
             threads: of a block.
-            shared: bytes of shared memory of a block.
+            shared: bytes of shared memory of a block; above 48 KiB the kernel has to be allowed so much before it starts.
             arguments: array of addresses of the values.
         """
 

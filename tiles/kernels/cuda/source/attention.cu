@@ -71,10 +71,10 @@ KERNEL attention(const T *q, const T *k, const T *v, T *o, float *peak, float *t
         __syncthreads();
         if (t < QUERIES) {
             float *row = S + t * KEYS, most = top[t], found = 0.0f;
-            for (int j = 0; j < KEYS; j++) most = row[j] > most || row[j] != row[j] ? row[j] : most;
-            shrink[t] = top[t] > -INFINITE ? expf(top[t] - most) : 0.0f;
+            for (int j = 0; j < KEYS; j++) most = larger(row[j], most);
+            shrink[t] = top[t] != -INFINITE ? expf(top[t] - most) : 0.0f;
             for (int j = 0; j < KEYS; j++) {
-                row[j] = row[j] > -INFINITE || row[j] != row[j] ? expf(row[j] - most) : 0.0f;
+                row[j] = row[j] != -INFINITE ? expf(row[j] - most) : 0.0f;
                 found += row[j];
                 if (keys) row[j] *= survival(at, key, b, h, start + t, from + j);
             }
@@ -289,7 +289,7 @@ KERNEL cached_attention(
         float score = 0.0f;
         for (int d = 0; d < size; d++) score += Q[d] * widen(keys[(long long)j * groups * size + d]);
         S[j] = scale * score;
-        top = fmaxf(top, S[j]);
+        top = larger(top, S[j]);
     }
     top = block_max(top, room);
     for (int j = t; j < seen; j += blockDim.x) {
@@ -297,7 +297,7 @@ KERNEL cached_attention(
         sum += S[j];
     }
     sum = block_sum(sum, room);
-    float shrink = before > -INFINITE ? expf(before - top) : 0.0f, all = (first ? 0.0f : total[statistics] * shrink) + sum;
+    float shrink = before != -INFINITE ? expf(before - top) : 0.0f, all = (first ? 0.0f : total[statistics] * shrink) + sum;
     for (int d = t; d < size; d += blockDim.x) {
         float out = first ? 0.0f : widen(o[d]) * shrink;
         for (int j = 0; j < seen; j++) out += S[j] * widen(values[(long long)j * groups * size + d]);

@@ -44,6 +44,9 @@ template <> __device__ inline bf16 narrow<bf16>(float x) {
 #define EACH(i, count) \
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (long long)gridDim.x * blockDim.x)
 
+// The larger of two numbers; NaN if one of them is: a loss that diverged must show
+__device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+
 // Sum, or largest, of one number of every thread of a block whose size is a power of two; every thread gets it. `room`: blockDim.x floats.
 __device__ inline float block_sum(float x, float *room) {
     int t = threadIdx.x;
@@ -63,7 +66,7 @@ __device__ inline float block_max(float x, float *room) {
     room[t] = x;
     __syncthreads();
     for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        if (t < half) room[t] = fmaxf(room[t], room[t + half]);
+        if (t < half) room[t] = larger(room[t], room[t + half]);
         __syncthreads();
     }
     float top = room[0];

@@ -151,7 +151,7 @@ EXPORT(norm_backward_apply)
 KERNEL softmax(const T *x, T *y, int width) {
     SHARED(float, room);
     float top = -INFINITE, sum = 0.0f;
-    COLUMNS_OF_ROW(j) top = fmaxf(top, widen(ROW(x)[j]));
+    COLUMNS_OF_ROW(j) top = larger(top, widen(ROW(x)[j]));
     top = block_max(top, room);
     COLUMNS_OF_ROW(j) sum += expf(widen(ROW(x)[j]) - top);
     sum = block_sum(sum, room);
@@ -172,12 +172,12 @@ EXPORT(softmax_backward)
 KERNEL softmax_sums(const T *x, float *peak, float *total, int width, int accumulate) {
     SHARED(float, room);
     float before = accumulate ? peak[blockIdx.x] : -INFINITE, top = before, sum = 0.0f;
-    COLUMNS_OF_ROW(j) top = fmaxf(top, widen(ROW(x)[j]));
+    COLUMNS_OF_ROW(j) top = larger(top, widen(ROW(x)[j]));
     top = block_max(top, room);
-    if (top > -INFINITE) COLUMNS_OF_ROW(j) sum += expf(widen(ROW(x)[j]) - top);
+    if (top != -INFINITE) COLUMNS_OF_ROW(j) sum += expf(widen(ROW(x)[j]) - top);
     sum = block_sum(sum, room);
     if (threadIdx.x == 0) {
-        total[blockIdx.x] = (before > -INFINITE ? total[blockIdx.x] * expf(before - top) : 0.0f) + sum;
+        total[blockIdx.x] = (before != -INFINITE ? total[blockIdx.x] * expf(before - top) : 0.0f) + sum;
         peak[blockIdx.x] = top;
     }
 }

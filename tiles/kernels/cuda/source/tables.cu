@@ -32,7 +32,7 @@ KERNEL add_logits(const float *logits, const int *targets, float *peak, float *t
     SHARED(float, room);
     const float *row = logits + (long long)blockIdx.x * width;
     float before = first ? -INFINITE : peak[blockIdx.x], top = before, sum = 0.0f;
-    for (int j = threadIdx.x; j < width; j += blockDim.x) top = fmaxf(top, row[j]);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) top = larger(top, row[j]);
     top = block_max(top, room);
     for (int j = threadIdx.x; j < width; j += blockDim.x) sum += expf(row[j] - top);
     sum = block_sum(sum, room);
