@@ -179,7 +179,7 @@ class Replicas:
         """A new extent for a handle, in memory over what can be dropped at once if there is no hole; None if that makes none either."""
         node, shelf = self.nodes[node_id], self.shelves[node_id]
         offset = node.take(handle.size, handle.data_class)
-        if offset is None and self.has_several and not node.is_storage:  # a file refuses for its budget: a hole among its addresses is no room
+        if offset is None and not node.is_storage and (self.num_files or node_id != self.last):  # a disk tier refuses for its budget, not for a hole
             plan = shelf.plan([handle.size])
             if plan is None or any(victim.pins or coherence.is_needed(victim) for victim in plan[1]):
                 plan = shelf.plan_droppable([handle.size], -inf)
