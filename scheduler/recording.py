@@ -52,7 +52,7 @@ _ANYWHERE: Final[tuple[WorkerKind, ...]] = ("cpu", "sim", "cuda")
 class _Place:
     """A block of `place` that a thread is in."""
 
-    thread: int
+    thread: threading.Thread
     pin: WorkerId
 
 
@@ -95,7 +95,7 @@ class RecordingRuntime(TaskRuntime):
         pin = next((number for number, name in names.items() if name == worker), None)
         if pin is None:
             raise PlacementError(f"place() takes the name of a worker of this runtime, got {worker!r}; name one of {', '.join(names.values())}")
-        place = _Place(threading.get_ident(), pin)
+        place = _Place(threading.current_thread(), pin)
         self._placed.append(place)
         try:
             yield
@@ -104,8 +104,8 @@ class RecordingRuntime(TaskRuntime):
 
     def _pin(self) -> WorkerId | None:
         """The worker of the innermost block of `place` that this thread is in; None outside."""
-        me = threading.get_ident()
-        return next((place.pin for place in reversed(tuple(self._placed)) if place.thread == me), None)
+        me = threading.current_thread()
+        return next((place.pin for place in reversed(tuple(self._placed)) if place.thread is me), None)
 
     def handle(
         self,

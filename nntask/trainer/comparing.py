@@ -16,14 +16,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.core.records import R
+from scheduler.core.records import R, W
 from scheduler.runtime import Runtime
 from scheduler.watching import FinishedTask, OnTask
 
 Array = npt.NDArray[Any]
 
 AHEAD: Final = 64 << 20
-"""Bytes of results a side may keep for the other to compare before it waits."""
+"""Bytes of results a side may keep for the other to compare before it waits, unless the other is waiting already: one must go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Comparison:
             self.num_tiles += len(written)
             self.largest = max(self.largest, largest)
             if found and (self.first is None or task.number < self.first.number):
-                reads = tuple(tile.name for tile in task.tiles if tile.mode == R)
+                reads = tuple(tile.name for tile in task.tiles if tile.mode != W)
                 self.first = TaskDifference(task.name, task.number, task.replay, reads, tuple(found))
 
     def _keep(self, which: int, task: FinishedTask, arrays: list[Array]) -> None:

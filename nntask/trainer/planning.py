@@ -71,7 +71,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
 
 
 def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, needs: Needs) -> tuple[Simulation | None, str]:
-    """What the step costs; or why it cannot run."""
+    """What the step costs, the memory of those who read files beside it; or why it cannot run."""
     if not needs.fit(target):
         return None, shortage(target, needs)
     target = target.without(needs.reading)
@@ -93,6 +93,9 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
         )
     except scheduler_errors.DoesNotFit as error:
         return None, str(error).partition("; raise the budget")[0]
+    ram = target.nodes[0][0]
+    found.peak_bytes[ram] += needs.reading
+    found.peak_bytes_by_class[ram]["scratch"] += needs.reading
     return found, ""
 
 

@@ -108,6 +108,8 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed, scheduler_errors.RunStopped) as error:
             if runtime.tier_failure is not None:  # a read that failed loses data, and its readers are cancelled one after another
                 raise StorageError(f"{runtime.tier_failure}; the last checkpoint is safe") from error
+            if runtime.refusal is not None:  # whoever needed the refused task's data is told of it first
+                raise does_not_fit(runtime.refusal, settings.resources) from error
             raise told(error, runtime.source_failure) from error
         except scheduler_errors.DoesNotFit as error:
             raise does_not_fit(error, settings.resources) from error

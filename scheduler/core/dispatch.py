@@ -52,7 +52,6 @@ class Dispatch:
         held: recorded tasks too far ahead of the planned order, a heap.
         num_active: tasks running, the program's included.
         num_ready: tasks the policy holds.
-        invalidates: whether data may have several replicas, so that writing one makes others stale.
     """
 
     def __init__(self, residency: Residency, policy: Policy) -> None:
@@ -69,7 +68,6 @@ class Dispatch:
         self.num_ready = 0
         self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
         self._room: list[int] = [0 for _ in residency.nodes]  # tasks the workers of each node can hold together
-        self.invalidates = residency.has_several
 
     def join(self, worker: Worker) -> None:
         """A worker joins the crew."""
@@ -170,7 +168,7 @@ class Dispatch:
             task.state = "staged"
 
     def _run(self, task: Task, worker: Worker) -> None:
-        if self.invalidates:
+        if self.residency.has_several:
             self.residency.invalidate_others(task)
         task.state = "running"
         if worker is not self.host:

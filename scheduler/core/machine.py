@@ -129,11 +129,11 @@ class Machine:
         return actions
 
     def _look_ahead(self, event: Event) -> None:
-        """Let the node where something has changed look ahead: all nodes when a step starts, the only one if memory was short or files are unread."""
+        """Let the node where something changed look ahead: all nodes when a step starts, the only one if memory was short or data is unread."""
         nodes: Iterable[NodeId] = ()
         if len(self.lookaheads) == 1:
             residency = self.residency
-            nodes = self.lookaheads if residency.num_evictions or residency.num_cold or residency.num_writing else ()
+            nodes = self.lookaheads if residency.num_evictions or residency.wanted or residency.num_writing else ()
         elif isinstance(event, StepStarted):
             nodes = self.lookaheads
         elif isinstance(event, TaskFinished):
@@ -189,6 +189,8 @@ class Machine:
         replay.frontier = 0
         replay.part_nodes = self._part_nodes if len(self._part_nodes) == len(replay.parts) else ()
         replay.heads = [0] * len(replay.part_nodes)
+        if self.residency.num_cold:
+            self.residency.want(use.handle for use in replay.shared)
         if replay.tasks:
             self.horizon.replays.append(replay)
         self.num_unfinished += len(replay.tasks)
@@ -309,7 +311,6 @@ class Machine:
         self.residency.take_for_readers(handle, event.scratch)
         self._free(handle)
         self.residency.attach(handle, event.source)
-        self.dispatch.invalidates = True
         if self.residency.num_files == 1:
             self._decide_who_looks_ahead()
 

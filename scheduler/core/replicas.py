@@ -46,7 +46,7 @@ class Replicas:
 
     Attributes:
         last: the last tier.
-        has_several: whether there is more than one node, or was data in files, so that data may move.
+        has_several: whether there is more than one node, or data in files, so that data may move.
         shelves: every replica of each node, scratch included, and which of them may go.
         copies: copies under way by target; `queued` their bytes by link.
         actions: where copies are asked for; the machine sets it for every event.
@@ -56,6 +56,7 @@ class Replicas:
         broken: why the last tier takes no more data, if so.
         readers: extents of host memory that those who read files work in; they may move, and never go.
         num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
+        wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
             nodes.
     """
@@ -83,6 +84,7 @@ class Replicas:
         "queued",
         "readers",
         "shelves",
+        "wanted",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
@@ -104,6 +106,7 @@ class Replicas:
         self.readers: list[Replica] = []
         self.num_files = 0
         self.num_cold = 0
+        self.wanted: set[HandleRecord] = set()
         self.actions: list[Action] = []
         self.freed = False
         self.clock = 0
@@ -166,11 +169,17 @@ class Replicas:
         self.num_files += 1
         self.num_cold += 1
 
+    def want(self, handles: Iterable[HandleRecord]) -> None:
+        """A replay begins that uses these."""
+        if not self.horizon.replays:
+            self.wanted.clear()
+        self.wanted.update(handle for handle in handles if len(handle.replicas) == 1 and FILE in handle.replicas)
+
     def _take(self, node_id: NodeId, handle: HandleRecord) -> int | None:
         """A new extent for a handle, in memory over what can be dropped at once if there is no hole; None if that makes none either."""
         node, shelf = self.nodes[node_id], self.shelves[node_id]
         offset = node.take(handle.size, handle.data_class)
-        if offset is None and self.has_several and not node.is_storage:  # a file refuses for its budget: a hole among its addresses is no room
+        if offset is None and not node.is_storage and (self.num_files or node_id != self.last):  # a disk tier refuses for its budget, not for a hole
             plan = shelf.plan([handle.size])
             if plan is None or any(victim.pins or coherence.is_needed(victim) for victim in plan[1]):
                 plan = shelf.plan_droppable([handle.size], -inf)
@@ -215,6 +224,7 @@ class Replicas:
         else:
             if self.num_cold and len(handle.replicas) == 1 and FILE in handle.replicas:
                 self.num_cold -= 1
+                self.wanted.discard(handle)
             handle.replicas[node_id] = replica
         self.shelves[node_id].enter(replica)
         return replica
@@ -239,6 +249,9 @@ class Replicas:
             if replica.node == FILE:
                 self.num_files -= 1
                 self.num_cold -= not handle.replicas
+                self.wanted.discard(handle)
+                if not self.num_files:
+                    self.has_several = len(self.nodes) > 1
                 return
             if replica.is_home:
                 self.claims.leave(replica)

@@ -50,6 +50,20 @@ def test_a_step_that_fits_moves_nothing() -> None:
     assert plan["tasks_per_step"] == sum(plan["tasks_by_name"].values())
 
 
+def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
+    """As scratch memory of RAM, beside what the step uses."""
+    small = resolve(settings(ncpu=1), CONFIG)  # one after another, whatever durations are measured
+    small, tiling = with_tiles(small, CONFIG)
+    target, plan = this_machine(small), fitting.capture(small, CONFIG, tiling)
+    order = fitting.choose_order(plan, small, target)
+    needs = fitting.least_needs(plan, small, target, order)
+    (alone, _), (beside, _) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
+    assert alone is not None
+    assert beside is not None
+    assert beside.peak_bytes["ram"] == alone.peak_bytes["ram"] + 3 * PAGE
+    assert beside.peak_bytes_by_class["ram"]["scratch"] == alone.peak_bytes_by_class["ram"]["scratch"] + 3 * PAGE
+
+
 def test_minimum_budgets_are_enough_and_one_page_less_is_not() -> None:
     """With a disk, the hungriest task in RAM and all that lives on the disk; without, all that lives in RAM."""
     with_disk = plan_run(settings(disk="scratch:1GiB"), CONFIG)["minimum_budget_bytes"]

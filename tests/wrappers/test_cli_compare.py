@@ -84,6 +84,19 @@ def test_a_wrong_kernel_is_named(ahead: int, capsys: pytest.CaptureFixture[str],
     assert "2 of 96 elements beyond rtol 1e-05 and atol 1e-08\n" in out
 
 
+def test_what_a_task_updates_counts_as_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of the optimizer reads the weight and the moments that it writes."""
+
+    def spoil(*tiles: Any) -> None:
+        tiles[0][...] += 1
+
+    plant("adam", spoil)
+    assert main(["compare", "--a", "cpu", "--b", "sim", "small.json", "--json"]) == 1
+    first = json.loads(capsys.readouterr().out)["first"]
+    assert first["name"] == "adam"
+    assert first["tiles"][0]["name"] in first["reads"]
+
+
 def test_tolerances(capsys: pytest.CaptureFixture[str]) -> None:
     """A small difference is equal or not, as the flags say; the largest one is told either way. NaN on one side is beyond any."""
     plant("fill", lambda out: np.multiply(out, 1 + 1e-3, out=out))  # first weights of the norms
