@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from scheduler import REDUX, RW, SCRATCH, Codelet, FinishedTask, R, RunStopped, Runtime, SchedulerError, TaskError, W
+from scheduler.waiting import Waiter
 from scheduler.watching import Watch
 
 MIB = 1 << 20
@@ -175,3 +176,29 @@ def test_a_new_callback_is_not_stopped_by_the_old_one() -> None:
     watch = Noting()
     watch.begin(lambda task: None)
     assert held == [True, True]
+
+
+def test_a_replay_that_waited_looks_for_a_stop_again(kit: Any) -> None:
+    """The third waits for the first, whose task asks for the end meanwhile: it is not started."""
+    gate, opened = kit.gate()
+
+    def stop(task: FinishedTask) -> None:
+        raise Enough
+
+    with Runtime(1, ram=MIB) as runtime:
+        data = kit.filled(runtime, 1, "data", kind="persistent")
+        with runtime.record() as step:
+            runtime.submit(gate, [(data, RW)])
+        tickets = [step.replay(), step.replay()]
+        runtime.on_task(stop)
+        waiter = tickets[0].done
+
+        class Opening(Waiter):
+            def wait(self) -> None:
+                opened()
+                waiter.wait()
+
+        step._waiters[0] = Opening()
+        with pytest.raises(RunStopped, match="stopped the run at"):
+            step.replay()
+        tickets[1].wait()
