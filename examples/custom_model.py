@@ -87,5 +87,5 @@ def train(steps, num_blocks=2, workers=2):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=60, choices=range(1, 10_001), metavar="N", help="optimizer steps, at least 1")
     train(parser.parse_args().steps)

@@ -74,12 +74,25 @@ _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|tur
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
 
+def check_prompt(prompt: str) -> None:
+    """Check that --prompt is text.
+
+    Raises:
+        UsageError: it came in bytes that are not UTF-8.
+    """
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"--prompt must be text in UTF-8, got other bytes at character {error.start}; use a terminal in UTF-8") from None
+
+
 def check_values(settings: TrainSettings) -> None:
     """Check every value on its own; needs no model.
 
     Raises:
         UsageError: the first one that breaks its rule.
     """
+    check_prompt(settings.run.prompt)
     for group, name, least in _COUNTS:
         value = getattr(getattr(settings, group), name)
         if value is not None and value < least:

@@ -297,3 +297,10 @@ def test_a_prompt_longer_than_a_sequence_is_refused_before_training(here, capsys
     code, err = refuse(capsys, [*TRAIN[:-1], "--sample-tokens=4", "--run-dir=run", f"--prompt={'words ' * 60}"])
     assert (code, "a sequence --seq-len = 48; shorten it" in err) == (2, True)
     assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize("command", [["generate", "gpt2"], ["train", "--steps=1"]])
+def test_a_prompt_in_other_bytes_is_refused(here, capsys, command):
+    """What a shell passes on of bytes that are not UTF-8."""
+    code, err = refuse(capsys, [*command, "--prompt=x\udcff"])
+    assert (code, "--prompt must be text in UTF-8, got other bytes at character 1" in err) == (2, True)

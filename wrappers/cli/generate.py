@@ -102,6 +102,7 @@ def check(asked: TextSettings) -> None:
     """
     from nntask.errors import UsageError
     from nntask.sizes import LARGEST
+    from nntask.trainer.rules import check_prompt
 
     rules = (
         ("--batch", asked.batch, asked.batch >= 1, "at least 1", "1"),
@@ -114,6 +115,7 @@ def check(asked: TextSettings) -> None:
     for flag, value, ok, rule, near in rules:
         if not ok:
             raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+    check_prompt(asked.prompt)
     if asked.prompt and asked.prompt_file:
         raise UsageError(f"--prompt and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them")
 
