@@ -65,7 +65,7 @@ def test_losses_are_the_same_bits_with_a_disk_below(case: dict, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("sim_gpus", [1, 2])
-@pytest.mark.parametrize("share", ["0.5", "0.25", "minimum"])
+@pytest.mark.parametrize("share", [pytest.param("0.5", marks=pytest.mark.long), "0.25", "minimum"])
 @pytest.mark.parametrize("disk", [False, True])
 def test_losses_are_the_same_bits_on_small_devices(share: str, sim_gpus: int, disk: bool, tmp_path: Path) -> None:
     """Simulated devices at a fraction of what the step needs, over RAM or over RAM as small as they are and a disk."""

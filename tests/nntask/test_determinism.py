@@ -70,7 +70,7 @@ def truth(lanes: int) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("sim_gpus", [0, 1, 2])
 @pytest.mark.parametrize("sched", ["eager", "prio", "lws"])
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_losses_are_bit_identical(workers: int, sched: str, sim_gpus: int) -> None:
     """Workers, policies and simulated devices, with dropout and four lanes, half of the runs traced."""
     trace = Trace() if (workers + sim_gpus) % 2 else None
@@ -78,7 +78,8 @@ def test_losses_are_bit_identical(workers: int, sched: str, sim_gpus: int) -> No
         assert losses(runtime) == truth(4)
 
 
-@pytest.mark.parametrize("gpu_memory", [1 << 18, pytest.param(1 << 20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("gpu_memory", [1 << 18, 1 << 20])
 def test_losses_do_not_change_under_eviction(gpu_memory: int) -> None:
     """Two simulated devices too small for the model, and no CPU worker, move tiles all the time."""
     with Runtime(0, sim_gpus=2, ram=1 << 28, gpu_memory=gpu_memory) as runtime:
