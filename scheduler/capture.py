@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final
+from typing import Any
 
 from .codelet import Codelet
-from .core.records import FILE, Mode, Replica, WorkerId, WorkerKind
+from .core.memory import rounded
+from .core.records import FILE, Mode, Replica, WorkerId
 from .core.steps import StepPlan
 from .drivers.disk import THREADS, Source
 from .frontend import Access, Handle, Terms, lent
 from .placing import kinds_on
 from .recording import Recorder, RecordingError, RecordingRuntime
 
-KINDS: Final[tuple[WorkerKind, ...]] = ("cpu", "sim")
 """Workers that run CPU kernels."""
 
 
@@ -43,7 +43,7 @@ class CapturingRuntime(RecordingRuntime):
         workers: names of those that tasks can be placed on, in the order of their numbers; `simulate` must be given the same.
 
     Attributes:
-        reading_nbytes: bytes of host memory that readers of the attached sources need.
+        reading_nbytes: bytes of host memory, in whole pages, that readers of the attached sources need.
     """
 
     def __init__(self, lanes: int = 1, workers: Sequence[str] = ()) -> None:
@@ -78,7 +78,8 @@ class CapturingRuntime(RecordingRuntime):
 
     def _attach(self, handle: Handle, source: Source) -> None:
         handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_home=True)
-        self.reading_nbytes = max(self.reading_nbytes, THREADS * source.scratch_nbytes)
+        if source.scratch_nbytes:
+            self.reading_nbytes = max(self.reading_nbytes, rounded(THREADS * source.scratch_nbytes))
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -98,7 +99,7 @@ class CapturingRuntime(RecordingRuntime):
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         pin = None if combines or not self._placed else self._pin()
-        return (KINDS, None) if pin is None else (kinds_on(codelet, self._worker_names[pin]), pin)
+        return (codelet.kinds, None) if pin is None else (kinds_on(codelet, self._worker_names[pin]), pin)
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .core.records import WorkerKind
+
 Kernel = Callable[..., None]
 
 
@@ -38,6 +40,12 @@ class Codelet:
     cpu: Kernel | None = None
     cuda: Kernel | None = None
     cost: CostFunction | None = None
+
+    @property
+    def kinds(self) -> tuple[WorkerKind, ...]:
+        """Workers that it has an implementation for."""
+        kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if self.cpu is not None else ()
+        return (*kinds, "cuda") if self.cuda is not None else kinds
 
     def __repr__(self) -> str:
         return f"Codelet({self.name!r})"

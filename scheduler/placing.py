@@ -32,19 +32,13 @@ class Ability(NamedTuple):
     pin: str
 
 
-def kinds_of(codelet: Codelet) -> tuple[WorkerKind, ...]:
-    """Workers that a codelet has an implementation for."""
-    kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if codelet.cpu is not None else ()
-    return (*kinds, "cuda") if codelet.cuda is not None else kinds
-
-
 def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
     """The kind of the worker of that name, on which a codelet is placed.
 
     Raises:
         PlacementError: the codelet has no implementation for it.
     """
-    kinds, kind = kinds_of(codelet), worker.partition(":")[0]
+    kinds, kind = codelet.kinds, worker.partition(":")[0]
     found = tuple(each for each in kinds if each == kind)
     if not found:
         raise PlacementError(
@@ -64,7 +58,7 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         ValueError: no worker of the machine can.
         PlacementError: the worker that should cannot.
     """
-    kinds, crew, name = kinds_of(codelet), machine.dispatch.crew, ""
+    kinds, crew, name = codelet.kinds, machine.dispatch.crew, ""
     if pin is not None:
         worker = machine.dispatch.workers[pin]
         name = worker_name(worker)

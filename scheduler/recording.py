@@ -45,7 +45,6 @@ def _copy_bytes(source: Any, target: Any) -> None:
 
 
 COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes, cuda=copy_on_gpu)
-_ANYWHERE: Final[tuple[WorkerKind, ...]] = ("cpu", "sim", "cuda")
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +182,9 @@ class Recorder:
         Raises:
             RecordingError: a task reads a handle of the step that no earlier one wrote.
         """
-        copies = [RecordedTask(COPY_INPUT, COPY_INPUT.name, _ANYWHERE, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()]
+        copies = [
+            RecordedTask(COPY_INPUT, COPY_INPUT.name, COPY_INPUT.kinds, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()
+        ]
         owned = {record: reference() is not None for record, reference in self.created.items()}
         owned.update(dict.fromkeys(self.inputs.values(), False))
         plan = StepPlan([*copies, *self.tasks], owned)

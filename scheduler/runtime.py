@@ -85,9 +85,9 @@ class Runtime(RecordingRuntime):
         _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
         if gpus and gpu_memory is None:
             raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
-        ram, device_memory = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)
-        budgets = [("ram", ram)] + [(f"sim:{i}", device_memory) for i in range(sim_gpus)]
-        budgets += [(f"cuda:{i}", gpu_memory) for i in range(len(gpus)) if gpu_memory]
+        ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # those of real ones are no RAM
+        devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
+        budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
         self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched
         self._engine = Engine(
             budgets,

@@ -24,7 +24,6 @@ from typing import Final, cast
 import numpy as np
 
 from scheduler.core import errors as scheduler_errors
-from scheduler.core.errors import TaskError
 from scheduler.core.perf import footprint
 from scheduler.core.records import Task
 from scheduler.core.steps import RecordedTask, StepPlan
@@ -32,12 +31,12 @@ from scheduler.trace import Accesses, Trace
 
 from ..checkpoints import Checkpoint
 from ..data import Batch, open_dataset
-from ..errors import StorageError, UsageError
+from ..errors import UsageError
 from ..models.interface import ModelConfig
 from ..tiletable import FLAG, add_row, read_table, shape_of
 from ..tiling import Limits, ModelTiling, cut, table_limits
 from .fitting import capture, count_minibatches, least_needs, no_collections
-from .machine import open_runtime, told
+from .machine import FAILURES, open_runtime, told
 from .outputs import check_writable
 from .places import this_machine
 from .prepare import Prepared, open_tiles, prepare, with_tiling
@@ -247,10 +246,8 @@ def _run(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, stop
             runtime.wait()
             plan = engine.order.plan
             return plan, min(_laps(engine, watch, batch, stopped), key=lambda lap: lap.seconds)
-    except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed, scheduler_errors.RunStopped) as error:
-        if runtime.tier_failure is not None:
-            raise StorageError(f"{runtime.tier_failure}; the run has not begun, name another place with --disk") from error
-        raise told(error) from error
+    except FAILURES as error:
+        raise told(error, runtime, settings.resources, "the run has not begun, name another place with --disk") from error
 
 
 def _laps(engine: RecordedEngine, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from scheduler.capture import CapturingRuntime
-from scheduler.core.memory import rounded
 from scheduler.core.orders import arrange, repetition
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import FILE
@@ -167,9 +166,8 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
-    reading = rounded(runtime.reading_nbytes) if runtime.reading_nbytes else 0
     runtime.plan.idle = untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    return Sketch(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), reading)
+    return Sketch(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from scheduler.core.errors import DoesNotFit as NoRoom
+from scheduler.core.errors import HandleLost, RunStopped, TaskError, TierFailed
 from scheduler.runtime import Runtime
 from scheduler.trace import Trace
 from scheduler.watching import FinishedTask
@@ -118,13 +120,27 @@ class Tracer:
             raise StorageError(f"cannot write the trace {self._path}: {error.strerror}; choose another place with --trace") from error
 
 
-def told(error: Exception, unread: BaseException | None = None) -> Exception:
-    """What the user is told of a task that failed: a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error itself.
+FAILURES: Final = (TaskError, HandleLost, TierFailed, RunStopped, NoRoom)
+"""What a runtime raises of what happened to the run, rather than of a mistake of ours."""
+
+
+def told(error: Exception, runtime: Runtime, resources: ResourceSettings, aside: str, *, lower: str | None = None) -> Exception:
+    """What the user is told of one of `FAILURES`.
+
+    First what the runtime knows to have gone wrong, since whoever needed that data is cancelled one after another: the disk tier, a task that found
+    no room, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error itself.
 
     Args:
-        unread: why weights could not be read, if so: whoever would have read them is cancelled one after another.
+        resources: that the runtime was opened with.
+        aside: what follows the sentence about a disk tier that failed.
+        lower: see `does_not_fit`.
     """
-    for cause in (error.__cause__, unread):
+    if runtime.tier_failure is not None:
+        return StorageError(f"{runtime.tier_failure}; {aside}")
+    refusal = error if isinstance(error, NoRoom) else runtime.refusal
+    if refusal is not None:
+        return does_not_fit(refusal, resources, lower=lower)
+    for cause in (error.__cause__, runtime.source_failure):
         if isinstance(cause, NntaskError):
             return cause
     if isinstance(error.__cause__, FoundNaN):

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from scheduler.capture import CapturingRuntime
-from scheduler.core.memory import rounded
 
 from ..autograd import no_grad
 from ..cache import KVCache
@@ -46,7 +45,7 @@ def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Ma
             output = model.continued_logits(tokens, cache.past(positions, range(last, last + 1)))
         del output
         runtime.plan.idle = untouched(runtime.plan, model.tensors().values())
-        needs = needs_of(runtime.plan, reading=rounded(runtime.reading_nbytes) if runtime.reading_nbytes else 0)
+        needs = needs_of(runtime.plan, reading=runtime.reading_nbytes)
     if needs.fits_task(target) and not needs.fit(target):
         fewer = "--max-new-tokens" if batch == 1 else "--max-new-tokens or --batch"
         more = f"raise --ram (now {machine.ram or 'the default'})" + ("" if target.storage else ", or add --disk DIR")

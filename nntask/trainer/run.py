@@ -10,15 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scheduler.core import errors as scheduler_errors
-from scheduler.core.errors import TaskError
 from scheduler.ordering import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 from tiles.kernels.cpu import kernel_versions
 
 from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
-from ..errors import Diverged, StorageError, UsageError
+from ..errors import Diverged, UsageError
 from ..models.interface import ModelConfig
 from ..schedule import make_schedule
 from ..sizes import format_size
@@ -30,7 +28,7 @@ from .explain import Explainer, matching
 from .fitting import check_fit
 from .flops import FlopCounts, flop_counts_of, gemm_peak
 from .loop import Loop, Plan
-from .machine import Tracer, does_not_fit, open_runtime, told
+from .machine import FAILURES, Tracer, open_runtime, told
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
 from .prepare import Prepared, model_name, state_of
@@ -105,14 +103,8 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
                 write_file(prepared.run / CONFIG, to_toml(settings))
                 load_weights(prepared, engine)
                 return _go(running, Explainer(runtime, explained, printer.say))
-        except (TaskError, scheduler_errors.HandleLost, scheduler_errors.TierFailed, scheduler_errors.RunStopped) as error:
-            if runtime.tier_failure is not None:  # a read that failed loses data, and its readers are cancelled one after another
-                raise StorageError(f"{runtime.tier_failure}; the last checkpoint is safe") from error
-            if runtime.refusal is not None:  # whoever needed the refused task's data is told of it first
-                raise does_not_fit(runtime.refusal, settings.resources) from error
-            raise told(error, runtime.source_failure) from error
-        except scheduler_errors.DoesNotFit as error:
-            raise does_not_fit(error, settings.resources) from error
+        except FAILURES as error:
+            raise told(error, runtime, settings.resources, "the last checkpoint is safe") from error
 
 
 def _go(running: _Running, explainer: Explainer) -> int:

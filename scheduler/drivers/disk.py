@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 from ..core.errors import TierFailed
 from ..core.events import CopyTile
 from ..core.records import FILE, NodeId, Replica
-from ..storage import DiskTier, HostArena
-from ..storage.device import Arena, transfer
+from ..storage import DiskTier
+from ..storage.device import Arena, in_host_memory
 
 THREADS: Final = 4
 """Requests in flight at most."""
@@ -127,13 +127,8 @@ class DiskEngine:
             nbytes = source.scratch_nbytes
             if nbytes > len(scratch):
                 scratch = bytearray(nbytes)
-            arena = self.arenas[target.node]
-            if isinstance(arena, HostArena):
-                source.read(view(arena.memory, target.offset), memoryview(scratch)[:nbytes])
-            else:
-                stage = HostArena(file.handle.size)
-                source.read(view(stage.memory, 0), memoryview(scratch)[:nbytes])
-                arena.copy_from(stage, 0, target.offset, file.handle.nbytes)
+            with in_host_memory(self.arenas[target.node], target.offset, file.handle.size, writes=True) as (arena, offset):
+                source.read(view(arena.memory, offset), memoryview(scratch)[:nbytes])
         except BaseException as error:  # not ours: it may raise anything, like a kernel
             return scratch, error
         return scratch, None
@@ -144,9 +139,11 @@ class DiskEngine:
         size = source.handle.size
         try:
             if source.node == self.node:
-                self._read_tier(self.arenas[target.node], target.offset, source.offset, size)
+                with in_host_memory(self.arenas[target.node], target.offset, size, writes=True) as (arena, offset):
+                    self.tier.read(arena, offset, source.offset, size)
             else:
-                self._write_tier(self.arenas[source.node], source.offset, target.offset, size)
+                with in_host_memory(self.arenas[source.node], source.offset, size, writes=False) as (arena, offset):
+                    self.tier.write(arena, offset, target.offset, size)
         except OSError as error:
             what = "read back from" if source.node == self.node else "written to"
             failure = TierFailed(
@@ -156,19 +153,3 @@ class DiskEngine:
             failure.__cause__ = error
             return failure
         return None
-
-    def _read_tier(self, arena: Arena, offset: int, extent: int, nbytes: int) -> None:
-        """Fill memory of a node; that of a GPU through host memory."""
-        assert self.tier is not None  # only its node has such copies
-        stage = arena if isinstance(arena, HostArena) else HostArena(nbytes)
-        self.tier.read(stage, offset if stage is arena else 0, extent, nbytes)
-        if stage is not arena:
-            transfer(stage, 0, arena, offset, nbytes)
-
-    def _write_tier(self, arena: Arena, offset: int, extent: int, nbytes: int) -> None:
-        """The other way round."""
-        assert self.tier is not None
-        stage = arena if isinstance(arena, HostArena) else HostArena(nbytes)
-        if stage is not arena:
-            transfer(arena, offset, stage, 0, nbytes)
-        self.tier.write(stage, offset if stage is arena else 0, extent, nbytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,3 +83,17 @@ def transfer(source: Arena, source_offset: int, target: Arena, offset: int, nbyt
         source.copy_to(target, offset, source_offset, nbytes)
     else:
         target.copy_from(source, source_offset, offset, nbytes)
+
+
+@contextmanager
+def in_host_memory(arena: Arena, offset: int, nbytes: int, *, writes: bool) -> Iterator[tuple[HostArena, int]]:
+    """Bytes of a node's memory where files are read and written: themselves, or of a GPU a copy, (arena, offset); `writes` back what is put there."""
+    if isinstance(arena, HostArena):
+        yield arena, offset
+        return
+    stage = HostArena(nbytes)
+    if not writes:
+        transfer(arena, offset, stage, 0, nbytes)
+    yield stage, 0
+    if writes:
+        transfer(stage, 0, arena, offset, nbytes)

@@ -90,7 +90,8 @@ def run(argv: Sequence[str]) -> int:
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)
         generator.check(begins)
         for first in range(0, len(prompts), asked.batch):
-            _write(generator, ids, prompts[first : first + asked.batch], first, asked, how)
+            batch_of = slice(first, first + asked.batch)
+            _write(generator, ids, prompts[batch_of], begins[batch_of], first, asked, how)
     return 0
 
 
@@ -183,9 +184,10 @@ class _Text:
         return "length" if len(self.new) == count else "stop"
 
 
-def _write(generator: Generator, ids: TextIds, prompts: Sequence[str], first: int, asked: TextSettings, how: Sampling) -> None:
-    """Write the texts of one batch; `first` is the number of texts before."""
-    begins = [ids.prompt(prompt) for prompt in prompts]
+def _write(
+    generator: Generator, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], first: int, asked: TextSettings, how: Sampling
+) -> None:
+    """Write the texts of one batch, whose ids begin as `begins` says; `first` is the number of texts before."""
     texts = [_Text(first + row + 1, prompt, begin, ids) for row, (prompt, begin) in enumerate(zip(prompts, begins, strict=True))]
     printer = _Printer(texts, asked, generator.context)
     for tokens in generator.stream(begins, asked.max_new_tokens, how, vocab_size=ids.vocab_size, stop=ids.stop, first=first):

@@ -39,20 +39,13 @@ def runtime_of(machine: MachineSettings, lower: str) -> Iterator[Runtime]:
         StorageError: the disk tier failed.
         NntaskError: weights could not be read.
     """
-    from nntask.errors import StorageError
-    from nntask.trainer.machine import does_not_fit, open_runtime, told
+    from nntask.trainer.machine import FAILURES, open_runtime, told
     from nntask.trainer.settings import ResourceSettings, TrainSettings
-    from scheduler.core import errors as scheduler_errors
 
     resources = ResourceSettings(**asdict(machine))
     runtime = open_runtime(TrainSettings(resources=resources))
     try:
         with runtime:
             yield runtime
-    except scheduler_errors.SchedulerError as error:
-        if runtime.tier_failure is not None:
-            raise StorageError(f"{runtime.tier_failure}; name another directory with --disk") from error
-        refusal = error if isinstance(error, scheduler_errors.DoesNotFit) else runtime.refusal  # else whoever needed its data is told
-        if refusal is not None:
-            raise does_not_fit(refusal, resources, lower=lower) from error
-        raise told(error, runtime.source_failure) from error
+    except FAILURES as error:
+        raise told(error, runtime, resources, "name another directory with --disk", lower=lower) from error
