@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tiles.kernels.cpu import exp_loops
+from tiles.kernels.cpu import exp_loops, loops
 from tiles.kernels.cpu.elementwise import convert
 from tiles.kernels.registry import BF16, kernel
 
@@ -114,6 +114,39 @@ def test_a_machine_compiles_once(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
     runs = [subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False) for _ in range(2)]
     assert [done.stdout.split() for done in runs] == [["0", "1"], ["1", "0"]], runs[0].stderr + runs[1].stderr
+
+
+def test_bits_do_not_depend_on_who_compiled_or_what_was_loaded_first(tmp_path: Path) -> None:
+    """Two loops that share parts, run by the process that compiles them and, in the other order, by one that finds them on disk."""
+    code = (
+        "import sys, hashlib, numpy as np\nfrom tiles.kernels.registry import kernel\nimport tiles.kernels.cpu\n"
+        "x = np.random.default_rng(0).standard_normal((64, 768), np.float32)\nones, out = np.ones(768, np.float32), {}\n"
+        "for op in sys.argv[1:]:\n"
+        "    y, s, mean, rstd = np.empty_like(x), np.empty_like(x), np.empty(64, np.float32), np.empty(64, np.float32)\n"
+        "    first = (x,) if op == 'layer_norm' else (x, x)\n"
+        "    last = (y, mean, rstd) if op == 'layer_norm' else (s, y, mean, rstd)\n"
+        "    kernel(op, 'cpu')(*first, ones, ones, *last, eps=1e-5)\n"
+        "    out[op] = hashlib.md5(b''.join(each.tobytes() for each in last)).hexdigest()\n"
+        "print(sorted(out.items()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    ops = ["layer_norm", "residual_layer_norm"]
+    found = []
+    for order in (ops, ops, ops[::-1]):
+        done = subprocess.run([sys.executable, "-c", code, *order], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    assert found[0] == found[1] == found[2]
+
+
+def test_loops_call_no_other_loop() -> None:
+    """What loops share becomes part of each of them (`compiled.inlined`): a name that two files of code define runs whichever was loaded first."""
+    for module in (loops, exp_loops):
+        made = {name: each for name, each in vars(module).items() if hasattr(each, "py_func") and each.py_func.__module__ == module.__name__}
+        assert all(bool(each.targetoptions.get("forceinline")) == name.startswith("_") for name, each in made.items())
+        whole = {name for name in made if not name.startswith("_")}
+        assert len(whole) > 5
+        assert not [(name, used) for name in made for used in whole & set(made[name].py_func.__code__.co_names)]
 
 
 def test_nothing_is_compiled_before_a_kernel_runs() -> None:

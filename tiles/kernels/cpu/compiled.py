@@ -4,6 +4,10 @@ The only module that imports Numba. `loops` and `exp_loops` import it, and kerne
 never pay for it (0.5 s). What was compiled lies beside the source (`__pycache__`, or Numba's cache of the user where that cannot be written), so
 a machine compiles once. Loops release the GIL, allocate nothing, and give the same bits for the same shapes: no threads, no order but their own.
 
+What loops share is `inlined`, never called: each compiled loop would keep its own copy of what it calls, optimised for itself under a common name, and
+of equal names a process runs the copy it met first. So bits changed with the order in which loops were loaded (seen as 1e-8 in the losses of the run
+that compiled them).
+
 Numba notices a changed source file, not a change here or in another file that a loop calls: what loops share therefore stands in their own file, and
 after a change here `__pycache__` has to go.
 """
@@ -45,6 +49,15 @@ larger: Final = cast(Callable[[Any, Any], Any], intrinsic(_larger))
 """The larger of two fp32 numbers, in loops."""
 
 ZERO, ONE, TWO, THREE = f32(0.0), f32(1.0), f32(2.0), f32(3.0)
+
+
+def inlined(fastmath: set[str]) -> Callable[[F], F]:
+    """Make a part of loops, which becomes code of each loop that uses it. Nothing else may call it."""
+
+    def enter(function: F) -> F:
+        return cast(F, numba.njit(forceinline=True, error_model="numpy", fastmath=fastmath)(function))
+
+    return enter
 
 
 def compiled(fastmath: set[str]) -> Callable[[F], F]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .compiled import EXACT, ONE, REASSOCIATE, THREE, TWO, ZERO, Array, compiled, f32, larger
+from .compiled import EXACT, ONE, REASSOCIATE, THREE, TWO, ZERO, Array, compiled, f32, inlined, larger
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = f32(1.44269504088896341), f32(0.693359375), f32(-2.12194440e-4)
 _ROUND: Final = f32(12582912.0)
@@ -21,7 +21,7 @@ _LEAST, _MOST = f32(-86.0), f32(88.0)
 _C5, _C4, _C3, _C2, _C1, _C0 = f32(1.9875691500e-4), f32(1.3981999507e-3), f32(8.3334519073e-3), f32(4.1665795894e-2), f32(1.6666665459e-1), f32(0.5)
 
 
-@compiled(EXACT)
+@inlined(EXACT)
 def _bounded_exp(x: Any) -> Any:
     """exp(x) for one fp32 number between -86 and 88, beyond that exp of the nearer end; NaN stays NaN."""
     a = _LEAST if x < _LEAST else x  # in this order one instruction, which keeps NaN
@@ -36,7 +36,7 @@ def _bounded_exp(x: Any) -> Any:
     return bits.view(np.float32) if x == x else x
 
 
-@compiled(EXACT)
+@inlined(EXACT)
 def _exp(x: Any) -> Any:
     """The same, and 0 below -86."""
     return ZERO if x < _LEAST else _bounded_exp(x)
@@ -62,7 +62,7 @@ def gelu_new_backward(x: Array, dy: Array, dx: Array, scale: Any, cubic: Any) ->
         dx[i] = dy[i] * (s + s * (ONE - s) * a * slope)
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _top(row: Array, count: int, top: Any) -> Any:
     """Largest of the first numbers of a row and `top`."""
     for j in range(count):
@@ -70,7 +70,7 @@ def _top(row: Array, count: int, top: Any) -> Any:
     return top
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _exp_row(row: Array, count: int, shift: Any) -> Any:
     """row = exp(row - shift) for the first numbers, 0 behind them; their sum."""
     total = ZERO
@@ -154,7 +154,7 @@ def scaled_exp(s: Array, lse: Array, scale: Any) -> None:
             row[j] = scale * _exp(row[j] - shift)
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _cached_scores(q: Array, keys: Array, r: int, count: int, scale: Any, s: Array) -> None:
     """s = scale q k^T of one sequence's query and its first `count` keys  # (H, N)."""
     group = q.shape[1] // keys.shape[2]
@@ -166,7 +166,7 @@ def _cached_scores(q: Array, keys: Array, r: int, count: int, scale: Any, s: Arr
             s[h, j] = total * scale
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _add_cached_values(s: Array, values: Array, r: int, count: int, o: Array) -> None:
     """o += weights s (H, N) times the first `count` values of one sequence."""
     group = o.shape[1] // values.shape[2]

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from .compiled import EXACT, ONE, REASSOCIATE, ZERO, Array, compiled, f32
+from .compiled import EXACT, ONE, REASSOCIATE, ZERO, Array, compiled, f32, inlined
 
 _HIGH_FACTOR: Final = np.uint32(0x9E3779B9)
 _LOW_MASK: Final = np.uint64(0xFFFFFFFF)
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _sum(x: Array) -> Any:
     """Sum of a row."""
     total = ZERO
@@ -26,7 +26,7 @@ def _sum(x: Array) -> Any:
     return total
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _deviation(x: Array, mean: Any, eps: Any) -> Any:
     """1 / sqrt(variance + eps) of a row."""
     squares = ZERO
@@ -36,7 +36,7 @@ def _deviation(x: Array, mean: Any, eps: Any) -> Any:
     return ONE / np.sqrt(squares / f32(x.size) + eps)
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _normalise_and_sum(x: Array, mean: Any, rstd: Any, gamma: Array, beta: Array, y: Array, following: Array) -> Any:
     """Write one row and sum the following one, so that memory is read while it is written."""
     total = ZERO
@@ -58,7 +58,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, y: Array, mean: Array, rstd:
         total = _normalise_and_sum(x[i], m, s, gamma, beta, y[i], x[min(i + 1, last)])
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _add_and_sum(x: Array, r: Array, s: Array) -> Any:
     """s = x + r of a row; its sum."""
     total = ZERO
@@ -119,7 +119,7 @@ def sum_squares(x: Array) -> Any:
     return total
 
 
-@compiled(REASSOCIATE)
+@inlined(REASSOCIATE)
 def _add_four(a: Array, b: Array, c: Array, d: Array, total: Array) -> None:
     """total += a + b + c + d of four rows  # (N,)."""
     for j in range(total.size):
@@ -238,7 +238,7 @@ def add_rows_at(rows: Array, ids: Array, start: int, table: Array) -> None:
                 target[j] += source[j]
 
 
-@compiled(EXACT)
+@inlined(EXACT)
 def _mixed(x: Any, key0: Any, key1: Any) -> Any:
     """The hash of the reference (`reference.random`), 32 bits."""
     x = np.uint32(x ^ key0)
@@ -252,7 +252,7 @@ def _mixed(x: Any, key0: Any, key1: Any) -> Any:
     return x
 
 
-@compiled(EXACT)
+@inlined(EXACT)
 def _thin_part(x: Array, low: Any, high: Any, key0: Any, key1: Any, least: Any, factor: Any) -> None:
     """`thin` for consecutive elements, the first with index low + 2^32 high, whose lower halves do not wrap round."""
     key = np.uint32(key0 ^ np.uint32(high * _HIGH_FACTOR))
