@@ -426,6 +426,15 @@ class Engine:
             watched = holder.policy = Explained(policy, self.models, dispatch.crew, names, count)
         return watched.placements
 
+    def validate(self) -> None:
+        """Check every invariant of the machine between two events, whatever is under way.
+
+        Raises:
+            InvalidEvent: one is broken.
+        """
+        with self._lock:
+            self.machine.validate()
+
     def story(self, record: HandleRecord | None) -> str:
         """The last events, or those that touched one handle."""
         with self._lock:

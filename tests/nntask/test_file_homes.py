@@ -98,7 +98,7 @@ def test_a_forward_pass_writes_no_weights(directory: Path, machine: str, tmp_pat
     with Runtime(0 if machine.startswith("device") else 2, ram=quarter, trace=seen, **options) as runtime:
         assert losses(directory, runtime) == expected
         stats = runtime.stats()
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
     place = "sim:0" if machine.startswith("device") else "ram"
     moved = stats["moved_bytes"]
     assert not [name for source, target, name in seen.copies if target != RAM and ".weight" in name and source != FILE]
@@ -125,7 +125,7 @@ def train(path: Path, **options) -> tuple[list[bytes], dict[str, np.ndarray], di
             optimizer.prepare(number + 1, 1e-2)
             found.append(step.replay().read(loss.data).tobytes())
         runtime.wait()
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
         stats = runtime.stats()
         plan = step.plan
         least = [plan.minimum_bytes(is_last=False, computes=True), plan.minimum_bytes(is_last=True, computes=False)]
@@ -193,7 +193,7 @@ def test_a_file_that_is_spoiled(directory: Path, tmp_path: Path, spoil, words: s
         assert str(cause).startswith("transformer.wte.weight was lost: ")
         assert f"{path / 'model.safetensors'} {words}" in str(cause)
         assert head.read().shape == (128,)
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
 
 
 def touch(runtime: Runtime, tensor) -> None:  # type: ignore[no-untyped-def]

@@ -43,7 +43,7 @@ def test_values_equal_inline_execution(machine: dict, kit) -> None:  # type: ign
     expected = scramble(InlineRuntime(), kit)
     with Runtime(ram=MIB, **machine) as runtime:
         assert scramble(runtime, kit) == expected
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
         stats = runtime.stats()
     assert stats["tasks"] > 300
     assert all(stats["peak_bytes"][node] <= stats["budget_bytes"][node] for node in stats["peak_bytes"])

@@ -59,7 +59,7 @@ def runtime(request, tmp_path):  # type: ignore[no-untyped-def]
         machine = {"threads": {}, "device": {"sim_gpus": 1}, "disk": {"disk": (tmp_path, 1 << 20)}}[request.param]
         with Runtime(2, ram=1 << 20, **machine) as made:
             yield made
-            made._engine.machine.validate()
+            made._engine.validate()
 
 
 def test_what_is_asked_for_is_read(runtime, kit) -> None:  # type: ignore[no-untyped-def]
@@ -151,7 +151,7 @@ def test_a_step_reads_what_it_needs_when_it_is_wanted(kit) -> None:  # type: ign
         assert sorted(store.read, key=int) == [str(number) for number in range(200)]
         assert kit.value(runtime, total) == sum(range(200))
         assert [kit.value(runtime, handle) for handle in (overwritten, untouched)] == [10, 2]
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -175,7 +175,7 @@ def test_read_only_data_is_never_written_elsewhere(kit, tmp_path, disk, devices)
         assert sum(nbytes for link, nbytes in stats["moved_bytes"].items() if link.startswith("file->")) == PAGE * len(store.read) > pages * PAGE
         if disk:
             assert stats["peak_bytes"]["disk"] == PAGE
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -196,7 +196,7 @@ def test_what_is_written_gets_its_home_with_the_first_write(kit, tmp_path, disk)
             assert [kit.value(runtime, handle) for handle in trained] == [6 * number for number in range(8)]
             assert [kit.value(runtime, handle) for handle in frozen] == list(range(8))
             assert sum(name.startswith("trained") for name in store.read) == 8
-            runtime._engine.machine.validate()
+            runtime._engine.validate()
             plan = step.plan
             return plan.minimum_bytes(is_last=not disk, computes=True), plan.minimum_bytes(is_last=True, computes=False), runtime.stats()
 
@@ -222,7 +222,7 @@ def test_readers_memory_counts(kit) -> None:  # type: ignore[no-untyped-def]
         runtime.submit(kit.fill, [(kit.handle(runtime, count=7 * COUNT), "W")], {"value": 1})
         with pytest.raises(DoesNotFit, match=r"fill needs 28,672 B .* of its budget of 40,960 B [\d,]+ B are taken"):
             runtime.wait()
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
 
 
 def test_readers_find_the_room_that_there_is(kit) -> None:  # type: ignore[no-untyped-def]
@@ -243,7 +243,7 @@ def test_readers_find_the_room_that_there_is(kit) -> None:  # type: ignore[no-un
         store.handle(4, "b", scratch=PAGE + PAGE // 2)
         assert runtime._engine.machine.nodes[0].by_class["scratch"] == 6 * PAGE
         assert [kit.value(runtime, handle) for handle in (*read, a, kept)] == [0, 1, 2, 2, 3]
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
 
 
 def test_a_recorded_step_that_has_not_run_may_be_given_its_data(kit) -> None:  # type: ignore[no-untyped-def]
@@ -327,7 +327,7 @@ def test_a_source_that_fails(kit, recorded) -> None:  # type: ignore[no-untyped-
         assert kit.value(runtime, other) == 3
         runtime.submit(kit.fill, [(broken, "W")], {"value": 8})
         assert kit.value(runtime, broken) == 8
-        runtime._engine.machine.validate()
+        runtime._engine.validate()
 
 
 def test_the_program_is_told_why(kit) -> None:  # type: ignore[no-untyped-def]
