@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Final, NamedTuple, Protocol, cast
 
 from .records import FILE, NodeId, Task, WorkerKind
@@ -24,8 +24,11 @@ from .records import FILE, NodeId, Task, WorkerKind
 KEPT: Final = 32
 """Durations remembered per series."""
 
-KEPT_COPIES: Final = 24
-"""Copies remembered per link."""
+KEPT_COPIES: Final = 16
+"""Copies remembered per link, and as many small ones."""
+
+LARGE: Final = 1 << 16
+"""Copies of fewer bytes take what it costs to start them: they say nothing of a link's bandwidth."""
 
 REFIT: Final = 8
 """A link is fitted anew after so many copies, sooner while it has few."""
@@ -246,37 +249,47 @@ class LinkModel:
 
     Args:
         latency: seconds, until copies have been measured.
-        bandwidth: bytes per second, likewise.
+        bandwidth: bytes per second, until copies of at least `LARGE` bytes have been measured.
         is_given: whether that is how the link is, whatever copies take: of simulated links and imaginary machines.
-
-    Attributes:
-        samples: (bytes, seconds) of the latest copies.
     """
 
     def __init__(self, latency: float = MEMORY_LINK[0], bandwidth: float = MEMORY_LINK[1], *, is_given: bool = False) -> None:
         self.latency = latency
         self.bandwidth = bandwidth
         self.is_given = is_given
-        self.samples: deque[tuple[int, float]] = deque(maxlen=KEPT_COPIES)
+        self._small: deque[tuple[int, float]] = deque(maxlen=KEPT_COPIES)
+        self._large: deque[tuple[int, float]] = deque(maxlen=KEPT_COPIES)
         self._num_new = 0
+
+    @property
+    def samples(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of the latest copies, small ones first."""
+        return [*self._small, *self._large]
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Record the time a copy took, waiting for the link not included."""
         if nbytes <= 0 or seconds <= 0.0 or self.is_given:
             return
-        self.samples.append((nbytes, seconds))
+        self.remember([(nbytes, seconds)])
         self._num_new += 1
-        if self._num_new >= min(REFIT, (len(self.samples) + 1) // 2):
+        if self._num_new >= min(REFIT, (len(self._small) + len(self._large) + 1) // 2):
             self.fit()
 
+    def remember(self, samples: Iterable[tuple[int, float]]) -> None:
+        """Take note of (bytes, seconds) of copies, without a fit."""
+        for nbytes, seconds in samples:
+            (self._small if nbytes < LARGE else self._large).append((nbytes, seconds))
+
     def fit(self) -> None:
-        """Fit latency and bandwidth to the samples, by medians."""
+        """Fit latency and bandwidth to the samples, by medians over pairs of copies one of which is large and at least twice the other."""
         self._num_new = 0
-        slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(self.samples, 2) if a != b]
+        samples = self.samples
+        slopes = [(t - s) / (b - a) for b, t in self._large for a, s in samples if b >= 2 * a]
         slope = median(slopes) if slopes else 0.0
         if slope <= 0.0:  # sizes too much alike to tell latency from bandwidth
-            slope = median([seconds / nbytes for nbytes, seconds in self.samples])
-        self.latency = max(0.0, median([seconds - nbytes * slope for nbytes, seconds in self.samples]))
+            slope = median([seconds / nbytes for nbytes, seconds in self._large]) if self._large else 1.0 / self.bandwidth
+        if samples:
+            self.latency = max(0.0, median([seconds - nbytes * slope for nbytes, seconds in samples]))
         self.bandwidth = 1.0 / slope
 
     def seconds(self, nbytes: int) -> float:
@@ -336,11 +349,18 @@ class Models:
             is_disk = storage and num_nodes - 1 in ends
             if given is not None and not is_disk:
                 self.links[ends] = LinkModel(*given, is_given=True)
-            elif ends not in self.links or not self.links[ends].samples:
-                self.links[ends] = LinkModel(*(DISK_LINK if is_disk else MEMORY_LINK))
+            else:
+                self._declare(ends, DISK_LINK if is_disk else MEMORY_LINK)
         for target in range(num_nodes):
-            if not self._link(FILE, NodeId(target)).samples:
-                self.links[FILE, NodeId(target)] = LinkModel(*DISK_LINK)
+            self._declare((FILE, NodeId(target)), DISK_LINK)
+
+    def _declare(self, ends: tuple[NodeId, NodeId], rough: tuple[float, float]) -> None:
+        """A link with rough latency and bandwidth, and with the samples that there are."""
+        known = self.links.get(ends)
+        link = self.links[ends] = LinkModel(*rough)
+        if known is not None and not known.is_given:
+            link.remember(known.samples)
+            link.fit()
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
         """The median of what was measured, else a guess."""

@@ -96,7 +96,7 @@ class PerfStore:
         for (source, target), copies in links.items():
             if source in ids and target in ids:
                 link = LinkModel()
-                link.samples.extend(copies)
+                link.remember(copies)
                 link.fit()
                 models.links[ids[source], ids[target]] = link
                 num_links += 1
@@ -114,7 +114,7 @@ class PerfStore:
                 tasks[key] = list(series.samples)
         for (source, target), link in models.links.items():
             if link.samples and source in self.names and target in self.names:
-                links[self.names[source], self.names[target]] = list(link.samples)
+                links[self.names[source], self.names[target]] = link.samples
         content = {
             "version": VERSION,
             "machine": self.machine,
@@ -170,7 +170,7 @@ def _copies(samples: Any) -> list[tuple[int, float]]:
     Raises:
         ValueError: they make no sense.
     """
-    found = [(int(nbytes), float(seconds)) for nbytes, seconds in samples][-KEPT_COPIES:]
+    found = [(int(nbytes), float(seconds)) for nbytes, seconds in samples][-2 * KEPT_COPIES :]
     if not found or not all(0 < nbytes <= MOST_BYTES and 0.0 < seconds <= LONGEST_SECONDS for nbytes, seconds in found):
         raise ValueError(f"copies must have up to 2**50 bytes and take up to {LONGEST_SECONDS:g} s, got {found[:3]}")
     return found

@@ -102,21 +102,35 @@ def test_the_key_of_a_task_is_computed_once() -> None:
 )
 @settings(derandomize=True, deadline=None)
 def test_links_are_fitted_despite_spikes(latency: float, bandwidth: float, sizes: list[int], spikes: int) -> None:
-    """Copies of several sizes give latency and bandwidth back; one in eight that took a hundred times longer changes little."""
+    """Copies of several sizes, two of them large, give latency and bandwidth back; one in eight that took a hundred times longer changes little."""
     link = LinkModel()
-    for at, nbytes in enumerate(sizes):
+    for at, nbytes in enumerate(sizes := [*sizes, 1 << 18, 1 << 22]):
         link.add(nbytes, (latency + nbytes / bandwidth) * (100.0 if at % 8 < spikes // 2 else 1.0))
     link.fit()
     for nbytes in sizes:
         assert link.seconds(nbytes) == pytest.approx(latency + nbytes / bandwidth, rel=0.3)
 
 
-def test_links_of_one_size_have_no_latency() -> None:
-    """Copies of one size only cannot tell; a copy of that size is predicted right. Nonsense is ignored."""
+def test_links_of_one_size() -> None:
+    """Copies of one size only cannot tell latency from bandwidth; a copy of that size is predicted right. Nonsense is ignored."""
     link = LinkModel()
     for seconds in (2.0, 2.0, 9.0, 2.0, 0.0, -1.0):
-        link.add(100, seconds)
-    assert (link.seconds(100), link.seconds(200)) == (2.0, 4.0)
+        link.add(1 << 20, seconds)
+    assert (link.seconds(1 << 20), link.seconds(1 << 21)) == (2.0, 4.0)
+
+
+def test_small_copies_say_nothing_of_bandwidth() -> None:
+    """They cost what starting them costs: by their slope a link of 5 GB/s would be one of 0.2 GB/s. They do not drive out what large ones said."""
+    link = LinkModel(1e-4, 5e9)
+    for nbytes in range(4096, 16384, 256):
+        link.add(nbytes, 1e-4 * (1 + nbytes / 16384))
+    assert link.bandwidth == 5e9
+    assert link.seconds(8192) == pytest.approx(1.6e-4, rel=0.25)
+    for nbytes in (1 << 20, 1 << 22):
+        link.add(nbytes, 1e-4 + nbytes / 1e9)
+    for _ in range(100):
+        link.add(4096, 1e-4)
+    assert link.bandwidth == pytest.approx(1e9, rel=0.01)
 
 
 def test_what_is_known_of_links_before_any_copy() -> None:

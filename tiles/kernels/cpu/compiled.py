@@ -4,9 +4,9 @@ The only module that imports Numba. `loops` and `exp_loops` import it, and kerne
 never pay for it (0.5 s). What was compiled lies beside the source (`__pycache__`, or Numba's cache of the user where that cannot be written), so
 a machine compiles once. Loops release the GIL, allocate nothing, and give the same bits for the same shapes: no threads, no order but their own.
 
-What loops share is `inlined`, never called: each compiled loop would keep its own copy of what it calls, optimised for itself under a common name, and
-of equal names a process runs the copy it met first. So bits changed with the order in which loops were loaded (seen as 1e-8 in the losses of the run
-that compiled them).
+What loops share is `inlined`, never called: each compiled loop would keep its own copy of what it calls, optimised for itself under a common name,
+and of equal names a process runs the copy it met first. So bits changed with the order in which loops were loaded (seen as 1e-8 in the losses of the
+run that compiled them).
 
 Numba notices a changed source file, not a change here or in another file that a loop calls: what loops share therefore stands in their own file, and
 after a change here `__pycache__` has to go.

@@ -87,8 +87,7 @@ def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
             _together(copy, nbytes, 1, [max(SIZES)] * (nbytes // max(SIZES)))  # pages and file extents are taken now
             alone = [sample for size in SIZES for sample in _together(copy, nbytes, 1, [size] * repeats)[0]]
             model = LinkModel()
-            for sample in alone:
-                model.samples.append(sample)
+            model.remember(alone)
             model.fit()
             figures = {"latency_seconds": model.latency, "bytes_per_second": model.bandwidth}
             kept = alone
