@@ -236,7 +236,8 @@ def step_line(record: StepRecord, steps: int, eta_seconds: float, budgets: Mappi
     nodes = []
     for node, used in record.resident_peak_bytes.items():
         budget = budgets.get(node, 0)
-        nodes.append(f"{node} {used / 2**30:.1f}/{budget / 2**30:.1f} GiB")
+        large = f"{used / 2**30:.1f}/{budget / 2**30:.1f} GiB"
+        nodes.append(f"{node} {large if budget >= 1 << 30 else f'{used / 2**20:.0f}/{budget / 2**20:.0f} MiB'}")
     moved = sum(record.moved_bytes.values())
     if moved:
         nodes.append(f"moved {moved / 1e9 / record.seconds:.1f} GB/s")
@@ -287,4 +288,4 @@ class StepPrinter:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise StorageError(f"cannot write to standard output: {error.strerror or error}; the last checkpoint is safe") from error
+            raise StorageError(f"cannot write to standard output: {error.strerror or error}; what was saved is whole") from error

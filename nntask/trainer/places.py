@@ -35,7 +35,7 @@ from tiles.kernels.cpu import kernel_versions
 
 from ..errors import DoesNotFit, UsageError
 from ..models.interface import ModelConfig
-from ..sizes import parse_size
+from ..sizes import format_size, parse_size
 from ..tiling import divisors, even, whole_groups
 from .flops import gemm_peak
 from .rules import disk_of
@@ -141,7 +141,7 @@ def this_machine(settings: TrainSettings) -> Target:
     nodes = [(RAM, ram), *((f"sim:{at}", device) for at in range(resources.sim_gpu))]
     disk = disk_of(resources.disk)
     if disk is not None:
-        nodes.append((DISK, disk[1] or free_bytes(disk[0])))
+        nodes.append((DISK, _tier_bytes(*disk)))
     workers: list[tuple[WorkerKind, int, int]] = [("cpu", 0, 1)] * ncpu
     workers += [("sim", 1 + at, SIM_DEPTH) for at in range(resources.sim_gpu)]
     models = Models()
@@ -234,6 +234,18 @@ def open_store(names: Sequence[str]) -> PerfStore:
         names: of the memory nodes.
     """
     return PerfStore(machine_fingerprint(blas_threads=1, versions=kernel_versions()), names)
+
+
+def _tier_bytes(directory: Path, asked: int | None) -> int:
+    """Budget of a disk tier: what is free, or what was asked for.
+
+    Raises:
+        DoesNotFit: more than is free.
+    """
+    free = free_bytes(directory)
+    if asked is not None and asked > free:
+        raise DoesNotFit(f"--disk {directory}: SIZE is {format_size(asked)}, and {format_size(free)} are free there; lower it, or free some room")
+    return asked or free
 
 
 def free_bytes(directory: Path) -> int:

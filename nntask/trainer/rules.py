@@ -167,6 +167,8 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
     if resources.restrict == "cpu" and resources.sim_gpu:
         raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
+    if settings.run.prompt and not settings.run.sample_tokens:
+        raise UsageError("--prompt is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them")
     if settings.observe.trace_steps and not settings.observe.trace:
         raise UsageError(f"--trace-steps {settings.observe.trace_steps} needs --trace FILE; add it")
 

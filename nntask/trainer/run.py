@@ -104,7 +104,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
                 load_weights(prepared, engine)
                 return _go(running, Explainer(runtime, explained, printer.say))
         except FAILURES as error:
-            raise told(error, runtime, settings.resources, "the last checkpoint is safe") from error
+            raise told(error, runtime, settings.resources, _left_behind(prepared.run)) from error
 
 
 def _go(running: _Running, explainer: Explainer) -> int:
@@ -148,7 +148,7 @@ def _interrupted(run: Path, step: int) -> str:
 
 
 def _left_behind(run: Path) -> str:
-    """What a second signal has left behind."""
+    """What a run that ended too soon has left behind."""
     steps = step_directories(run)
     if not steps:
         return "nothing was saved, so there is nothing to continue"

@@ -416,6 +416,7 @@ def test_the_step_line_is_as_documented():
     record = StepRecord(12, 6.1234, 2.9e-4, 1.02, 1024, 0.512, 2000.0, 0.1, 0.81, {"ram": 1288490188}, {}, 0, 0.0, 0.0, 1.0)
     line = step_line(record, 200, 96, {"ram": 2 << 30})
     assert line == "step 12/200 | loss 6.1234 | norm 1.02 | lr 2.9e-04 | 512 ms | 2.0k tok/s | 81% of gemm peak | ram 1.2/2.0 GiB | eta 1m36s"
+    assert "| ram 29/30 MiB |" in step_line(replace(record, resident_peak_bytes={"ram": 30_000_000}), 200, 96, {"ram": 31_457_280})
 
 
 def test_bits_per_byte_count_bytes_not_tokens(tmp_path, file):

@@ -71,7 +71,7 @@ def test_a_disk_that_fails(here, truth, capsys, monkeypatch, what, code):
         assert main([*TRAIN, *SMALL, "--save-every=2", "--run-dir=a"]) == 6
     err = capsys.readouterr().err
     assert f"disk tier in tier: {os.strerror(code)}" in err
-    assert "the last checkpoint is safe" in err
+    assert "the newest checkpoint is a/checkpoints/step-000002; continue with: nntask train --resume a" in err
     assert err.count("\n") == 1
     assert os.readlink(here / "a" / "latest") == "checkpoints/step-000002"
     assert main(["train", "--resume=a", "--ram=64MiB"]) == 0
