@@ -53,7 +53,8 @@ def losses(runtime: Runtime, dropout: float = 0.0, steps: int = 3) -> list[float
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> list[Emulator]:
     """Two devices."""
     folder = tmp_path_factory.mktemp("cuda")
-    return [Emulator(folder), Emulator(folder)]
+    first = Emulator(folder)
+    return [first, Emulator(folder, beside=first)]
 
 
 def on_gpus(gpus: list[Emulator], nbytes: int = 1 << 26, **more: Any) -> Runtime:

@@ -59,8 +59,8 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """The device of these tests."""
-    found = Emulator(tmp_path_factory.mktemp("cuda"))
-    launch.use(found)
+    found = Emulator(tmp_path_factory.mktemp("cuda"), eager=True)
+    found.enter(found.stream())
     return found
 
 
