@@ -42,7 +42,7 @@ from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task
 from .core.stalls import Stalls
 from .drivers.cpu import WorkerThread, cores_for
 from .drivers.cuda import CudaCopier, CudaThread
-from .drivers.disk import THREADS, DiskEngine, Source
+from .drivers.disk import DiskEngine, Source, readers_nbytes
 from .drivers.gpu import Ended, Gpu
 from .drivers.sim import CopyEngine
 from .storage import DiskTier, HostArena
@@ -237,7 +237,9 @@ class Engine:
                 )
             try:
                 self._drain_inbox()
-                self._carry_out(self.machine.handle(SourceAttached(handle, source, self._readers_nbytes(handle, source))), None)
+                self._carry_out(
+                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=bool(self._gpus)))), None
+                )
                 if self._disk is None:
                     self._start_disk(None)
             except DoesNotFit:
@@ -245,10 +247,6 @@ class Engine:
             except BaseException as error:
                 self.fail(error)
                 raise
-
-    def _readers_nbytes(self, handle: HandleRecord, source: Source) -> int:
-        """Host memory that the threads need to read a source: what it works in and, on the way to a GPU, the data."""
-        return THREADS * (source.scratch_nbytes + (handle.size if self._gpus else 0))
 
     def not_copied(self, action: CopyTile, error: BaseException) -> None:
         """A file could not be read, or the disk tier not be written."""

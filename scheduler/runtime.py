@@ -95,6 +95,7 @@ class Runtime(RecordingRuntime):
         if ram <= 0:
             raise DoesNotFit(f"the budget of host memory is below the {THREADS * STAGE_NBYTES:,} B between the disk and GPUs; raise it", "ram")
         self.gpus = list(gpus)
+        self.has_gpus = bool(gpus)
         devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
         budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
         self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched

@@ -7,18 +7,20 @@ run what has none, and there are none unless `--ncpu` asks for them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Protocol
 
-from scheduler.codelet import Codelet
+from scheduler.core.steps import RecordedTask
 from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu, choose_gpus, connect, name_of
 from scheduler.drivers.gpu import Gpu
 from scheduler.runtime import usable_cores
 
 from ..errors import DoesNotFit, UsageError
 from ..sizes import format_size, parse_size
-from .settings import MachineSettings, ResourceSettings, TrainSettings
+from .settings import MachineSettings, TrainSettings
 
 DEFAULT_SHARE: Final = 0.9
 """Of what is free on a card, besides `CONTEXT_NBYTES` for each of its parts."""
@@ -42,9 +44,14 @@ class Cards(Protocol):
 class CudaCards:
     """Real ones."""
 
+    @staticmethod
+    @cache
+    def _choose(count: int | None) -> tuple[GpuFacts, ...]:
+        return tuple(choose_gpus(count))
+
     def choose(self, count: int | None) -> list[GpuFacts]:
-        """The first so many cards."""
-        return choose_gpus(count)
+        """The first so many cards, as they were when first looked at: what a run takes of them later does not change its budgets."""
+        return list(self._choose(count))
 
     def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
         """Devices, which can reach each other's memory where the hardware lets them."""
@@ -161,6 +168,8 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
         DoesNotFit: a card did not give the memory that CUDA needs for itself.
         UsageError: what CuPy needs is missing.
     """
+    if not plan.parts:
+        return []
     try:
         return cards.open(plan.parts, tf32=dtype == "tf32", dtype=dtype)
     except MemoryError as error:
@@ -169,23 +178,22 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
         raise UsageError(f"{error}") from error
 
 
-def fallbacks(codelets: Iterable[Codelet]) -> list[str]:
-    """Names of codelets that have no CUDA kernel."""
-    return sorted({codelet.name for codelet in codelets if codelet.cuda is None})
-
-
-def check_fallbacks(codelets: Iterable[Codelet], resources: ResourceSettings, num_cpu: int) -> list[str]:
-    """Names of codelets that will run on the CPU although there are GPUs.
+def check_fallbacks(tasks: Iterable[RecordedTask], settings: TrainSettings) -> dict[str, int]:
+    """Tasks of a step that will run on the CPU although there are GPUs, because their codelets have no CUDA kernel: name -> how many.
 
     Raises:
         UsageError: there are some, and no CPU worker to run them, or --strict.
     """
-    names = fallbacks(codelets)
-    if names and resources.strict:
-        raise UsageError(f"--strict refuses tasks without a CUDA kernel, and {', '.join(names)} have none; drop --strict, or use --ngpu 0")
-    if names and not num_cpu:
-        raise UsageError(f"{', '.join(names)} have no CUDA kernel and --ncpu leaves nobody else to run them; add --ncpu 1, or use --ngpu 0")
-    return names
+    plan, _ = gpus_of(settings)
+    if not plan.parts:
+        return {}
+    found = dict(Counter(task.name for task in tasks if "cuda" not in task.kinds))
+    names = ", ".join(sorted(found))
+    if found and settings.resources.strict:
+        raise UsageError(f"--strict refuses tasks without a CUDA kernel, and there are some of {names}; drop --strict, or use --ngpu 0")
+    if found and not num_cpu_workers(settings.resources, plan):
+        raise UsageError(f"tasks of {names} have no CUDA kernel, and there is no CPU worker to run them; add --ncpu 1, or use --ngpu 0")
+    return found
 
 
 def peak_flops(gpus: Sequence[Any]) -> float:

@@ -142,16 +142,17 @@ def check_values(settings: TrainSettings) -> None:
 def _check_devices(settings: TrainSettings) -> None:
     """Flags that need a device need one; looks for GPUs only where such a flag is there."""
     resources = settings.resources
-    needs = {
-        "--gpu-memory": (resources.gpu_memory, "is about devices"),
-        "--split-gpu": (resources.split_gpu if resources.split_gpu > 1 else "", "is about GPUs"),
-        "--ncpu": ("0" if resources.ncpu == 0 else "", "leaves computing to devices"),
-        "--ngpu": (resources.ngpu or "", "is about GPUs"),
-        "--restrict": (resources.restrict if resources.restrict == "cuda" else "", "is about GPUs"),
+    if resources.ncpu == 0 and not resources.sim_gpu and not gpus_of(settings)[0].parts:
+        raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
+    gpus = {
+        "--ngpu": resources.ngpu or "",
+        "--split-gpu": resources.split_gpu if resources.split_gpu > 1 else "",
+        "--restrict": resources.restrict if resources.restrict == "cuda" else "",
+        "--gpu-memory": resources.gpu_memory if not resources.sim_gpu else "",
     }
-    for flag, (value, what) in needs.items():
-        if value and (not resources.sim_gpu or "GPUs" in what) and not gpus_of(settings)[0].parts:
-            raise UsageError(f"{flag} {value} {what} and there are none; add --sim-gpu 1, or drop it")
+    for flag, value in gpus.items():
+        if value and not gpus_of(settings)[0].parts:
+            raise UsageError(f"{flag} {value} is about devices and there are none; add --sim-gpu 1, or drop it")
 
 
 def check_most(name: str, value: int | None) -> None:

@@ -22,6 +22,11 @@ THREADS: Final = 4
 """Requests in flight at most."""
 
 
+def readers_nbytes(size: int, source: Source, *, has_gpus: bool) -> int:
+    """Host memory that the threads need to read a source for a handle of that size: what it works in and, on the way to a GPU, the data."""
+    return THREADS * (source.scratch_nbytes + (size if has_gpus else 0))
+
+
 def staging_nbytes(num_gpus: int, *, has_tier: bool) -> int:
     """Host memory that the threads need between the disk tier and GPUs; it is no longer there for tiles."""
     return THREADS * STAGE_NBYTES if num_gpus and has_tier else 0

@@ -73,6 +73,9 @@ class Emulator(FakeGpu):
         found = self._libraries.get((source, element))
         if found is None:
             path = self._folder / f"{source}_{element}.so"
+            if path.exists():
+                self._libraries[source, element] = ctypes.CDLL(str(path))
+                return self._libraries[source, element]
             flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATED", f"-DELEMENT={element}", "-include", str(EMULATION)]
             command = [COMPILER or "g++", *flags, "-x", "c++", str(SOURCES / f"{source}.cu"), "-o", str(path)]
             subprocess.run(command, check=True, capture_output=True, text=True)

@@ -144,6 +144,8 @@ class Source:
         shared: int = 0,
     ) -> None:
         """Start a kernel for elements of that type."""
+        if element not in ELEMENTS:
+            raise TypeError(f"CUDA kernels compute tiles of fp32 and bf16, and {kernel} got {element}; use one of these, or compute on the CPU")
         layouts: dict[tuple[str, str], Arguments] = _current.layouts
         packed = layouts.get((self.name, kernel))
         if packed is None:
