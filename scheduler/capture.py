@@ -20,7 +20,7 @@ from .codelet import Codelet
 from .core.memory import rounded
 from .core.records import FILE, Mode, Replica, WorkerId
 from .core.steps import StepPlan
-from .drivers.disk import THREADS, Source
+from .drivers.disk import Source, readers_nbytes
 from .frontend import Access, Handle, Terms, lent
 from .placing import kinds_on
 from .recording import Recorder, RecordingError, RecordingRuntime
@@ -41,13 +41,15 @@ class CapturingRuntime(RecordingRuntime):
     Args:
         lanes: L of REDUX accesses.
         workers: names of those that tasks can be placed on, in the order of their numbers; `simulate` must be given the same.
+        has_gpus: whether the tasks are for a runtime with CUDA workers.
 
     Attributes:
         reading_nbytes: bytes of host memory, in whole pages, that readers of the attached sources need.
     """
 
-    def __init__(self, lanes: int = 1, workers: Sequence[str] = ()) -> None:
+    def __init__(self, lanes: int = 1, workers: Sequence[str] = (), *, has_gpus: bool = False) -> None:
         super().__init__(lanes)
+        self.has_gpus = has_gpus
         self._worker_names = {WorkerId(number): name for number, name in enumerate(workers)}
         self.inbox = _Nowhere()
         self.reading_nbytes = 0
@@ -79,7 +81,8 @@ class CapturingRuntime(RecordingRuntime):
     def _attach(self, handle: Handle, source: Source) -> None:
         handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_home=True)
         if source.scratch_nbytes:
-            self.reading_nbytes = max(self.reading_nbytes, rounded(THREADS * source.scratch_nbytes))
+            nbytes = readers_nbytes(handle.record.size, source, has_gpus=self.has_gpus)
+            self.reading_nbytes = max(self.reading_nbytes, rounded(nbytes))
 
     @contextmanager
     def record(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ interrupt inside it leaves it half advanced: either breaks the engine for good, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -40,11 +41,12 @@ from .core.policies import POLICIES, Explained, Pinned, Placement
 from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .core.stalls import Stalls
 from .drivers.cpu import WorkerThread, cores_for
-from .drivers.cuda import CudaThread, Gpu
-from .drivers.disk import THREADS, DiskEngine, Source
+from .drivers.cuda import CudaCopier, CudaThread
+from .drivers.disk import DiskEngine, Source, readers_nbytes
+from .drivers.gpu import Ended, Gpu
 from .drivers.sim import CopyEngine
 from .storage import DiskTier, HostArena
-from .storage.device import Arena, DeviceArena, transfer
+from .storage.device import Arena, DeviceArena, PinnedRange
 from .storage.perfstore import PerfStore, machine_fingerprint
 from .trace import Trace
 from .waiting import Waiter, WaitingRoom
@@ -105,7 +107,8 @@ class Engine:
         if disk is not None:
             nodes.append(MemoryNode("disk", disk[1] or disk[0].free_bytes(), is_storage=True))
         self.models = Models()
-        self._store = PerfStore(machine_fingerprint(blas_threads=1, versions=kernels), [node.name for node in nodes])
+        devices = [gpu.name for gpu in gpus]
+        self._store = PerfStore(machine_fingerprint(blas_threads=1, devices=devices, versions=kernels), [node.name for node in nodes])
         self._store.load(self.models)
         self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
         self.models.memory = self.machine.residency
@@ -114,8 +117,10 @@ class Engine:
         self._stalls = Stalls(self._dispatch)
         self._gpus = list(gpus)
         num_host = len(budgets) - len(self._gpus)
-        self.arenas: list[Arena] = [HostArena(budget) for _, budget in budgets[:num_host]]
-        self.arenas += [DeviceArena(gpu, budget) for gpu, (_, budget) in zip(self._gpus, budgets[num_host:], strict=True)]
+        hosts = [HostArena(budget) for _, budget in budgets[:num_host]]
+        self.arenas: list[Arena] = [*hosts]
+        self._pinned = PinnedRange(self._gpus[0], hosts[RAM], budgets[RAM][1]) if self._gpus else None
+        self.arenas += [DeviceArena(gpu, budget, self._pinned) for gpu, (_, budget) in zip(self._gpus, budgets[num_host:], strict=True)]
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.tier_failure: TierFailed | None = None
@@ -123,7 +128,7 @@ class Engine:
         self.refusal: DoesNotFit | None = None
         self._lock = threading.Lock()
         self._threads: dict[WorkerId, WorkerThread] = {}
-        self._copiers: dict[tuple[NodeId, NodeId], CopyEngine] = {}
+        self._copiers: dict[tuple[NodeId, NodeId], CopyEngine | CudaCopier] = {}
         self._disk: DiskEngine | None = None
         if disk is not None:
             self._start_disk(disk[0])
@@ -143,15 +148,26 @@ class Engine:
         self.models.declare_links(len(self.machine.nodes), storage=self._disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
         nodes = [RAM, *(NodeId(1 + i) for i in range(num_devices))]
         for source, target in itertools.permutations(nodes, 2):
-            copier = self._copiers[source, target] = CopyEngine(self.arenas, self.copied, self.fail, bandwidth, f"copy {source}->{target}")
+            copier = self._copiers[source, target] = self._copier(source, target, bandwidth)
             copier.start()
         for worker, core in zip(workers, cores_for(len(workers)), strict=True):
-            about = (self, worker, self.arenas[worker.node].memory, worker_name(worker), core)
-            thread = WorkerThread(*about) if worker.kind != "cuda" else CudaThread(self._gpus[worker.node - 1], *about)
+            arena = self.arenas[worker.node]
+            about = (self, worker, arena.memory, worker_name(worker), core)
+            thread = CudaThread(arena, *about) if isinstance(arena, DeviceArena) else WorkerThread(*about)
             self._threads[worker.id] = thread
             thread.start()
             self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
+
+    def _copier(self, source: NodeId, target: NodeId, bandwidth: float | None) -> CopyEngine | CudaCopier:
+        """Who copies from one memory to another."""
+        name = f"copy {source}->{target}"
+        for node in (target, source):
+            arena = self.arenas[node]
+            if isinstance(arena, DeviceArena):
+                return CudaCopier(self.arenas, arena.gpu, self.copied, self.fail, name)
+        hosts = [arena for arena in self.arenas if isinstance(arena, HostArena)]
+        return CopyEngine(hosts, self.copied, self.fail, bandwidth, name)
 
     def _start_disk(self, tier: DiskTier | None) -> DiskEngine:
         """Start the threads that read and write files."""
@@ -159,11 +175,11 @@ class Engine:
         disk.start()
         return disk
 
-    def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
-        """Advance the machine by a worker's event after so many seconds in a kernel; return the worker's next task, if it has one now."""
+    def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
+        """Advance the machine by a worker's event after so many seconds in a kernel, if that is known; return its next task, if it has one now."""
         with self._lock:
             task = event.task
-            if task.step is not None or task.model_key is not None:  # else no policy has asked about it
+            if seconds is not None and (task.step is not None or task.model_key is not None):  # else no policy has asked about it
                 self.models.record(task, worker.kind, seconds)
             if self.inbox:
                 self._drain_inbox()
@@ -221,7 +237,9 @@ class Engine:
                 )
             try:
                 self._drain_inbox()
-                self._carry_out(self.machine.handle(SourceAttached(handle, source, THREADS * source.scratch_nbytes)), None)
+                self._carry_out(
+                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=bool(self._gpus)))), None
+                )
                 if self._disk is None:
                     self._start_disk(None)
             except DoesNotFit:
@@ -247,10 +265,20 @@ class Engine:
             if end_ns >= trace.counters_due:
                 trace.add_counters(end_ns, [node.used for node in self.machine.nodes], self._dispatch.num_ready)
 
+    def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
+        """A GPU has told how long tasks took."""
+        for task, start_ns, end_ns in tasks:
+            if self.trace is not None:
+                self.observe(worker, task, start_ns, end_ns)
+        with self._lock:
+            for task, start_ns, end_ns in tasks:
+                if task.step is not None or task.model_key is not None:
+                    self.models.record(task, worker.kind, (end_ns - start_ns) * 1e-9)
+
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Show a finished task to who watches."""
         node = worker.node
-        self.watch.show(task, worker_name(worker), self.machine.nodes[node].name, self.arenas[node].memory, start_ns, end_ns)
+        self.watch.show(task, worker_name(worker), self.machine.nodes[node].name, self.arenas[node].look, start_ns, end_ns)
 
     def fail(self, error: BaseException) -> None:
         """The engine itself is broken: wake everybody with the reason."""
@@ -287,13 +315,12 @@ class Engine:
             elif type(action) is CopyTile:
                 copier = self._copiers.get((action.source.node, action.target.node))
                 if copier is not None:
-                    copier.mailbox.put(action)
+                    copier.put(action)
                 else:
                     assert self._disk is not None  # the only links without an engine of their own are those of files
                     self._disk.put(action)
             elif type(action) is MoveTile:
-                arena = self.arenas[action.node]
-                transfer(arena, action.source_offset, arena, action.offset, action.nbytes)
+                self._move(action)
             elif type(action) is DiscardExtent:
                 assert self._disk is not None
                 assert self._disk.tier is not None
@@ -312,6 +339,14 @@ class Engine:
             if remaining <= WINDOW // 2:
                 self._wake(self._roomy)
         return mine
+
+    def _move(self, action: MoveTile) -> None:
+        """Move data within a node before anything else happens there."""
+        arena = self.arenas[action.node]
+        if isinstance(arena, DeviceArena):
+            arena.flow.move(arena.address + action.offset, arena.address + action.source_offset, action.nbytes)
+        else:
+            arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
 
     def _wake(self, waiters: list[Waiter]) -> None:
         for waiter in waiters:
@@ -372,8 +407,20 @@ class Engine:
     def wait(self) -> BaseException | None:
         """Sleep until no task is left; returns the first failure since the last wait, or the stop that nobody has been told of."""
         self._sleep(self._drained, 0)
+        for arena in self.arenas:
+            if isinstance(arena, DeviceArena):
+                self._settle(arena)
         failure, self._failure = self._failure, None
         return failure or self.watch.untold()
+
+    def _settle(self, arena: DeviceArena) -> None:
+        """Until a GPU has done what it was asked for."""
+        try:
+            arena.gpu.adopt()
+            arena.flow.wait()
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def wait_for_room(self) -> None:
         """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
@@ -445,7 +492,7 @@ class Engine:
         if self.closing:
             return
         self.closing = True
-        threads: list[WorkerThread | CopyEngine | DiskEngine] = [*self._threads.values(), *self._copiers.values()]
+        threads: list[WorkerThread | CopyEngine | CudaCopier | DiskEngine] = [*self._threads.values(), *self._copiers.values()]
         if self._disk is not None:
             threads.append(self._disk)
         for thread in threads:
@@ -459,9 +506,12 @@ class Engine:
         for number in range(len(residency.nodes)):
             for replica in residency.residents(NodeId(number)):
                 replica.view = None
-        for arena in self.arenas:
-            if isinstance(arena, DeviceArena):
-                arena.close()
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed takes nothing back
+            if self._pinned is not None:
+                self._pinned.close()
+            for arena in self.arenas:
+                if isinstance(arena, DeviceArena):
+                    arena.close()
 
 
 def worker_name(worker: Worker) -> str:

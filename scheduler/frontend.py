@@ -102,7 +102,12 @@ class TaskRuntime(abc.ABC):
 
     Args:
         lanes: L of REDUX; a property of the numerics like a tile size.
+
+    Attributes:
+        has_gpus: whether there are CUDA workers, which then run whatever has an implementation for them.
     """
+
+    has_gpus = False
 
     def __init__(self, lanes: int = 1) -> None:
         if lanes < 1:

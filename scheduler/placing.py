@@ -49,7 +49,9 @@ def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
 
 
 def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
-    """Who can run codelets with implementations like this one's.
+    """Who can run codelets with implementations like this one's: where there are GPUs, what can run there runs nowhere else.
+
+    GPUs and CPUs round differently, so results would depend on who was free.
 
     Args:
         pin: the only worker that may; None for any.
@@ -63,6 +65,8 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         worker = machine.dispatch.workers[pin]
         name = worker_name(worker)
         kinds, crew = kinds_on(codelet, name), [worker]
+    elif "cuda" in kinds and any(worker.kind == "cuda" for worker in crew):
+        kinds = ("cuda",)
     places = {worker.node for worker in crew if worker.kind in kinds}
     if not places:
         present = ", ".join(sorted({worker.kind for worker in crew}))

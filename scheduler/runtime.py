@@ -19,14 +19,15 @@ from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.policies import POLICIES, Placement, choose
 from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
 from .core.steps import StepPlan
-from .drivers.cuda import Gpu
-from .drivers.disk import THREADS, Source
+from .drivers.disk import THREADS, Source, staging_nbytes
+from .drivers.gpu import Gpu
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle, Terms
 from .ordering import PlannedOrder, pace_of, plan_order
 from .placing import Ability, find_ability, too_large
 from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
+from .storage.device import STAGE_NBYTES
 from .storage.limits import memory_budgets
 from .trace import Trace
 from .waiting import Waiter
@@ -44,7 +45,7 @@ class Runtime(RecordingRuntime):
         sim_gpus: simulated devices, each a worker with its own memory.
         gpus: real ones, instead of simulated ones.
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
-        gpu_memory: budget of each simulated device in bytes; None for as much as host memory, or what that leaves.
+        gpu_memory: budget of each device in bytes; of simulated ones None for as much as host memory, or what that leaves.
         sim_bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
         disk: directory of the disk tier, or it and the tier's size in bytes (default: what is free there); None for no disk tier.
         sched: a policy's name, or "auto".
@@ -54,9 +55,13 @@ class Runtime(RecordingRuntime):
         trace: records what runs when; None for no tracing.
         kernels: versions of what computes; durations that earlier runs have measured with others are not used.
 
+    Attributes:
+        gpus: as given.
+
     Raises:
         ValueError: no worker, an unknown policy, or a budget that is not positive.
         DoesNotFit: the budget of host memory is above what this process may use.
+        MemoryError: a GPU has less than its budget.
         OSError: the directory of the disk tier cannot be made or written.
     """
 
@@ -86,6 +91,11 @@ class Runtime(RecordingRuntime):
         if gpus and gpu_memory is None:
             raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # those of real ones are no RAM
+        ram -= staging_nbytes(len(gpus), has_tier=place is not None)
+        if ram <= 0:
+            raise DoesNotFit(f"the budget of host memory is below the {THREADS * STAGE_NBYTES:,} B between the disk and GPUs; raise it", "ram")
+        self.gpus = list(gpus)
+        self.has_gpus = bool(gpus)
         devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
         budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
         self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched

@@ -18,6 +18,9 @@ from typing import Any
 from .core.errors import RunStopped, SchedulerError
 from .core.records import SCRATCH, HandleRecord, Mode, Replica, Task
 
+Look = Callable[[Any, int, int], Any]
+"""Of the memory of a node: a read-only view, made by a handle's `view`, of so many bytes at an offset."""
+
 
 @dataclass(frozen=True, slots=True)
 class SeenTile:
@@ -33,13 +36,13 @@ class SeenTile:
     mode: Mode
     nbytes: int
     _replica: Replica
-    _memory: Any
+    _look: Look
 
     @property
     def data(self) -> Any:
-        """A read-only view of what the task left there, for as long as the callback runs; copy what is to be kept."""
-        view: Any = self._replica.handle.view
-        return view(memoryview(self._memory).toreadonly(), self._replica.offset)
+        """A read-only view of what the task left there, for as long as the callback runs; copy what is to be kept. Of a GPU's memory, a copy."""
+        handle = self._replica.handle
+        return self._look(handle.view, self._replica.offset, handle.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,13 @@ class Watch:
             self.stop, self._is_told = None, False
             self.callback = callback
 
-    def show(self, task: Task, worker: str, node: str, memory: object, start_ns: int, end_ns: int) -> None:
+    def show(self, task: Task, worker: str, node: str, look: Look, start_ns: int, end_ns: int) -> None:
         """Show a task; what the callback raises becomes the stop, if it is the first."""
         callback = self.callback
         if callback is None:
             return
         used: list[tuple[tuple[HandleRecord, Mode], Replica]] = list(zip(task.accesses, task.replicas, strict=True))
-        tiles = tuple(SeenTile(handle.name, mode, handle.nbytes, replica, memory) for (handle, mode), replica in used if mode != SCRATCH)
+        tiles = tuple(SeenTile(handle.name, mode, handle.nbytes, replica, look) for (handle, mode), replica in used if mode != SCRATCH)
         number = None if task.step is None else task.step.number
         me = threading.get_ident()
         self.inside.add(me)

@@ -19,6 +19,12 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.undo()
 
 
+@pytest.fixture(scope="session")
+def cuda_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where CUDA sources that run on the CPU are built, once in a session."""
+    return tmp_path_factory.mktemp("cuda")
+
+
 @pytest.fixture
 def own_kernels() -> Iterator[None]:
     """Kernels and activations that a test registers go with it."""
@@ -31,5 +37,5 @@ def own_kernels() -> Iterator[None]:
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
-    for cached in (registry.codelet, registry._native_codelet, registry._widening_codelet):
+    for cached in (registry.codelet, registry._cpu_codelet, registry._cuda_codelet, registry._native_codelet, registry._widening_codelet):
         cached.cache_clear()

@@ -25,6 +25,7 @@ from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
 from .base import Base
+from .gpus import gpus_of
 from .places import RAM, Target, pace_on, this_machine
 from .prepare import TILE_FLAGS
 from .recorded import build_model, build_optimizer, emit_training_step
@@ -155,7 +156,7 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {settings.model.seq_len:,} "
             "tokens in these tiles; lower --batch or enlarge the tiles"
         )
-    runtime = CapturingRuntime(settings.tiling.lanes or 1)
+    runtime = CapturingRuntime(settings.tiling.lanes or 1, has_gpus=bool(gpus_of(settings)[0].parts))
     model = build_model(config, tiling, runtime, settings)
     if base is not None:
         base.attach(model.frozen_tensors())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from scheduler.core.errors import DeviceFailed, HandleLost, RunStopped, TaskError, TierFailed
 from scheduler.core.errors import DoesNotFit as NoRoom
-from scheduler.core.errors import HandleLost, RunStopped, TaskError, TierFailed
 from scheduler.runtime import Runtime
 from scheduler.trace import Trace
 from scheduler.watching import FinishedTask
@@ -16,6 +17,7 @@ from tiles.kernels.cpu import kernel_versions
 
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from ..sizes import parse_size
+from .gpus import gpus_of, num_cpu_workers, open_gpus
 from .places import DISK, cannot_reserve
 from .rules import disk_of, trace_range
 from .settings import ResourceSettings, TrainSettings
@@ -54,11 +56,15 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
     """
     resources, observe = settings.resources, settings.observe
     disk = disk_of(resources.disk)
+    plan, why_not = gpus_of(settings)
+    if why_not:
+        print(f"nntask: {why_not}", file=sys.stderr)
     try:
         runtime = Runtime(
-            resources.ncpu,
+            num_cpu_workers(resources, plan),
             sim_gpus=resources.sim_gpu,
-            gpu_memory=_size(resources.gpu_memory, "--gpu-memory"),
+            gpus=open_gpus(plan, settings.model.dtype),
+            gpu_memory=plan.nbytes or _size(resources.gpu_memory, "--gpu-memory"),
             sim_bandwidth=_size(resources.sim_bandwidth, "--sim-bandwidth"),
             ram=_size(resources.ram, "--ram"),
             disk=disk,
@@ -120,15 +126,16 @@ class Tracer:
             raise StorageError(f"cannot write the trace {self._path}: {error.strerror}; choose another place with --trace") from error
 
 
-FAILURES: Final = (TaskError, HandleLost, TierFailed, RunStopped, NoRoom)
+FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, NoRoom)
 """What a runtime raises of what happened to the run, rather than of a mistake of ours."""
 
 
 def told(error: Exception, runtime: Runtime, resources: ResourceSettings, aside: str, *, lower: str | None = None) -> Exception:
     """What the user is told of one of `FAILURES`.
 
-    First what the runtime knows to have gone wrong, since whoever needed that data is cancelled one after another: the disk tier, a task that found
-    no room, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error itself.
+    First what the runtime knows to have gone wrong, since whoever needed that data is cancelled one after another: the disk tier, a GPU, a task
+    that found no room, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error
+    itself.
 
     Args:
         resources: that the runtime was opened with.
@@ -137,6 +144,8 @@ def told(error: Exception, runtime: Runtime, resources: ResourceSettings, aside:
     """
     if runtime.tier_failure is not None:
         return StorageError(f"{runtime.tier_failure}; {aside}")
+    if isinstance(error, DeviceFailed):
+        return StorageError(f"{error}; {aside}")
     refusal = error if isinstance(error, NoRoom) else runtime.refusal
     if refusal is not None:
         return does_not_fit(refusal, resources, lower=lower)
@@ -158,7 +167,7 @@ def does_not_fit(error: NoRoom, resources: ResourceSettings, *, lower: str | Non
     disk = disk_of(resources.disk)
     if disk is not None and error.node == DISK:
         return DoesNotFit(f"{story}; raise SIZE in --disk {disk[0]}:SIZE, now --disk {resources.disk}")
-    flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith("sim") else ("--ram", resources.ram)
+    flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith(("sim", "cuda", "GPU")) else ("--ram", resources.ram)
     flag += f" (now {value or 'the default'})"
     if lower is not None:
         is_full = "are taken" in story  # else the task alone is too large, and no room elsewhere helps

@@ -120,15 +120,17 @@ def versions() -> dict[str, str]:
     return found | kernel_versions()
 
 
-def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us: float) -> dict[str, Any]:
+def summary_of(
+    whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us: float, fallbacks: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
         whole: sums over metrics.jsonl, resumed steps included.
         own: over the steps of this process.
-        stats: counters of the runtime of this process; it counts no "fallbacks" while CPU and simulated workers, which run every kernel, are all
-            that there is.
+        stats: counters of the runtime of this process.
         overhead_us: microseconds per task that no kernel accounts for.
+        fallbacks: tasks of a step that ran on the CPU because they have no CUDA kernel, by name.
     """
     outside = around(own, stats)
     return {
@@ -147,7 +149,7 @@ def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us
         **{f"{name}_around_steps": value for name, value in outside.items()},
         "tasks": stats["tasks"],
         "task_overhead_us": overhead_us,
-        "fallbacks": stats.get("fallbacks", {}),
+        "fallbacks": dict(fallbacks or {}),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),
     }

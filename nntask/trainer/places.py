@@ -24,11 +24,10 @@ from scheduler.core.perf import Models, Rate, footprint
 from scheduler.core.policies import choose
 from scheduler.core.records import NodeId, Task, WorkerKind
 from scheduler.core.steps import RecordedTask, StepPlan
-from scheduler.drivers.disk import THREADS
+from scheduler.drivers.disk import THREADS, staging_nbytes
 from scheduler.drivers.virtual import Duration
 from scheduler.engine import SIM_DEPTH
 from scheduler.ordering import pace_of
-from scheduler.runtime import usable_cores
 from scheduler.storage.limits import memory_budgets
 from scheduler.storage.perfstore import PerfStore, machine_fingerprint
 from tiles.kernels.cpu import kernel_versions
@@ -38,6 +37,7 @@ from ..models.interface import ModelConfig
 from ..sizes import format_size, parse_size
 from ..tiling import divisors, even, whole_groups
 from .flops import gemm_peak
+from .gpus import gpus_of, num_cpu_workers
 from .rules import disk_of
 from .settings import ResourceSettings, TrainSettings
 
@@ -45,9 +45,9 @@ RAM: Final = "ram"
 DISK: Final = "disk"
 
 DEVICE_BANDWIDTH: Final = 2e12
-"""Bytes per second that an imaginary device reads and writes of its own memory."""
+"""Bytes per second that such a device reads and writes of its own memory."""
 DEVICE_FLOPS: Final = 1e14
-"""Flop/s of an imaginary device that does not say."""
+"""Flop/s of an imaginary device that does not say, and of a real one before it has been measured."""
 DEFAULT_LINK: Final = "25GB/s"
 """Between host memory and each imaginary device, in each direction."""
 BOUNDLESS: Final = 1 << 50
@@ -131,21 +131,25 @@ def this_machine(settings: TrainSettings) -> Target:
         DoesNotFit: the budgets are above what this process may use.
     """
     resources = settings.resources
-    ncpu = usable_cores() if resources.ncpu is None else resources.ncpu
+    gpus, _ = gpus_of(settings)
+    ncpu = num_cpu_workers(resources, gpus)
     asked = parse_size(resources.ram, "--ram") if resources.ram else None
-    asked_device = parse_size(resources.gpu_memory, "--gpu-memory") if resources.gpu_memory else None
+    asked_device = parse_size(resources.gpu_memory, "--gpu-memory") if resources.gpu_memory and not gpus.parts else None
     try:
         ram, device = memory_budgets(asked, asked_device, resources.sim_gpu)
     except MemoryError as error:
         raise cannot_reserve(resources, error) from error
-    nodes = [(RAM, ram), *((f"sim:{at}", device) for at in range(resources.sim_gpu))]
     disk = disk_of(resources.disk)
+    ram -= staging_nbytes(len(gpus.parts), has_tier=disk is not None)
+    nodes = [(RAM, ram), *((f"sim:{at}", device) for at in range(resources.sim_gpu))]
+    nodes += [(f"cuda:{at}", gpus.nbytes) for at in range(len(gpus.parts))]
     if disk is not None:
         nodes.append((DISK, _tier_bytes(*disk)))
     workers: list[tuple[WorkerKind, int, int]] = [("cpu", 0, 1)] * ncpu
     workers += [("sim", 1 + at, SIM_DEPTH) for at in range(resources.sim_gpu)]
+    workers += [("cuda", 1 + at, SIM_DEPTH) for at in range(len(gpus.parts))]
     models = Models()
-    open_store([name for name, _ in nodes]).load(models)
+    open_store([name for name, _ in nodes], gpus.names).load(models)
     bandwidth = float(parse_size(resources.sim_bandwidth, "--sim-bandwidth")) if resources.sim_bandwidth else None
     models.declare_links(len(nodes), storage=disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
     return Target(tuple(workers), tuple(nodes), disk is not None, models)
@@ -227,13 +231,14 @@ def parse_rate(text: str, flag: str) -> float:
         raise UsageError(f"{flag} must be bytes per second, got {text!r}; for example 55GB/s") from None
 
 
-def open_store(names: Sequence[str]) -> PerfStore:
+def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:
     """What earlier runs on this machine have measured.
 
     Args:
         names: of the memory nodes.
+        devices: names of the GPUs.
     """
-    return PerfStore(machine_fingerprint(blas_threads=1, versions=kernel_versions()), names)
+    return PerfStore(machine_fingerprint(blas_threads=1, devices=devices, versions=kernel_versions()), names)
 
 
 def _tier_bytes(directory: Path, asked: int | None) -> int:
@@ -333,7 +338,7 @@ def measured_rates(num_workers: int) -> dict[WorkerKind, Rate]:
     """What one of so many busy workers on this machine's cores does at best. Takes 0.3 s."""
     num_threads = max(1, min(num_workers, os.cpu_count() or 1))
     rate = Rate(gemm_peak(num_threads) / max(num_workers, 1), memory_bandwidth(num_threads) / max(num_workers, 1))
-    return {"cpu": rate, "sim": rate}
+    return {"cpu": rate, "sim": rate, "cuda": Rate(DEVICE_FLOPS, DEVICE_BANDWIDTH)}
 
 
 def memory_bandwidth(num_threads: int) -> float:

@@ -15,6 +15,7 @@ from ..autograd import no_grad
 from ..cache import KVCache
 from ..errors import DoesNotFit
 from .fitting import needs_of, no_collections, shortage, untouched
+from .gpus import gpus_of
 from .places import this_machine
 from .settings import MachineSettings, ResourceSettings, TrainSettings
 
@@ -34,9 +35,10 @@ def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Ma
     Raises:
         DoesNotFit: a budget is too small; says by how much.
     """
-    target = this_machine(TrainSettings(resources=ResourceSettings(**asdict(machine))))
+    settings = TrainSettings(resources=ResourceSettings(**asdict(machine)))
+    target = this_machine(settings)
     with no_collections():
-        runtime = CapturingRuntime()
+        runtime = CapturingRuntime(has_gpus=bool(gpus_of(settings)[0].parts))
         model = source.build(runtime, tiling, dtype, read=False)
         cache = KVCache(model.config, model.given_tiling, runtime, batch, length, model.lm_head.dtype)
         tokens, positions = cache.inputs(1)

@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from scheduler.drivers.cuda_cupy import MOST_PARTS
+
 from ..errors import UsageError
 from ..models.interface import ModelConfig
 from ..sizes import LARGEST, parse_size
+from .gpus import fraction_of, gpus_of
 from .settings import TrainSettings
 
 DEFAULT_STEPS: Final = 200
@@ -43,9 +46,15 @@ _COUNTS: Final = (
     ("checkpoints", "save_every", 0),
     ("checkpoints", "keep_checkpoints", 1),
     ("resources", "ncpu", 0),
+    ("resources", "ngpu", 0),
+    ("resources", "split_gpu", 1),
     ("resources", "sim_gpu", 0),
 )
-_MOST: Final = {"ncpu": (1024, "each worker is a thread of one process"), "sim_gpu": (64, "each device has two threads and a memory")}
+_MOST: Final = {
+    "ncpu": (1024, "each worker is a thread of one process"),
+    "sim_gpu": (64, "each device has two threads and a memory"),
+    "split_gpu": (MOST_PARTS, "each part has threads, a memory and libraries of its own"),
+}
 _OR_WHOLE: Final = (
     ("tiling", "minibatch"),
     ("tiling", "minibatch_tile"),
@@ -116,7 +125,7 @@ def check_values(settings: TrainSettings) -> None:
     _check_adapters(settings)
     resources = settings.resources
     for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
-        if text:
+        if text and (flag != "--gpu-memory" or resources.sim_gpu or fraction_of(text) is None):
             parse_size(text, flag)
     disk_of(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
@@ -124,10 +133,26 @@ def check_values(settings: TrainSettings) -> None:
             f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, or turn:K/8 with K from 1 to 7, "
             f"got {resources.order!r}; use --order auto"
         )
-    for text, flag in ((resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
-        if text and not resources.sim_gpu:
-            raise UsageError(f"{flag} {text} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
+    if resources.sim_bandwidth and not resources.sim_gpu:
+        raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
     trace_range(settings.observe.trace_steps)
+    _check_devices(settings)
+
+
+def _check_devices(settings: TrainSettings) -> None:
+    """Flags that need a device need one; looks for GPUs only where such a flag is there."""
+    resources = settings.resources
+    if resources.ncpu == 0 and not resources.sim_gpu and not gpus_of(settings)[0].parts:
+        raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
+    gpus = {
+        "--ngpu": resources.ngpu or "",
+        "--split-gpu": resources.split_gpu if resources.split_gpu > 1 else "",
+        "--restrict": resources.restrict if resources.restrict == "cuda" else "",
+        "--gpu-memory": resources.gpu_memory if not resources.sim_gpu else "",
+    }
+    for flag, value in gpus.items():
+        if value and not gpus_of(settings)[0].parts:
+            raise UsageError(f"{flag} {value} is about devices and there are none; add --sim-gpu 1, or drop it")
 
 
 def check_most(name: str, value: int | None) -> None:
@@ -149,8 +174,15 @@ def _check_combinations(settings: TrainSettings) -> None:
     for flag, value in (("--model", model.model), ("--config-path", model.config_path), ("--load-checkpoint", settings.checkpoints.load_checkpoint)):
         if begin and value:
             raise UsageError(f"--init-from {begin} brings its own config and weights, and {flag} {value} names others; drop one of them")
-    if resources.restrict == "cuda":
-        raise UsageError("--restrict=cuda needs a GPU and this version uses none; drop --restrict=cuda")
+    if resources.restrict == "cuda" and (resources.ngpu == 0 or resources.sim_gpu):
+        what = "--ngpu 0" if resources.ngpu == 0 else f"--sim-gpu {resources.sim_gpu}"
+        raise UsageError(f"--restrict=cuda needs a GPU and {what} leaves them out; drop one of them")
+    if resources.restrict == "cpu" and resources.ngpu:
+        raise UsageError(f"--restrict=cpu leaves the {resources.ngpu} GPUs of --ngpu without work; drop one of them")
+    if resources.ngpu and resources.sim_gpu:
+        raise UsageError(f"devices are real or simulated, got --ngpu {resources.ngpu} and --sim-gpu {resources.sim_gpu}; drop one of them")
+    if model.dtype == "fp64" and resources.ngpu:
+        raise UsageError(f"--dtype fp64 has no CUDA kernels, and --ngpu {resources.ngpu} asks for GPUs; use --ngpu 0, or another --dtype")
     if model.fp32_fast_tf32 and model.dtype not in ("auto", "fp32", "tf32"):
         raise UsageError(f"--fp32-fast-tf32 means --dtype tf32, got --dtype {model.dtype}; drop one of them")
     if tiling.redux and tiling.lanes not in (None, 4):
@@ -163,8 +195,6 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError(
             f"--momentum {settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1"
         )
-    if resources.ncpu == 0 and resources.sim_gpu == 0:
-        raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
     if resources.restrict == "cpu" and resources.sim_gpu:
         raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
     if settings.run.prompt and not settings.run.sample_tokens:

@@ -27,6 +27,7 @@ from .evaluation import evaluate
 from .explain import Explainer, matching
 from .fitting import check_fit
 from .flops import FlopCounts, flop_counts_of, gemm_peak
+from .gpus import check_fallbacks, peak_flops
 from .loop import Loop, Plan
 from .machine import FAILURES, Tracer, open_runtime, told
 from .metrics import Journal, StepPrinter
@@ -59,6 +60,7 @@ class _Running:
     counts: FlopCounts
     printer: StepPrinter
     interrupts: Interrupts
+    fallbacks: Mapping[str, int]
 
     @property
     def settings(self) -> TrainSettings:
@@ -80,6 +82,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
     base = base_to_start_from(settings, resumed)
     sketch, order = check_fit(settings, prepared.config, prepared.tiling, base)
     check_weights(prepared, base, sketch)
+    fallbacks = check_fallbacks(sketch.plan.tasks, settings)
     explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})
     if settings.run.dry_run:
         _stream(prepared, open_dataset(prepared.data, printer.say))
@@ -96,7 +99,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
                 dataset = open_dataset(prepared.data, printer.say)
                 stream = _stream(prepared, dataset)
                 counts = _counts(prepared, engine)
-                running = _Running(prepared, base, dataset, stream, runtime, engine, counts, printer, interrupts)
+                running = _Running(prepared, base, dataset, stream, runtime, engine, counts, printer, interrupts, fallbacks)
                 if settings.run.sample_tokens:
                     sample_prompt(settings, dataset.tokenizer, stream.length)  # refused now rather than after the training
                 _print_header(running, order)
@@ -183,7 +186,7 @@ def _loop(running: _Running, journal: Journal, tracer: Tracer, explainer: Explai
         keep=checkpoints.keep_checkpoints,
         sum_loss=optimizer.loss_reduction == "sum",
         flops=running.counts.model * running.stream.batch,
-        peak_flops=gemm_peak(max(len(running.runtime.stats()["busy_seconds"]), 1)),
+        peak_flops=peak_flops(running.runtime.gpus) or gemm_peak(max(len(running.runtime.stats()["busy_seconds"]), 1)),
     )
     return Loop(
         plan,
@@ -261,7 +264,7 @@ def _print_header(running: _Running, order: PlannedOrder) -> None:
             f"{chosen.train}: {running.engine.num_trained / 1e6:.2f} M weights of adapters are trained, alpha {chosen.lora_alpha:g}; "
             f"the others are frozen and come from {place}"
         )
-    if settings.model.dtype == "tf32":
+    if settings.model.dtype == "tf32" and not running.runtime.gpus:
         say("tf32 on a CPU computes in fp32")
     say(
         f"tiles: minibatch {cut.minibatch_tile}, seq {cut.seq_tile}, embd {cut.embd_tile}, inner {cut.inner_tile}, head {cut.head_tile}, "
@@ -269,6 +272,8 @@ def _print_header(running: _Running, order: PlannedOrder) -> None:
     )
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
     say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
+    if running.fallbacks:
+        say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(running.fallbacks.items())))
     if order.forecasts:
         plain = order.forecasts[SUBMISSION]
         say(
@@ -349,4 +354,4 @@ def _summarise(running: _Running, loop: Loop, journal: Journal) -> None:
     """Write summary.json, whichever way the training ended."""
     tasks = running.engine.num_tasks * max(journal.own.steps, 1)
     overhead_us = journal.own.wait_seconds / tasks * 1e6
-    write_summary(running.prepared.run, summary_of(journal.whole, journal.own, running.runtime.stats(), overhead_us))
+    write_summary(running.prepared.run, summary_of(journal.whole, journal.own, running.runtime.stats(), overhead_us, running.fallbacks))

@@ -29,7 +29,7 @@ class ModelSettings:
     seq_len: int | None = None
     """tokens per sequence, at most n_positions (default n_positions, at most 4096)"""
     dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
-    """arithmetic; auto is fp32, tf32 on a CPU computes in fp32, bf16 stores bf16, keeps fp32 masters and sums in fp32"""
+    """arithmetic; auto is fp32, tf32 rounds factors of products on GPUs, fp32 on a CPU, bf16 stores bf16, keeps fp32 masters and sums in fp32"""
     fp32_fast_tf32: bool = False
     """older name of --dtype tf32"""
     dropout: float | None = None
@@ -192,14 +192,21 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True)
 class MachineSettings:
-    """Where it runs. Nothing here changes a number."""
+    """Where it runs. Between CPU and GPUs numbers differ by rounding; nothing else here changes one."""
 
     ncpu: int | None = None
-    """CPU workers (default: the cores this process may use)"""
+    """CPU workers (default: the cores this process may use, none where GPUs are used)"""
+    ngpu: int | None = None
+    """GPUs, the first ones that CUDA shows (default: all, where CuPy is installed); what has a CUDA kernel runs there only"""
+    split_gpu: int = 1
+    """parts that each GPU is used as: devices with memory, kernels and copies of their own on one card"""
+    strict: bool = False
+    """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
     sim_gpu: int = 0
     """simulated devices: more workers, each with a memory of its own"""
     gpu_memory: str = ""
-    """byte budget of each simulated device, e.g. 1GiB (default: as much as RAM, or what RAM leaves)"""
+    """budget of each GPU or simulated device, e.g. 1GiB, or for GPUs a fraction such as 0.25 (default: 0.9 of what is free on the card, divided by
+    its parts; of simulated ones as much as RAM, or what RAM leaves)"""
     sim_bandwidth: str = ""
     """bytes per second of each link of a simulated device, e.g. 8GB (default: as fast as memory copies)"""
     ram: str = ""
@@ -216,12 +223,12 @@ class MachineSettings:
 
 @dataclass(frozen=True, slots=True)
 class ResourceSettings(MachineSettings):
-    """Where it runs. Nothing here changes a loss."""
+    """Where it runs. Between CPU and GPUs losses differ by rounding; nothing else here changes one."""
 
     order: str = "auto"
     """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G or turn:K/8"""
     restrict: Literal["none", "cpu", "cuda"] = "none"
-    """where kernels may run"""
+    """where kernels may run: cpu leaves GPUs out, cuda insists on one; with GPUs, only what has no CUDA kernel runs on the CPU"""
 
 
 @dataclass(frozen=True, slots=True)

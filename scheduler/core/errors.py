@@ -5,6 +5,7 @@
     ├── HandleLost       data whose producer failed was asked for
     ├── DoesNotFit       a task's working set exceeds every node that could run it
     ├── TierFailed       the disk tier could not be read or written
+    ├── DeviceFailed     a GPU stopped working while it was used
     ├── PlacementError   a task was placed by hand where it cannot run
     ├── RunStopped       the program's own `on_task` callback asked for the end
     ├── RuntimeBroken    a thread of the runtime died; nothing runs any more
@@ -44,6 +45,10 @@ class DoesNotFit(SchedulerError, MemoryError):
 
 class TierFailed(SchedulerError, OSError):
     """Bytes could not be written to the last tier, or not be read back."""
+
+
+class DeviceFailed(SchedulerError, RuntimeError):
+    """A GPU stopped working; what was in its memory is gone."""
 
 
 class PlacementError(SchedulerError, ValueError):

@@ -32,8 +32,8 @@ class Engine(Protocol):
     def trace(self) -> object | None:
         """Whoever wants to know of tasks."""
 
-    def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float) -> Task | None:
-        """Advance the machine after so many seconds in a kernel; return the worker's next task, if it has one now."""
+    def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
+        """Advance the machine after so many seconds in a kernel, if that is known; return the worker's next task, if it has one now."""
 
     def fail(self, error: BaseException) -> None:
         """The runtime is broken: wake everybody with the reason."""
@@ -74,7 +74,7 @@ class WorkerThread(threading.Thread):
         self.memory = memory
         self.mailbox: SimpleQueue[Task | None] = SimpleQueue()
         self.busy_ns = 0
-        self._last_ns = 0
+        self._seconds: float | None = None
         self.num_tasks = 0
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ class WorkerThread(threading.Thread):
         while (task := self.mailbox.get()) is not None:
             try:
                 while task is not None and not engine.closing:
-                    task = engine.advance(self._execute(task), worker, self._last_ns * 1e-9)
+                    task = engine.advance(self._execute(task), worker, self._seconds)
             except BaseException as error:  # not of a kernel: a bug of ours, and nobody may be left waiting
                 engine.fail(error)
             del task
@@ -95,28 +95,28 @@ class WorkerThread(threading.Thread):
         """End the thread after the kernel it is in."""
         self.mailbox.put(None)
 
-    def compute(self, task: Task, views: list[Any]) -> None:
-        """Run the task's kernel."""
-        constants: Mapping[str, Any] = task.constants
-        task.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
+    def views_of(self, task: Task) -> list[Any]:
+        """The arguments of the task's kernel."""
+        views: list[Any] = []
+        memory = self.memory
+        for replica in task.replicas:
+            view = replica.view
+            if view is None:
+                view = replica.view = replica.handle.view(memory, replica.offset)  # type: ignore[operator]
+            views.append(view)
+        return views
 
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
         engine = self.engine
-        views: list[Any] = []
-        memory = self.memory
         start = perf_counter_ns()
         try:
-            for replica in task.replicas:
-                view = replica.view
-                if view is None:
-                    view = replica.view = replica.handle.view(memory, replica.offset)  # type: ignore[operator]
-                views.append(view)
-            self.compute(task, views)
+            constants: Mapping[str, Any] = task.constants
+            task.codelet.cpu(*self.views_of(task), **constants)  # type: ignore[attr-defined]
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
             return TaskFailed(task, error)
         finally:
             end = perf_counter_ns()
-            self._last_ns = end - start
+            self._seconds = (end - start) * 1e-9
             self.busy_ns += end - start
             self.num_tasks += 1
             if engine.trace is not None:

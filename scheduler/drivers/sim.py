@@ -1,4 +1,4 @@
-"""Copy engines of devices: one thread per device and direction; those of simulated devices optionally at a set bandwidth."""
+"""Copy engines of simulated devices: one thread per device and direction, optionally at a set bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns
 
 from ..core.events import CopyTile
-from ..storage.device import Arena, transfer
+from ..storage import HostArena
 
 
 class CopyEngine(threading.Thread):
@@ -23,7 +23,7 @@ class CopyEngine(threading.Thread):
 
     def __init__(
         self,
-        arenas: Sequence[Arena],
+        arenas: Sequence[HostArena],
         done: Callable[[CopyTile, int, int], None],
         fail: Callable[[BaseException], None],
         bandwidth: float | None,
@@ -34,12 +34,16 @@ class CopyEngine(threading.Thread):
         self.done = done
         self.fail = fail
         self.bandwidth = bandwidth
-        self.mailbox: SimpleQueue[CopyTile | None] = SimpleQueue()
+        self._mailbox: SimpleQueue[CopyTile | None] = SimpleQueue()
         self._pace = threading.Event()
+
+    def put(self, action: CopyTile) -> None:
+        """Ask for a copy."""
+        self._mailbox.put(action)
 
     def run(self) -> None:
         """Copy until told to stop."""
-        while (action := self.mailbox.get()) is not None:
+        while (action := self._mailbox.get()) is not None:
             try:
                 self._copy(action)
             except BaseException as error:  # nobody may be left waiting
@@ -50,7 +54,7 @@ class CopyEngine(threading.Thread):
         source, target = action.source, action.target
         nbytes = source.handle.nbytes
         start = perf_counter_ns()
-        transfer(self.arenas[source.node], source.offset, self.arenas[target.node], target.offset, nbytes)
+        self.arenas[target.node].copy_from(self.arenas[source.node], source.offset, target.offset, nbytes)
         if self.bandwidth is not None:
             remaining = nbytes / self.bandwidth - (perf_counter_ns() - start) / 1e9
             if remaining > 0:
@@ -60,4 +64,4 @@ class CopyEngine(threading.Thread):
     def stop(self) -> None:
         """End the thread after the copies already asked for, which no longer take their time."""
         self._pace.set()
-        self.mailbox.put(None)
+        self._mailbox.put(None)

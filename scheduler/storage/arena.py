@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
+from typing import Any
 
 
 class HostArena:
@@ -34,3 +36,7 @@ class HostArena:
     def copy_from(self, source: HostArena, source_offset: int, offset: int, nbytes: int) -> None:
         """Copy bytes between arenas, or within one even where they overlap; other threads run meanwhile."""
         ctypes.memmove(self.address + offset, source.address + source_offset, nbytes)
+
+    def look(self, view: Callable[[Any, int], Any], offset: int, nbytes: int) -> Any:
+        """A read-only view of what lies there."""
+        return view(memoryview(self.memory).toreadonly(), offset)

@@ -1,16 +1,20 @@
-"""Memory of a GPU: one reservation of a node's whole budget, and copies from, to and within it."""
+"""Memory of a GPU: one reservation of a node's whole budget, and copies from, to and within it; host memory that such copies find locked in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Final
 
+from ..drivers.gpu import Flow, Gpu, Stream, device_failed
 from .arena import HostArena
 
-if TYPE_CHECKING:
-    from ..drivers.cuda import Gpu
+STAGE_NBYTES: Final = 4 << 20
+"""Host memory of each thread that reads and writes files for a GPU, counted in the budget of host memory."""
+
+PIN_NBYTES: Final = 64 << 20
+"""Host memory is locked in pieces of so much, when a copy first touches them: locking takes pages, and all of a budget at once would take seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,80 +24,129 @@ class DeviceMemory:
     address: int
 
 
+class PinnedRange:
+    """Host memory as copies of a GPU use it: locked in place where the system allows it, else copied at the speed of ordinary memory.
+
+    Args:
+        gpu: any of those that copy.
+        arena: the memory.
+
+    Attributes:
+        is_refused: whether the system has refused to lock some of it; nothing more is locked then.
+    """
+
+    def __init__(self, gpu: Gpu, arena: HostArena, nbytes: int) -> None:
+        self.is_refused = False
+        self._gpu = gpu
+        self._begin, self._end = arena.address, arena.address + nbytes
+        self._pinned: set[int] = set()
+        self._lock = threading.Lock()
+
+    def pieces(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Cut a range so that each piece lies in one locked region, or in none: (address, bytes); one copy may not span two."""
+        end = address + nbytes
+        while address < end:
+            number = (address - self._begin) // PIN_NBYTES
+            stop = min(end, self._begin + (number + 1) * PIN_NBYTES)
+            if number not in self._pinned and not self.is_refused:
+                self._pin(number)
+            yield address, stop - address
+            address = stop
+
+    def close(self) -> None:
+        """Unlock everything."""
+        for number in self._pinned:
+            self._gpu.unpin(self._begin + number * PIN_NBYTES)
+        self._pinned.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Locked bytes, all of them within the arena."""
+        return sum(min(PIN_NBYTES, self._end - self._begin - number * PIN_NBYTES) for number in self._pinned)
+
+    def _pin(self, number: int) -> None:
+        with self._lock:
+            if number not in self._pinned and not self.is_refused:
+                begin = self._begin + number * PIN_NBYTES
+                if self._gpu.pin(begin, min(PIN_NBYTES, self._end - begin)):
+                    self._pinned.add(number)
+                else:
+                    self.is_refused = True
+
+
 class DeviceArena:
     """Memory of `nbytes` bytes on a GPU.
 
     Attributes:
         memory: as views are made over it.
         address: where it begins.
+        flow: the kernels that use it.
+        host: host memory that is copied from and to it.
 
     Raises:
         MemoryError: the GPU has less.
     """
 
-    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+    def __init__(self, gpu: Gpu, nbytes: int, host: PinnedRange | None = None) -> None:
         self.gpu = gpu
         self.address = gpu.reserve(nbytes)
         self.memory = DeviceMemory(self.address)
+        self.flow = Flow(gpu)
+        self.host = host
+        self._local = threading.local()
 
-    def copy_from(self, source: Arena, source_offset: int, offset: int, nbytes: int) -> None:
-        """Copy bytes from an arena into this one, or within it even where they overlap, and wait until they are there."""
-        gpu, target, origin = self.gpu, self.address + offset, source.address + source_offset
-        if isinstance(source, HostArena):
-            gpu.upload(target, origin, nbytes)
-        elif source is self:
-            self._move(target, origin, nbytes)
-        else:
-            self._copy_over(source, origin, target, nbytes)
-        gpu.wait()
+    def put(self, stream: Stream, address: int, offset: int, nbytes: int) -> None:
+        """Put a copy from host memory on a stream."""
+        for begin, count in self._pieces(address, nbytes):
+            stream.copy(self.address + offset + begin - address, begin, count)
 
-    def copy_to(self, target: HostArena, target_offset: int, offset: int, nbytes: int) -> None:
-        """Copy bytes into host memory, and wait until they are there."""
-        self.gpu.download(target.address + target_offset, self.address + offset, nbytes)
-        self.gpu.wait()
+    def take(self, stream: Stream, address: int, offset: int, nbytes: int) -> None:
+        """Put a copy to host memory on a stream."""
+        for begin, count in self._pieces(address, nbytes):
+            stream.copy(begin, self.address + offset + begin - address, count)
+
+    def exchange(self, address: int, offset: int, nbytes: int, after: int, *, writes: bool) -> None:
+        """Copy to host memory, or with `writes` from it, once the flow is past the mark `after`, and wait until that is done.
+
+        Raises:
+            DeviceFailed: the GPU stopped working.
+        """
+        try:
+            stream, event = self._own()
+            self.flow.hold(stream, after)
+            (self.put if writes else self.take)(stream, address, offset, nbytes)
+            stream.record(event)
+            event.wait()
+        except RuntimeError as error:
+            raise device_failed(self.gpu, error) from error
+
+    def look(self, view: Callable[[Any, int], Any], offset: int, nbytes: int) -> Any:
+        """A read-only view of a copy of what lies there, once everything that was asked of the device has ended."""
+        copy = HostArena(nbytes)
+        self.exchange(copy.address, offset, nbytes, self.flow.number, writes=False)
+        return copy.look(view, 0, nbytes)
 
     def close(self) -> None:
         """Give the memory back."""
         self.gpu.release(self.address)
 
-    def _move(self, target: int, origin: int, nbytes: int) -> None:
-        """Within the arena: in pieces that do not overlap their sources, in the order in which none is overwritten before it is read."""
-        step = min(nbytes, abs(target - origin)) or nbytes
-        pieces = range(0, nbytes, step)
-        for start in pieces if target <= origin else reversed(pieces):
-            self.gpu.copy(target + start, origin + start, min(step, nbytes - start))
+    def _pieces(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        host = self.host
+        if host is not None and host._begin <= address < host._end:
+            return host.pieces(address, nbytes)
+        return iter(((address, nbytes),))
 
-    def _copy_over(self, source: DeviceArena, origin: int, target: int, nbytes: int) -> None:
-        """From another GPU, through host memory."""
-        stage = HostArena(nbytes)
-        source.gpu.download(stage.address, origin, nbytes)
-        source.gpu.wait()
-        self.gpu.upload(target, stage.address, nbytes)
-        self.gpu.wait()
+    def _own(self) -> Any:
+        """Stream and event of the calling thread."""
+        if not hasattr(self._local, "pair"):
+            self.gpu.adopt()
+            self._local.pair = self.gpu.stream(), self.gpu.event()
+        return self._local.pair
 
 
 Arena = HostArena | DeviceArena
 
 
-def transfer(source: Arena, source_offset: int, target: Arena, offset: int, nbytes: int) -> None:
-    """Copy bytes between the memories of two nodes, and wait until they are there."""
-    if isinstance(target, DeviceArena):
-        target.copy_from(source, source_offset, offset, nbytes)
-    elif isinstance(source, DeviceArena):
-        source.copy_to(target, offset, source_offset, nbytes)
-    else:
-        target.copy_from(source, source_offset, offset, nbytes)
-
-
-@contextmanager
-def in_host_memory(arena: Arena, offset: int, nbytes: int, *, writes: bool) -> Iterator[tuple[HostArena, int]]:
-    """Bytes of a node's memory where files are read and written: themselves, or of a GPU a copy, (arena, offset); `writes` back what is put there."""
-    if isinstance(arena, HostArena):
-        yield arena, offset
-        return
-    stage = HostArena(nbytes)
-    if not writes:
-        transfer(arena, offset, stage, 0, nbytes)
-    yield stage, 0
-    if writes:
-        transfer(stage, 0, arena, offset, nbytes)
+def marks_of(*arenas: Arena) -> Sequence[tuple[Flow, int]]:
+    """How far the kernels of each GPU among them must be before anything else may use what they have used so far."""
+    return [(arena.flow, arena.flow.number) for arena in arenas if isinstance(arena, DeviceArena)]

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
-from tiles.kernels.cuda.launch import ROOM_NBYTES, SOURCES, use
+from tiles.kernels.cuda.launch import ROOM_NBYTES, SOURCES, Arguments, use
 
 COMPILER = shutil.which("g++")
 _running = threading.Lock()
@@ -21,8 +22,8 @@ _running = threading.Lock()
 EMULATION = Path(__file__).with_name("emulation.hpp")
 
 
-class Emulator:
-    """Answers `launch.Device` for kernels and `Gpu` for the scheduler; its memory is host memory, and everything is done when its call returns.
+class Emulator(FakeGpu):
+    """Answers `launch.Device` for kernels and `Gpu` for the scheduler; kernels and copies run late, and streams in an order chosen by chance.
 
     Args:
         folder: where libraries are built.
@@ -31,51 +32,36 @@ class Emulator:
         backwards: whether threads of a block run from the last to the first.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **more: Any) -> None:
+        super().__init__("emulated", **more)
         self.backwards = False
         self._folder = folder
         self._libraries: dict[tuple[str, str], ctypes.CDLL] = {}
         self._room = np.empty(ROOM_NBYTES, np.uint8)
 
-        self._reserved: dict[int, np.ndarray] = {}
-
-    name = "emulated"
-
-    def reserve(self, nbytes: int) -> int:
-        memory = np.empty(nbytes + 4096, np.uint8)
-        address = -(-memory.ctypes.data // 4096) * 4096
-        self._reserved[address] = memory
-        return address
-
-    def release(self, address: int) -> None:
-        del self._reserved[address]
-
-    def enter(self) -> None:
+    def enter(self, stream: FakeStream) -> None:
+        super().enter(stream)
         use(self)
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def upload(self, target: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(target, source, nbytes)
-
-    def download(self, target: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(target, source, nbytes)
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        assert abs(target - source) >= nbytes, "ranges of a copy overlap"
-        ctypes.memmove(target, source, nbytes)
 
     @property
     def room(self) -> DeviceArray:
         return on_device(self._room)
 
-    def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any) -> None:
+    def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         function = getattr(self._library(source, element), f"emulate_{kernel}")
-        with _running:
-            function((ctypes.c_int * 6)(*grid, threads, shared, self.backwards), arguments)
+        dimensions, kept = (ctypes.c_int * 6)(*grid, threads, shared, self.backwards), arguments.copy()
 
-    def gemm(self, a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):
+        def run() -> None:
+            with _running:
+                function(dimensions, ctypes.c_void_p(kept.address))
+
+        self.later(run)
+
+    def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
+        self.later(lambda: self._multiply(*arrays, **options))
+
+    @staticmethod
+    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):
         target, right = on_host(out), on_host(b).astype(np.float32)
         width = a.shape[1]
         left = on_host(a.at(a.dtype, (a.shape[0] - 1) * (stride_a or width) + width))
@@ -87,6 +73,9 @@ class Emulator:
         found = self._libraries.get((source, element))
         if found is None:
             path = self._folder / f"{source}_{element}.so"
+            if path.exists():
+                self._libraries[source, element] = ctypes.CDLL(str(path))
+                return self._libraries[source, element]
             flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATED", f"-DELEMENT={element}", "-include", str(EMULATION)]
             command = [COMPILER or "g++", *flags, "-x", "c++", str(SOURCES / f"{source}.cu"), "-o", str(path)]
             subprocess.run(command, check=True, capture_output=True, text=True)

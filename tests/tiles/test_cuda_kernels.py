@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -57,10 +58,10 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the 
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def emulator(cuda_libraries: Path) -> Emulator:
     """The device of these tests."""
-    found = Emulator(tmp_path_factory.mktemp("cuda"))
-    launch.use(found)
+    found = Emulator(cuda_libraries, eager=True)
+    found.enter(found.stream())
     return found
 
 
@@ -136,6 +137,18 @@ def test_attention_over_several_blocks(causal: bool, p: float, backwards: bool, 
     for kept, stored in ((make.positive(1, 4, 70) * 9, False), (weights, True)):
         args = [q, k, v, do, kept, delta, *(grad.copy() for grad in grads), *key, scratch]
         check("attention_backward", args, {"at": at, "stored": stored, "first_k": False, "first_q": False}, rtol=2e-3, atol=2e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_of_a_table_over_many_tokens(accumulate: bool, emulator: Emulator) -> None:
+    """Tokens that occur often, in several pieces of the search, once, or in other tiles; rows nobody names are cleared or kept."""
+    emulator.backwards = False
+    rng = np.random.default_rng(0)
+    tokens = rng.choice([3, 5, 6, 17, 30], (1, 700)).astype(np.int32)
+    tokens[0, 299] = 9
+    dy, table = rng.standard_normal((1, 700, 20)).astype(np.float32), rng.standard_normal((16, 20)).astype(np.float32)
+    check("embedding_backward", [tokens, dy, table], {"v_start": 2, "accumulate": accumulate}, rtol=2e-5, atol=2e-5)
 
 
 @needs_compiler

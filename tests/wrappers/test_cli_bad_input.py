@@ -86,7 +86,6 @@ def refuse(capsys, argv: list[str]) -> tuple[int, str]:
         (["--ram=99999999TiB"], 2, "--ram must be at most"),
         (["--sim-gpu=1", "--gpu-memory=1000TiB"], 3, "--gpu-memory 1000TiB cannot be reserved"),
         (["--seed=99999999999999999999999"], 2, "--seed must be at most 9223372036854775807"),
-        (["--strict"], 2, "--strict is not offered yet: it comes with GPUs"),
         (["--init-from=gpt2"], 2, "--init-from gpt2 brings its own config and weights, and --config-path small.json names others; drop one"),
         (["--force"], 2, "--force belongs to nntask export; nothing else overwrites anything"),
         (["--disk=small.json"], 4, "--disk small.json is a file"),

@@ -76,7 +76,8 @@ _flops: dict[str, FlopCount] = {}
 
 
 def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
-    """Register a kernel of operation `op`; the latest registration wins, over a kernel of ours for bf16 tiles, too.
+    """Register a kernel of operation `op`; the latest registration wins, over kernels of ours for bf16 tiles and for GPUs, too: with GPUs, an
+    operation whose CPU kernel a program has replaced runs on CPU workers, until the program brings its "cuda" kernel as well.
 
     Tasks that are submitted or recorded afterwards use it.
 
@@ -90,10 +91,13 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
             load()  # ours come first, whenever they are imported
         if backend == "cpu" and (op, backend) in _kernels:
             _native.pop(op, None)
+            ours = _kernels.get((op, "cuda"))
+            if ours is not None and ours.__module__.startswith(f"{__package__}."):
+                del _kernels[op, "cuda"]
         _kernels[op, backend] = _bounded(kernel) if backend == "cpu" and not is_bounded else kernel
         if flops is not None:
             _flops[op] = flops
-        for cached in (codelet, _native_codelet, _widening_codelet):
+        for cached in (codelet, _cpu_codelet, _cuda_codelet, _native_codelet, _widening_codelet):
             cached.cache_clear()
         return kernel
 
@@ -104,8 +108,8 @@ def register_activation(kind: str, *, backward: Kernel | None = None) -> Callabl
     """Register the function ``forward(x, y)`` as activation `kind` on the CPU: a way of its own to compute a built-in one, or a new one.
 
     The operations `activation` and `linear_activation`, which models are made of, call it at every element type: 16-bit tiles are widened around
-    it. The gated unit `silu_gate` is an operation of its own. The function must release nothing of `x`, overwrite all of `y`, and give the same
-    bits every time.
+    it. With GPUs, they run on CPU workers then. The gated unit `silu_gate` is an operation of its own. The function must release nothing of `x`,
+    overwrite all of `y`, and give the same bits every time.
 
     Args:
         kind: its name, as layers take it.
@@ -184,6 +188,12 @@ def operations(backend: Backend) -> list[str]:
     return sorted(op for op, where in _kernels if where == backend)
 
 
+def has_cuda(op: str) -> bool:
+    """Whether operation `op` has a kernel for GPUs."""
+    load()
+    return (op, "cuda") in _kernels
+
+
 def native_kernels() -> dict[str, Native]:
     """The kernels that take bf16 tiles as they are, by operation."""
     load()
@@ -200,6 +210,16 @@ def load() -> None:
 def codelet(op: str) -> Codelet:
     """The codelet of operation `op`."""
     return Codelet(op, cpu=kernel(op, "cpu"), cuda=_kernels.get((op, "cuda")), cost=_cost(op))
+
+
+@cache
+def _cpu_codelet(op: str) -> Codelet:
+    return Codelet(op, cpu=kernel(op, "cpu"), cost=_cost(op))
+
+
+@cache
+def _cuda_codelet(op: str) -> Codelet:
+    return Codelet(op, cuda=kernel(op, "cuda"), cost=_cost(op))
 
 
 @cache
@@ -251,11 +271,18 @@ def _aligned(nbytes: int) -> int:
 
 
 def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
-    """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel for them or are widened around the kernel."""
+    """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel for them or are widened around the kernel.
+
+    Where there are GPUs, kernels for them take fp32 and bf16 tiles as they are. Activations that the program has registered run on the CPU.
+    """
     views: list[Any] = [handle.view for handle, _ in accesses]
     narrow = [view for view in views if view.dtype in NARROW]
+    own = runtime.has_gpus and constants.get("kind") in _activations
     if not narrow:
-        runtime.submit(codelet(op), accesses, constants, priority=priority)
+        runtime.submit(_cpu_codelet(op) if own else codelet(op), accesses, constants, priority=priority)
+        return
+    if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
+        runtime.submit(_cuda_codelet(op), accesses, constants, priority=priority)
         return
     native = native_for(op, views, constants)
     if native is None:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,14 @@ class DevicesSettings:
     """print JSON"""
     ncpu: int | None = None
     """CPU workers (default: the cores this process may use)"""
+    ngpu: int | None = None
+    """GPUs (default: all that CUDA shows, where CuPy is installed)"""
+    split_gpu: int = 1
+    """parts that each GPU is used as"""
     sim_gpu: int = 0
     """simulated devices"""
     gpu_memory: str = ""
-    """byte budget of each simulated device, e.g. 1GiB (default: as much as RAM, or what RAM leaves)"""
+    """budget of each GPU or simulated device, e.g. 1GiB, or for GPUs a fraction such as 0.25"""
     ram: str = ""
     """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free, shared with simulated devices)"""
     disk: str = ""
@@ -74,17 +78,28 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         UsageError: a flag is wrong.
     """
     from nntask.trainer.flops import gemm_peak
+    from nntask.trainer.gpus import gpus_of
     from nntask.trainer.places import memory_bandwidth, open_store, this_machine
     from nntask.trainer.rules import check_values
     from nntask.trainer.settings import ResourceSettings, TrainSettings
     from scheduler.core.perf import DISK_LINK, MEMORY_LINK, Models
 
-    resources = ResourceSettings(ncpu=settings.ncpu, sim_gpu=settings.sim_gpu, gpu_memory=settings.gpu_memory, ram=settings.ram, disk=settings.disk)
-    asked = TrainSettings(resources=resources)
+    asked = TrainSettings(
+        resources=ResourceSettings(
+            ncpu=settings.ncpu,
+            ngpu=settings.ngpu,
+            split_gpu=settings.split_gpu,
+            sim_gpu=settings.sim_gpu,
+            gpu_memory=settings.gpu_memory,
+            ram=settings.ram,
+            disk=settings.disk,
+        )
+    )
     check_values(asked)
+    plan, why_not = gpus_of(asked)
     target = this_machine(asked)
     names = [*(name for name, _ in target.nodes), *(name for name in ("sim:0", "disk") if name not in dict(target.nodes))]
-    store, models = open_store(names), Models()
+    store, models = open_store(names, plan.names), Models()
     store.load(models)
     threads = min(max(len(target.workers), 1), os.cpu_count() or 1)
     kernels: dict[str, Counter[str]] = {}
@@ -99,6 +114,8 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         for (source, end), link in sorted(models.links.items())
     }
     return {
+        "gpus": [asdict(card) for card in dict.fromkeys(card for card, _ in plan.parts)],
+        "no_gpu_because": why_not,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "nodes": dict(target.nodes),
         "gemm_peak_flops": gemm_peak(threads),
@@ -119,7 +136,11 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     bf16 = facts["bf16"]
     yield f"fp32     products by {facts['fp32']['by']}"
     yield f"bf16     products by {bf16['by']}" if bf16["native"] else f"bf16     computed in fp32: {bf16['by']}"
-    yield "gpu      none used by this version; --sim-gpu N simulates devices"
+    for gpu in facts["gpus"]:
+        free, whole = format_size(gpu["free_nbytes"]), format_size(gpu["nbytes"])
+        yield f"gpu      {gpu['index']}: {gpu['name']}, compute capability {gpu['capability'] / 10:.1f}, {free} of {whole} free"
+    if not facts["gpus"]:
+        yield f"gpu      {facts['no_gpu_because'] or 'none is used: CuPy is not installed; --sim-gpu N simulates devices'}"
     yield "workers  " + ", ".join(f"{count} x {name}" for name, count in facts["workers"].items())
     yield "nodes    " + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in facts["nodes"].items())
     yield (

@@ -23,9 +23,6 @@ LATER: Final = {
     "logger-server-addr": f"becomes --report-to tensorboard in a later release; {_METRICS}",
     "logger-server-port": f"becomes --report-to tensorboard in a later release; {_METRICS}",
     "report-to": f"belongs to a later release; {_METRICS}",
-    "strict": "comes with GPUs in a later release; here every kernel runs on every worker, and nothing can fall back",
-    "ngpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
-    "split-gpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
     "dask": "belongs to a later release, with clusters; this one uses one machine",
 }
 """Flags of NNTile, and of releases to come, that people may type: what becomes of them and what to do until then."""

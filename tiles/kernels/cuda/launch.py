@@ -7,7 +7,10 @@ the same source on a CPU. Arguments travel as the driver's interface wants them,
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
+from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,6 +30,47 @@ ROOM_NBYTES: Final = 8 * _MOST_BLOCKS
 Argument = DeviceArray | np.generic | None
 
 
+class Arguments:
+    """Values of one kernel's arguments, packed as its launch takes them: an array of addresses of slots of 8 bytes or more.
+
+    A kernel's arguments have the same types at every start, so the layout is made once and filled again.
+
+    Attributes:
+        address: of the array of addresses.
+    """
+
+    def __init__(self, arguments: Sequence[Argument]) -> None:
+        formats = [_format(argument) for argument in arguments]
+        self._struct = struct.Struct("<" + "".join(formats))
+        self._is_struct = [text.endswith("s") for text in formats]
+        self._memory = ctypes.create_string_buffer(self._struct.size)
+        offsets = (struct.calcsize("<" + "".join(formats[:number])) for number in range(len(formats)))
+        base = ctypes.addressof(self._memory)
+        self._pointers = (ctypes.c_uint64 * len(formats))(*(base + offset for offset in offsets))
+        self.address = ctypes.addressof(self._pointers)
+
+    def fill(self, arguments: Sequence[Argument]) -> None:
+        """Put values in."""
+        values: list[Any] = []
+        for argument, is_struct in zip(arguments, self._is_struct, strict=True):
+            if type(argument) is DeviceArray:
+                values.append(argument.address)
+            elif argument is None:
+                values.append(0)
+            else:
+                values.append(argument.tobytes() if is_struct else argument.item())  # type: ignore[union-attr]
+        self._struct.pack_into(self._memory, 0, *values)
+
+    def copy(self) -> Arguments:
+        """The same values, in memory of their own."""
+        other = copy(self)
+        other._memory = ctypes.create_string_buffer(self._memory.raw, self._struct.size)
+        shift = ctypes.addressof(other._memory) - ctypes.addressof(self._memory)
+        other._pointers = (ctypes.c_uint64 * len(self._pointers))(*(pointer + shift for pointer in self._pointers))
+        other.address = ctypes.addressof(other._pointers)
+        return other
+
+
 class Device(Protocol):
     """What kernels need of a device; everything is ordered as it was started."""
 
@@ -34,7 +78,7 @@ class Device(Protocol):
     def room(self) -> DeviceArray:
         """`ROOM_NBYTES` of memory for one kernel at a time."""
 
-    def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any) -> None:
+    def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel.
 
         Args:
@@ -43,7 +87,7 @@ class Device(Protocol):
             grid: blocks along each axis.
             threads: of a block.
             shared: bytes of shared memory of a block; above 48 KiB the kernel has to be allowed so much before it starts.
-            arguments: array of addresses of the values.
+            arguments: filled again as soon as this returns.
         """
 
     def gemm(
@@ -67,6 +111,7 @@ _current = threading.local()
 def use(device: Device) -> None:
     """Let kernels that this thread runs compute on `device`."""
     _current.device = device
+    _current.layouts = {}
 
 
 def device() -> Device:
@@ -99,9 +144,14 @@ class Source:
         shared: int = 0,
     ) -> None:
         """Start a kernel for elements of that type."""
-        kept = [_value(argument) for argument in arguments]
-        addresses = (ctypes.c_void_p * len(kept))(*(value.ctypes.data for value in kept))
-        device().start(self.name, ELEMENTS[element], kernel, grid, threads, shared, addresses)
+        if element not in ELEMENTS:
+            raise TypeError(f"CUDA kernels compute tiles of fp32 and bf16, and {kernel} got {element}; use one of these, or compute on the CPU")
+        layouts: dict[tuple[str, str], Arguments] = _current.layouts
+        packed = layouts.get((self.name, kernel))
+        if packed is None:
+            packed = layouts[self.name, kernel] = Arguments(arguments)
+        packed.fill(arguments)
+        device().start(self.name, ELEMENTS[element], kernel, grid, threads, shared, packed)
 
     def each(self, kernel: str, element: np.dtype[Any], count: int, *arguments: Argument) -> None:
         """Start a kernel that goes over `count` numbers, its last argument."""
@@ -127,8 +177,13 @@ def threads_for(width: int) -> int:
     return threads
 
 
-def _value(argument: Argument) -> np.ndarray[Any, Any]:
-    """The bytes of one argument."""
-    if isinstance(argument, DeviceArray):
-        return np.array(argument.address, np.uint64)
-    return np.array(0 if argument is None else argument, None if argument is not None else np.uint64)
+def _format(argument: Argument) -> str:
+    """How the `struct` module writes an argument into a slot; the numbers of a slot are at its beginning."""
+    if argument is None or isinstance(argument, DeviceArray):
+        return "Q"
+    kind = argument.dtype.kind
+    if kind == "V":
+        return f"{-(-argument.dtype.itemsize // 8) * 8}s"
+    if kind == "f":
+        return "f4x" if argument.dtype.itemsize == 4 else "d"
+    return "q" if kind == "i" else "Q"

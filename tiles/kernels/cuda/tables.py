@@ -13,6 +13,7 @@ import numpy as np
 from ..reference.random import mix, threshold
 from ..registry import register
 from .array import DeviceArray
+from .elementwise import fill
 from .launch import THREADS, Source, device
 
 _source = Source("tables")
@@ -33,8 +34,10 @@ def embedding(tokens: DeviceArray, table: DeviceArray, x: DeviceArray, *, v_star
 @register("embedding_backward", "cuda")
 def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray, *, v_start: int, accumulate: bool) -> None:
     """dtable[tokens[b, t]] += dy[b, t] for rows of this tile, in the order of positions."""
-    numbers = (np.int32(v_start), np.int32(dtable.shape[1]), np.int32(tokens.size), np.int32(accumulate))
-    _source.each("embedding_backward", dy.dtype, dtable.size, tokens, dy, dtable, *numbers)
+    if not accumulate:
+        fill(dtable, value=0.0)
+    numbers = (np.int32(v_start), np.int32(dtable.shape[0]), np.int32(dtable.shape[1]), np.int32(tokens.size))
+    _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), shared=8 * THREADS)
 
 
 def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], room: DeviceArray) -> Any:

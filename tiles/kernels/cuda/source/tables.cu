@@ -15,14 +15,23 @@ KERNEL embedding(const int *tokens, const T *table, T *x, int v_start, int num_r
 }
 EXPORT(embedding)
 
-// dtable[tokens[n]] += dy[n] in the order of n: a thread owns one column of one row of the table, so nothing is added at once
-KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_start, int width, int num_tokens, int accumulate, long long count) {
-    EACH(i, count) {
-        int row = (int)(i / width) + v_start, j = (int)(i % width);
-        float sum = accumulate ? dtable[i] : 0.0f;
-        for (int n = 0; n < num_tokens; n++)
-            if (tokens[n] == row) sum += widen(dy[(long long)n * width + j]);
-        dtable[i] = sum;
+// dtable[tokens[n]] += dy[n] in the order of n. Grid: one block a token; the block of a token's first occurrence adds all of them, so nothing is added
+// at once. A piece of tokens is searched by all threads; most have none of the row, and end there.
+KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_start, int num_rows, int width, int num_tokens) {
+    SHARED(float, room);
+    int t = threadIdx.x, first = blockIdx.x, token = tokens[first], row = token - v_start;
+    if (row < 0 || row >= num_rows) return;
+    float *target = dtable + (long long)row * width, *found = room + blockDim.x;
+    for (int start = 0; start < num_tokens; start += blockDim.x) {
+        int n = start + t, is_here = n < num_tokens && tokens[n] == token;
+        if (block_max(is_here && n < first ? 1.0f : 0.0f, room) > 0.0f) return;
+        if (block_max(is_here ? 1.0f : 0.0f, room) == 0.0f) continue;
+        found[t] = is_here ? 1.0f : 0.0f;
+        __syncthreads();
+        for (int m = 0; m < (int)blockDim.x; m++)
+            if (found[m] > 0.0f)
+                for (int j = t; j < width; j += blockDim.x) target[j] += widen(dy[(long long)(start + m) * width + j]);
+        __syncthreads();
     }
 }
 EXPORT(embedding_backward)

@@ -1,0 +1,320 @@
+"""The driver of GPUs against one that runs late and in any order: results are those of a program without devices, whatever chance does."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler import SCRATCH, Codelet, Handle, R, Runtime, TaskRuntime, W
+from scheduler.core.errors import DeviceFailed, DoesNotFit, TaskError
+from scheduler.core.records import Task, TaskId
+from scheduler.drivers.cuda import CudaCopier
+from scheduler.drivers.gpu import IN_FLIGHT, Flow
+from scheduler.inline import InlineRuntime
+from scheduler.storage import HostArena
+from scheduler.storage.device import DeviceMemory, PinnedRange
+from scheduler.testing import FakeGpu
+from scheduler.trace import Trace
+
+COUNT = 512
+"""Numbers in a piece of data: one page."""
+
+
+class Place:
+    """Numbers in a GPU's memory."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.address, self.nbytes = address, 8 * count
+
+    def numbers(self) -> np.ndarray:
+        memory = (ctypes.c_char * self.nbytes).from_address(self.address)
+        return np.ndarray((self.nbytes // 8,), np.float64, buffer=memory)
+
+
+class Numbers:
+    """A view of `count` float64 numbers, wherever they are."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self.count = count
+
+    def __call__(self, memory: Any, offset: int) -> Any:
+        if isinstance(memory, DeviceMemory):
+            return Place(memory.address + offset, self.count)
+        return np.ndarray((self.count,), np.float64, buffer=memory, offset=offset)
+
+
+_here = threading.local()
+
+
+class Gpu(FakeGpu):
+    """A fake GPU that kernels find by their thread."""
+
+    def enter(self, stream: Any) -> None:
+        super().enter(stream)
+        _here.gpu = self
+
+
+def both(name: str, compute: Any) -> Codelet:
+    """A codelet that computes on the CPU at once, and on a GPU later."""
+
+    def cuda(*places: Place, **constants: Any) -> None:
+        _here.gpu.later(lambda: compute(*(place.numbers() for place in places), **constants))
+
+    return Codelet(name, cpu=compute, cuda=cuda)
+
+
+def _mix(out: np.ndarray, *inputs: np.ndarray, salt: int) -> None:
+    total = out * 0.5 + salt
+    for number, one in enumerate(inputs):
+        count = min(len(total), len(one))
+        total[:count] += one[:count][::-1] / (number + 3)
+    out[...] = total
+
+
+FILL = both("fill", lambda out, *, value: out.fill(value))
+MIX = both("mix", _mix)
+SPOIL = both("spoil", lambda out, room: (room.fill(np.nan), np.add(out, 1, out=out))[1])
+
+
+def program(runtime: TaskRuntime, seed: int, num_handles: int = 10, num_tasks: int = 120) -> list[float]:
+    """Tasks over data chosen by chance; what it all ends with."""
+    chance = random.Random(seed)
+    counts = [COUNT * (1 + number % 3) for number in range(num_handles)]
+    handles = [runtime.handle(8 * count, Numbers(count), name=f"h{number}") for number, count in enumerate(counts)]
+    for number, handle in enumerate(handles):
+        runtime.submit(FILL, [(handle, W)], {"value": float(number)})
+    for salt in range(num_tasks):
+        out, *inputs = chance.sample(handles, chance.randrange(1, 4))
+        if chance.random() < 0.15:
+            with runtime.acquire(out, "RW") as view:
+                view += salt
+        elif chance.random() < 0.2:
+            room = runtime.handle(8 * COUNT, Numbers(), name="room", data_class="scratch")
+            runtime.submit(SPOIL, [(out, "RW"), (room, SCRATCH)], {})
+        else:
+            runtime.submit(MIX, [(out, "RW"), *((handle, R) for handle in inputs)], {"salt": salt})
+    runtime.wait()
+    return [value(runtime, handle) for handle in handles]
+
+
+def value(runtime: TaskRuntime, handle: Handle) -> float:
+    """Sum of the numbers."""
+    with runtime.acquire(handle, "R") as view:
+        return float(view.sum())
+
+
+def gpus(count: int, seed: int) -> list[Gpu]:
+    """Of one node."""
+    first = Gpu("fake:0", seed=seed)
+    return [first, *(Gpu(f"fake:{number}", beside=first) for number in range(1, count))]
+
+
+def machine(seed: int, tmp_path: Path, kind: str) -> Runtime:
+    """A machine whose memories are too small."""
+    page = 8 * COUNT
+    if kind == "one":
+        return Runtime(0, gpus=gpus(1, seed), gpu_memory=9 * page, ram=64 * page)
+    if kind == "two and a worker":
+        return Runtime(1, gpus=gpus(2, seed), gpu_memory=9 * page, ram=64 * page)
+    return Runtime(0, gpus=gpus(2, seed), gpu_memory=9 * page, ram=1 << 25, disk=tmp_path)
+
+
+KINDS = ("one", "two and a worker", "two and a disk")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_results_are_those_of_a_program_without_devices(seed: int, kind: str, tmp_path: Path) -> None:
+    """Kernels and copies end late, in any order that streams and events allow; memories hold half of the data."""
+    want = program(InlineRuntime(), seed)
+    with machine(seed, tmp_path, kind) as runtime:
+        assert program(runtime, seed) == want
+        stats = runtime.stats()
+    assert stats["evictions"] > 0
+    assert stats["peak_bytes"]["cuda:0"] <= 9 * 8 * COUNT
+
+
+@pytest.mark.parametrize("bug", ["copies wait for no kernel", "a copy is over when it is asked for"])
+def test_a_missing_wait_is_found(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of two planted bugs changes the results of one program or another."""
+
+    def too_early(self: CudaCopier, copy: Any) -> None:
+        self.done(copy.action, 0, 1)
+
+    if bug == "copies wait for no kernel":
+        monkeypatch.setattr(Flow, "hold", lambda *_: None)
+    else:
+        monkeypatch.setattr(CudaCopier, "_finish", too_early)
+    wrong = 0
+    for seed in range(12):
+        want = program(InlineRuntime(), seed, num_tasks=60)
+        with machine(seed, tmp_path, "one") as runtime:
+            wrong += program(runtime, seed, num_tasks=60) != want
+        if wrong:
+            return
+    assert wrong
+
+
+def reserved(gpu: Gpu, count: int) -> tuple[int, np.ndarray]:
+    """Memory of so many numbers, 0, 1, 2, ..., and its address."""
+    address = gpu.reserve(8 * count)
+    numbers = Place(address, count).numbers()
+    numbers[...] = np.arange(count)
+    return address, numbers
+
+
+@pytest.mark.parametrize("shift", [-3, 3, 40])
+def test_data_moves_behind_the_kernels_before_it(shift: int) -> None:
+    """A move of overlapping ranges, asked for while a kernel that writes the data has not run; a later kernel reads it where it went."""
+    gpu = Gpu()
+    flow = Flow(gpu)
+    gpu.enter(flow.stream)
+    address, numbers = reserved(gpu, 100)
+    seen: list[float] = []
+    flow.begin()
+    gpu.later(lambda: np.multiply(numbers, 10, out=numbers))
+    flow.mark()
+    flow.move(address + 8 * (50 + shift), address + 8 * 50, 8 * 10)
+    gpu.later(lambda: seen.extend(numbers[50 + shift : 60 + shift]))
+    flow.mark()
+    assert not seen
+    flow.wait()
+    assert seen == [10 * (50 + i) for i in range(10)]
+
+
+def test_a_held_stream_waits_for_its_mark_and_no_other() -> None:
+    """A copy held by the first of two marks needs the first kernel alone."""
+    gpu = Gpu()
+    flow, other, event = Flow(gpu), gpu.stream(), gpu.event()
+    gpu.enter(flow.stream)
+    address, numbers = reserved(gpu, 2)
+    flow.begin()
+    gpu.later(lambda: numbers.fill(7))
+    flow.mark()
+    first = flow.number
+    flow.stream.put(lambda: None, lambda: False)  # a kernel that never ends
+    flow.mark()
+    flow.hold(other, first)
+    other.copy(address + 8, address, 8)
+    other.record(event)
+    event.wait()
+    assert numbers[1] == 7
+
+
+def test_tasks_finish_before_their_kernels_but_not_many() -> None:
+    """With the device stuck in the first kernel, `IN_FLIGHT` tasks are put on the flow without waiting; the next one waits."""
+    gpu, is_open = Gpu(), threading.Event()
+    flow = Flow(gpu)
+    gpu.enter(flow.stream)
+    tasks = [Task(TaskId(number), None, "task", ("cuda",), (), {}) for number in range(IN_FLIGHT + 1)]
+    for task in tasks[:-1]:
+        assert flow.begin() == []
+        if task is tasks[0]:
+            flow.stream.put(lambda: None, is_open.is_set)
+        flow.mark(task)
+    with pytest.raises(DeviceFailed, match="is waited for and has nothing to do that may begin"):
+        flow.begin()
+    is_open.set()
+    ended = flow.begin()
+    assert [each.task for each in ended] == tasks[: len(ended)] != []
+    flow.mark(tasks[-1])
+    flow.wait()
+    ended += flow.collect()
+    assert [each.task for each in ended] == tasks
+    assert all(before.end_ns == after.start_ns for before, after in pairwise(ended))
+
+
+@pytest.mark.parametrize("when", [0, 7, 60])
+def test_a_device_that_stops_ends_the_run(when: int, tmp_path: Path) -> None:
+    """One sentence, from whatever the program waits in; the runtime closes."""
+    first, second = gpus(2, 0)
+    second.fails_after = when
+
+    def run() -> None:
+        with Runtime(0, gpus=[first, second], gpu_memory=1 << 16, ram=1 << 20) as runtime:
+            for _ in range(100):
+                program(runtime, 0)
+
+    with pytest.raises(DeviceFailed, match=r"fake:1 stopped working: planted.*continue from the last checkpoint"):
+        run()
+
+
+def test_a_kernel_that_raises_fails_its_task() -> None:
+    """As on the CPU; later tasks run."""
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    with Runtime(0, gpus=gpus(1, 0), gpu_memory=1 << 16, ram=1 << 20) as runtime:
+        data = runtime.handle(8 * COUNT, Numbers())
+        runtime.submit(Codelet("broken", cuda=broken), [(data, W)], {})
+        with pytest.raises(TaskError, match=r"kernel 'broken'.*ZeroDivisionError: planted"):
+            runtime.wait()
+        runtime.submit(FILL, [(data, W)], {"value": 2.0})
+        assert value(runtime, data) == 2 * COUNT
+
+
+def test_a_callback_sees_what_the_device_has() -> None:
+    """`on_task` gets a read-only copy of each tile, after the kernel."""
+    seen: list[float] = []
+    with Runtime(0, gpus=gpus(1, 3), gpu_memory=1 << 16, ram=1 << 20) as runtime:
+        data = runtime.handle(8 * COUNT, Numbers())
+        runtime.on_task(lambda task: seen.extend(float(tile.data[5]) for tile in task.tiles))
+        for value in range(5):
+            runtime.submit(FILL, [(data, W)], {"value": float(value)})
+        runtime.wait()
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_durations_are_the_devices(tmp_path: Path) -> None:
+    """Each task stands in the trace once, one after another, and the time the device was busy is their sum."""
+    trace = Trace()
+    with Runtime(0, gpus=gpus(1, 1), gpu_memory=1 << 16, ram=1 << 20, trace=trace) as runtime:
+        program(runtime, 1, num_tasks=30)
+        runtime.wait()
+    busy, num_tasks = runtime.stats()["busy_seconds"]["cuda:0"], runtime.stats()["tasks"]
+    spans = sorted((start, end) for _, _, _, start, end, *_ in trace.tasks())
+    assert len(spans) == num_tasks
+    assert all(before <= after for (_, before), (after, _) in pairwise(spans))
+    assert busy > 0
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_host_memory_is_locked_in_pieces_as_copies_touch_it(can_pin: bool) -> None:
+    """No copy spans two pieces; a system that refuses is asked once; everything is unlocked at the end."""
+    gpu = Gpu()
+    gpu.can_pin = can_pin
+    arena = HostArena(200 << 20)
+    pinned = PinnedRange(gpu, arena, 200 << 20)
+    piece = 64 << 20
+    found = list(pinned.pieces(arena.address + piece - 10, piece + 20))
+    assert sum(count for _, count in found) == piece + 20
+    assert [count for _, count in found] == [10, piece, 10]
+    assert list(gpu.pinned.values()) == ([piece] * 3 if can_pin else [])
+    assert pinned.nbytes == len(gpu.pinned) * piece
+    assert pinned.is_refused is not can_pin
+    list(pinned.pieces(arena.address + 3 * piece, 10))
+    assert sum(gpu.pinned.values()) == (200 << 20 if can_pin else 0)
+    pinned.close()
+    assert not gpu.pinned
+
+
+def test_a_budget_above_the_device_is_refused() -> None:
+    """Before anything runs."""
+    with pytest.raises(MemoryError, match="has 1,000 bytes left, fewer than 65,536"):
+        Runtime(0, gpus=[Gpu("small", memory=1000)], gpu_memory=1 << 16, ram=1 << 20)
+
+
+def test_memory_between_disk_and_device_is_counted(tmp_path: Path) -> None:
+    """It is taken off the budget of host memory, and a budget below it is refused."""
+    with Runtime(0, gpus=gpus(1, 0), gpu_memory=1 << 16, ram=32 << 20, disk=tmp_path) as runtime:
+        assert runtime.stats()["budget_bytes"]["ram"] == 16 << 20
+    with pytest.raises(DoesNotFit, match="below the 16,777,216 B between the disk and GPUs"):
+        Runtime(0, gpus=gpus(1, 0), gpu_memory=1 << 16, ram=16 << 20, disk=tmp_path)

@@ -1,0 +1,241 @@
+"""The command on GPUs, emulated ones: flags, losses, refusals with their exit codes, a device that is lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nntask.trainer import gpus
+from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu, choose_gpus, find_gpus
+from wrappers.cli import main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
+from cuda_emulator import COMPILER, Emulator
+
+CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=1 --lr=1e-3 --sample-tokens=0 --ram=64MiB"
+TRAIN = ["train", *FLAGS.split()]
+GIB = 1 << 30
+CARD = GpuFacts(0, "Emulated", 90, 8 * GIB, 6 * GIB)
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
+
+
+class EmulatedCards:
+    """Two cards whose devices are emulated.
+
+    Attributes:
+        opened: the devices of the last run.
+        fails_after: what the second device is to be told.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened: list[Emulator] = []
+        self.fails_after: int | None = None
+
+    def choose(self, count: int | None) -> list[GpuFacts]:
+        cards = [CARD, GpuFacts(1, "Emulated", 90, 8 * GIB, 7 * GIB)]
+        return cards[:1] if count is None else choose_gpus(count, lambda: cards)
+
+    def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Any]:
+        self.opened = []
+        for number, _ in enumerate(facts):
+            self.opened.append(Emulator(self.folder, beside=self.opened[0] if number else None))
+        self.opened[-1].fails_after = self.fails_after
+        return list(self.opened)
+
+
+@pytest.fixture
+def cards(folder: Path, cuda_libraries: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedCards:
+    """A directory with what a run needs, on a machine with two cards."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
+    found = EmulatedCards(cuda_libraries)
+    monkeypatch.setattr(gpus, "cards", found)
+    return found
+
+
+def losses(run: str) -> list[float]:
+    """Of each step."""
+    return [json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+@needs_compiler
+def test_the_same_command_uses_the_gpus_there_are(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a flag, and without a CPU worker; losses are those of the CPU within rounding; the summary says who computed, and what fell back."""
+    assert main([*TRAIN, "--steps=3", "--run-dir=gpu"]) == 0
+    out = capsys.readouterr().out
+    assert "workers: cuda:0; " in out
+    assert "cuda:0 4.95 GiB" in out
+    assert main([*TRAIN, "--steps=3", "--run-dir=cpu", "--ngpu=0", "--ncpu=1"]) == 0
+    np.testing.assert_allclose(losses("gpu"), losses("cpu"), rtol=1e-4)
+    summary = json.loads(Path("gpu/summary.json").read_text())
+    assert summary["fallbacks"] == {}
+    assert list(summary["budget_bytes"]) == ["ram", "cuda:0"]
+
+
+@needs_compiler
+def test_parts_of_a_card(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two parts of one card are two devices with a memory each, a fraction of the card's, and compute the same bits as two cards."""
+    shared = ["--steps=2", "--gpu-memory=256KiB"]
+    assert main([*TRAIN, *shared, "--run-dir=split", "--ngpu=1", "--split-gpu=2"]) == 0
+    assert len(cards.opened) == 2
+    assert main([*TRAIN, *shared, "--run-dir=cards", "--ngpu=2"]) == 0
+    assert losses("split") == losses("cards")
+    assert main([*TRAIN, "--steps=1", "--run-dir=fraction", "--split-gpu=2", "--gpu-memory=0.25"]) == 0
+    assert "cuda:0 1 GiB, cuda:1 1 GiB" in capsys.readouterr().out
+
+
+@needs_compiler
+def test_a_lost_device_ends_with_six_and_a_whole_checkpoint(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on from it where the device works."""
+    assert main([*TRAIN, "--steps=2", "--save-every=1", "--run-dir=run"]) == 0
+    steps_of_device = int(cards.opened[0].time)
+    cards.fails_after = steps_of_device
+    capsys.readouterr()
+    assert main([*TRAIN, "--steps=200", "--save-every=1", "--run-dir=lost"]) == 6
+    err = capsys.readouterr().err
+    assert err.startswith("nntask: emulated stopped working: planted")
+    assert "the last checkpoint is safe" in err
+    cards.fails_after = None
+    assert main(["train", "--resume=lost", "--steps=4", "--sample-tokens=0"]) == 0
+    assert main([*TRAIN, "--steps=4", "--run-dir=whole"]) == 0
+    assert losses("lost")[-1] == losses("whole")[-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        ("--ngpu=3", 2, "--ngpu must be at most the number of GPUs that CUDA shows, got 3 and there are 2 (0: Emulated, 1: Emulated); lower it"),
+        ("--gpu-memory=7GiB", 3, "--gpu-memory 7GiB is 7 GiB a part, above the 5.5 GiB that GPU 0 (Emulated) has free"),
+        ("--gpu-memory=1.0", 3, "--gpu-memory 1.0 is 8 GiB a part, above the 5.5 GiB"),
+        ("--gpu-memory=0.0", 2, "--gpu-memory must be a size, or a fraction of the card above 0 and up to 1.0, got 0.0"),
+        ("--gpu-memory=8KiB", 3, "it would fit with --gpu-memory 1MiB"),
+        ("--split-gpu=12", 3, "too little for 12 parts"),
+        ("--split-gpu=0", 2, "--split-gpu must be at least 1, got 0"),
+        ("--split-gpu=17", 2, "--split-gpu must be at most 16"),
+        ("--ngpu=1 --sim-gpu=1", 2, "devices are real or simulated, got --ngpu 1 and --sim-gpu 1; drop one of them"),
+        ("--ngpu=1 --restrict=cpu", 2, "--restrict=cpu leaves the 1 GPUs of --ngpu without work"),
+        ("--ngpu=0 --restrict=cuda", 2, "--restrict=cuda needs a GPU and --ngpu 0 leaves them out; drop one of them"),
+        ("--ngpu=1 --dtype=fp64", 2, "--dtype fp64 has no CUDA kernels"),
+        ("--ngpu=-1", 2, "--ngpu must be 0 or more, got -1"),
+    ],
+)
+def test_refusals(argv: str, code: int, words: str, cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence with the values and the way out."""
+    assert main([*TRAIN, "--steps=1", "--run-dir=run", *argv.split()]) == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert not Path("run").exists()
+
+
+class CudaError(RuntimeError):
+    """As CuPy raises it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+class CudaRuntime:
+    """CuPy's runtime on a machine where something is wrong.
+
+    Args:
+        status: of every call that counts GPUs.
+        driver: version of the driver, such as 12020.
+    """
+
+    def __init__(self, status: int, driver: int) -> None:
+        self.status, self.driver = status, driver
+
+    def getDeviceCount(self) -> int:
+        raise CudaError(self.status)
+
+    def driverGetVersion(self) -> int:
+        return self.driver
+
+    def runtimeGetVersion(self) -> int:
+        return 13000
+
+
+def missing() -> Any:
+    """CuPy whose libraries are not there."""
+    raise ImportError("libcublas.so.13: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("packages", "runtime", "words"),
+    [
+        ([], None, "CuPy, and it is not installed; pip install 'nntask[cuda12]'"),
+        (
+            ["cupy-cuda12x", "cupy-cuda13x"],
+            None,
+            "one CuPy package must be installed, and there are cupy-cuda12x and cupy-cuda13x, which overwrite each",
+        ),
+        (
+            ["cupy-cuda13x"],
+            missing,
+            "cupy-cuda13x is installed and cannot be imported (libcublas.so.13: cannot open shared object file); pip install",
+        ),
+        (["cupy-cuda13x"], lambda: CudaRuntime(35, 0), "no NVIDIA driver is loaded here"),
+        (
+            ["cupy-cuda13x"],
+            lambda: CudaRuntime(35, 12020),
+            "the NVIDIA driver here supports CUDA up to 12.2, and cupy-cuda13x needs 13.0; update the driver",
+        ),
+        (["cupy-cuda13x"], lambda: CudaRuntime(100, 13000), "CUDA finds no GPU to use (CUDA error 100)"),
+    ],
+)
+def test_a_machine_without_usable_gpus(
+    packages: list[str], runtime: Any, words: str, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for a GPU the command refuses, and says why; asked for nothing it says why and computes on the CPU."""
+    monkeypatch.setattr(cards, "choose", lambda count: find_gpus(lambda: packages, runtime))
+    with pytest.raises(NoGpu) as error:
+        cards.choose(None)
+    assert words in str(error.value)
+    for flag in ("--ngpu=1", "--restrict=cuda"):
+        assert main([*TRAIN, "--steps=1", flag]) == 2
+        assert words in capsys.readouterr().err
+    if packages:
+        assert main(["devices"]) == 0
+        assert f"gpu      no GPU is used: {error.value}" in capsys.readouterr().out
+        assert main([*TRAIN, "--steps=1", "--run-dir=run", "--ncpu=1"]) == 0
+        assert capsys.readouterr().err == f"nntask: no GPU is used: {error.value}\n"
+
+
+def test_a_card_that_cuda_visible_devices_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the variable."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(NoGpu, match="with CUDA_VISIBLE_DEVICES='7'; change it"):
+        find_gpus(lambda: ["cupy-cuda12x"], lambda: CudaRuntime(100, 13000))
+
+
+@needs_compiler
+def test_generation_on_a_gpu(cards: EmulatedCards, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tokens as on the CPU."""
+    Path("config.json").write_text(json.dumps({**CONFIG, "vocab_size": 257}))
+    argv = [*TRAIN, "--dataset=text", "--dataset-path=text", "--tokenizer=bytes", "--steps=1", "--run-dir=run"]
+    assert main(argv) == 0
+    asked = ["generate", "run", "--max-new-tokens=6", "--prompt=line", "--seed=3"]
+    capsys.readouterr()
+    assert main([*asked, "--ngpu=1"]) == 0
+    on_gpu = capsys.readouterr().out
+    assert main([*asked, "--ngpu=0", "--ncpu=1"]) == 0
+    assert capsys.readouterr().out == on_gpu
+
+
+def test_devices_lists_cards(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their memory, and as workers."""
+    assert main(["devices", "--ngpu=2"]) == 0
+    out = capsys.readouterr().out
+    assert "gpu      0: Emulated, compute capability 9.0, 6 GiB of 8 GiB free" in out
+    assert "1 x cuda@cuda:0, 1 x cuda@cuda:1" in out

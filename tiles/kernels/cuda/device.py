@@ -1,0 +1,173 @@
+"""A GPU as kernels see it: `launch.Device` over CuPy. Sources become functions at first use, products are cuBLAS's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import numpy as np
+
+from scheduler.core.errors import DoesNotFit
+from scheduler.drivers.cuda_cupy import CupyGpu, GpuFacts, is_fatal, is_out_of_memory
+from scheduler.drivers.gpu import Stream
+
+from ..registry import BF16
+from .array import DeviceArray
+from .compiling import KernelBuildError, build
+from .launch import ROOM_NBYTES, Arguments, use
+from .products import WORKSPACE_NBYTES, Cublas, column_major
+
+SPARE_NBYTES: Final = 64 << 20
+"""Held back for the moment in which a library asks for memory that somebody else has taken."""
+
+_PEAK_SIZE: Final = 4096
+_PEAK_PRODUCTS: Final = 10
+_FREE_SHARED: Final = 48 << 10
+"""Shared memory of a block that needs no permission."""
+_T = TypeVar("_T")
+
+
+class CudaDevice(CupyGpu):
+    """A GPU that computes.
+
+    Args:
+        facts: of the card.
+        part: see `CupyGpu`.
+        tf32: whether products of fp32 tiles may round their factors to 10 bits of mantissa.
+    """
+
+    def __init__(self, facts: GpuFacts, part: int | None = None, *, tf32: bool = False) -> None:
+        super().__init__(facts, part)
+        from cupy.cuda import driver
+
+        self._driver = driver
+        self._functions: dict[tuple[str, str, str], int] = {}
+        self._modules: dict[tuple[str, str], int] = {}
+        self._allowed: dict[int, int] = {}
+        self.adopt()
+        self._most_shared = int(self._cuda.deviceGetAttribute(self._cuda.cudaDevAttrMaxSharedMemoryPerBlockOptin, self.index))
+        self._room = DeviceArray(self.reserve(ROOM_NBYTES), (ROOM_NBYTES,), np.dtype(np.uint8))
+        self._spare: int | None = self.reserve(SPARE_NBYTES)
+        self._local = threading.local()
+        self.products_flops = 0.0
+        self._blas = Cublas(self.reserve(WORKSPACE_NBYTES), tf32=tf32)
+
+    def enter(self, stream: Stream) -> None:
+        """Kernels of the calling thread are for this GPU, on that stream."""
+        super().enter(stream)
+        self._local.stream = stream.number  # type: ignore[attr-defined]
+        self._blas.use(self._local.stream)
+        use(self)
+
+    @property
+    def room(self) -> DeviceArray:
+        """Memory for one kernel at a time."""
+        return self._room
+
+    def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
+        """Start a kernel."""
+        function = self._functions.get((source, element, kernel))
+        if function is None:
+            function = self._functions[source, element, kernel] = self._try(lambda: self._function(source, element, kernel))
+        if shared > _FREE_SHARED and shared > self._allowed.get(function, 0):
+            self._allow(function, kernel, shared)
+        launch, stream = self._driver.launchKernel, self._local.stream
+        try:
+            launch(function, *grid, threads, 1, 1, shared, stream, arguments.address, 0)
+        except RuntimeError as error:
+            self._again(error, lambda: launch(function, *grid, threads, 1, 1, shared, stream, arguments.address, 0))
+
+    def gemm(
+        self,
+        a: DeviceArray,
+        b: DeviceArray,
+        out: DeviceArray,
+        *,
+        trans_a: bool,
+        trans_b: bool,
+        alpha: float,
+        accumulate: bool,
+        stride_a: int | None = None,
+    ) -> None:
+        """out (+)= alpha * op(a) @ op(b), sums in fp32."""
+        product = column_major(a, b, out, trans_a=trans_a, trans_b=trans_b, stride_a=stride_a)
+        try:
+            self._blas.multiply(product, alpha, accumulate)
+        except RuntimeError as error:
+            self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
+
+    def measure_products(self, dtype: str) -> None:
+        """Measure how fast matrix products are, the best of three tries: `products_flops`, which no step on this card can beat. Takes 0.1 s.
+
+        Args:
+            dtype: value of --dtype; products of bf16 matrices are measured for bf16, else those of fp32 with this device's rounding.
+        """
+        element = BF16 if dtype == "bf16" else np.dtype(np.float32)
+        nbytes = _PEAK_SIZE * _PEAK_SIZE * element.itemsize
+        stream, begin, end = self.stream(), self.event(), self.event()
+        self.enter(stream)
+        address = self.reserve(3 * nbytes)
+        a, b, out = (DeviceArray(address + place * nbytes, (_PEAK_SIZE, _PEAK_SIZE), element) for place in range(3))
+        self._cuda.memsetAsync(address, 0, 3 * nbytes, stream.number)
+        for number in range(4):
+            stream.record(begin)
+            for _ in range(_PEAK_PRODUCTS):
+                self.gemm(a, b, out, trans_a=False, trans_b=False, alpha=1.0, accumulate=False)
+            stream.record(end)
+            end.wait()
+            if number:  # the first one loads the library
+                self.products_flops = max(self.products_flops, _PEAK_PRODUCTS * 2.0 * _PEAK_SIZE**3 / end.seconds_since(begin))
+        self.release(address)
+
+    def close(self) -> None:
+        """Give back what was taken beside the budget; nothing can be computed after that."""
+        for address in list(self._sizes):
+            self.release(address)
+
+    def _function(self, source: str, element: str, kernel: str) -> int:
+        """Load a function of a source."""
+        module = self._modules.get((source, element))
+        if module is None:
+            code = build(source, element, self.facts.capability)
+            module = self._modules[source, element] = self._driver.moduleLoadData(code)
+        return int(self._driver.moduleGetFunction(module, kernel))
+
+    def _allow(self, function: int, kernel: str, shared: int) -> None:
+        """Let a kernel have more shared memory than every kernel has."""
+        if shared > self._most_shared:
+            raise KernelBuildError(
+                f"kernel {kernel} needs {shared:,} bytes of shared memory a block and {self.name} has {self._most_shared:,}; use a model with "
+                "smaller heads, or compute on the CPU with --ngpu 0"
+            )
+        self._driver.funcSetAttribute(function, self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        self._allowed[function] = shared
+
+    def _try(self, call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        except RuntimeError as error:
+            return self._again(error, call)
+
+    def _again(self, error: RuntimeError, call: Callable[[], _T]) -> _T:
+        """After a call that failed: once more, if memory was short and there is some to give back.
+
+        Raises:
+            DeviceFailed: the device works no more.
+            DoesNotFit: memory is short in spite of it.
+        """
+        if is_out_of_memory(error) and self._spare is not None:
+            self._cuda.streamSynchronize(self._local.stream)
+            self.release(self._spare)
+            self._spare = None
+            return self._try(call)
+        if is_out_of_memory(error):
+            free, total = self._cuda.memGetInfo()
+            raise DoesNotFit(
+                f"{self.name} has no memory left for what its libraries need beside the budget ({free:,} of {total:,} bytes are free); lower "
+                "--gpu-memory, or end what else uses the card",
+                self.name,
+            ) from error
+        if is_fatal(error):
+            raise self.failed(error) from error
+        raise error

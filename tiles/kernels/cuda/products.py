@@ -1,0 +1,141 @@
+"""Matrix products on a GPU, by cuBLAS through its C interface: a handle on one stream with a workspace of its own.
+
+CuPy's wrapper names the stream before each call, and that takes the workspace away (cublasSetStream), with which go the promise of equal bits
+and the freedom to be captured in a graph. Products here are in row-major order, cuBLAS's in column-major order: out = a @ b is computed as its
+transpose, out^T = b^T @ a^T, over the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..registry import BF16
+from .array import DeviceArray
+
+WORKSPACE_NBYTES: Final = 32 << 20
+"""As NVIDIA recommends for Hopper; a fixed one keeps the choice of algorithms, and so the rounding, the same."""
+
+_NO_LOAD: Final = 4
+"""RTLD_NOLOAD of Linux: only what the process has loaded already."""
+_TYPES: Final = {np.dtype(np.float32): 0, BF16: 14}
+"""cudaDataType: CUDA_R_32F, CUDA_R_16BF."""
+_FP32: Final = 68
+_TF32: Final = 77
+"""cublasComputeType: CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32."""
+_DEFAULT_ALGORITHM: Final = -1
+_NAMES: Final = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"}
+
+
+class CublasError(RuntimeError):
+    """A call of cuBLAS failed.
+
+    Args:
+        status: cublasStatus_t.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUBLAS_STATUS_{_NAMES.get(status, status)}")
+        self.cublas_status = status
+
+
+class ColumnMajor(NamedTuple):
+    """A product as cuBLAS takes it: C = op(A) @ op(B) with C of m x n, each with the distance of its columns."""
+
+    trans_a: int
+    trans_b: int
+    m: int
+    n: int
+    k: int
+    a: DeviceArray
+    lda: int
+    b: DeviceArray
+    ldb: int
+    c: DeviceArray
+    ldc: int
+
+
+def column_major(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, stride_a: int | None = None) -> ColumnMajor:
+    """out = op(a) @ op(b) of row-major matrices, as cuBLAS computes it.
+
+    Raises:
+        TypeError: the factors are of two types.
+    """
+    if a.dtype != b.dtype:
+        raise TypeError(f"cuBLAS multiplies matrices of one type, got {a.dtype} and {b.dtype}; give both the same type")
+    rows, columns = out.shape
+    inner = a.shape[0] if trans_a else a.shape[1]
+    return ColumnMajor(int(trans_b), int(trans_a), columns, rows, inner, b, b.shape[1], a, stride_a or a.shape[1], out, columns)
+
+
+class Cublas:
+    """cuBLAS for one thread and one stream.
+
+    Args:
+        workspace: address of `WORKSPACE_NBYTES` of the device's memory.
+        tf32: whether products of fp32 matrices may round their factors to 10 bits of mantissa.
+
+    Raises:
+        CublasError: it does not start.
+    """
+
+    def __init__(self, workspace: int, *, tf32: bool) -> None:
+        self._library = _library()
+        self._workspace = workspace
+        self._fp32 = _TF32 if tf32 else _FP32
+        self._handle = ctypes.c_void_p()
+        self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
+        self._check(self._library.cublasCreate_v2(ctypes.byref(self._handle)))
+
+    def use(self, stream: int) -> None:
+        """Compute on that stream from now on."""
+        self._check(self._library.cublasSetStream_v2(self._handle, stream))
+        self._check(self._library.cublasSetWorkspace_v2(self._handle, self._workspace, WORKSPACE_NBYTES))
+
+    def multiply(self, product: ColumnMajor, alpha: float, accumulate: bool) -> None:
+        """Start a product; sums are taken in fp32.
+
+        Raises:
+            CublasError: it was refused.
+        """
+        opa, opb, m, n, k, a, lda, b, ldb, c, ldc = product
+        factor = self._one if alpha == 1.0 else ctypes.c_float(alpha)
+        status = self._library.cublasGemmEx(
+            self._handle, opa, opb, m, n, k, ctypes.byref(factor), a.address, _TYPES[a.dtype], lda, b.address, _TYPES[b.dtype], ldb,
+            ctypes.byref(self._one if accumulate else self._zero), c.address, _TYPES[c.dtype], ldc,
+            self._fp32 if a.dtype.itemsize == 4 else _FP32, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+        if status:
+            raise CublasError(status)
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise CublasError(status)
+
+
+@cache
+def _library() -> Any:
+    """cuBLAS, as CuPy has found and loaded it."""
+    from cupy_backends.cuda.libs import cublas  # noqa: F401
+
+    for mode in (ctypes.DEFAULT_MODE | _NO_LOAD, ctypes.DEFAULT_MODE):
+        for version in (13, 12, 11):
+            try:
+                return _typed(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
+            except OSError:
+                continue
+    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install 'nntask[cuda12]' or 'nntask[cuda13]'")
+
+
+def _typed(library: Any) -> Any:
+    handle, integer, pointer = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+    library.cublasCreate_v2.argtypes = [ctypes.POINTER(handle)]
+    library.cublasSetStream_v2.argtypes = [handle, pointer]
+    library.cublasSetWorkspace_v2.argtypes = [handle, pointer, ctypes.c_size_t]
+    matrix = [pointer, integer, integer]
+    library.cublasGemmEx.argtypes = [handle, *[integer] * 5, pointer, *matrix, *matrix, pointer, *matrix, integer, integer]
+    return library
