@@ -33,6 +33,7 @@ def run(argv: Sequence[str]) -> int:
 
     settings, words = parse(ReportSettings, argv, "nntask report", words=("RUN",))
     steps = trace_range(settings.steps, "--steps")
+    from wrappers.report.figures import traced_steps
     from wrappers.report.records import read_run
 
     directory = Path(words[0])
@@ -42,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     except ImportError as error:
         raise UsageError(f"nntask report needs the bokeh package ({error}); pip install bokeh") from error
     if steps is not None:
-        traced = sorted({bar.step for node in found.nodes if node.trace for bar in node.trace.tasks if bar.step is not None})
+        traced = traced_steps(found.nodes)
         if not any(steps[0] <= step <= steps[1] for step in traced):
             what = f"steps {traced[0]} to {traced[-1]} were" if traced else "none was"
             raise UsageError(f"--steps must name steps that were traced, got {settings.steps}, and {what}; change or drop it")

@@ -15,9 +15,9 @@ from typing import Final, Literal
 from .records import Bar, Line, NodeRecord, TraceRecord
 
 MOST_POINTS: Final = 1000
-"""Of one curve."""
+"""Of one curve, where a page is not too large with as many."""
 MOST_BARS: Final = 10_000
-"""Of all tracks together."""
+"""Of all tracks together, likewise."""
 
 Point = tuple[float, float]
 
@@ -52,9 +52,9 @@ def group_size(count: int, most: int = MOST_POINTS) -> int:
     return max(1, -(-count // most))
 
 
-def curve(lines: Sequence[Line], name: str) -> list[Point]:
+def curve(lines: Sequence[Line], name: str, most: int = MOST_POINTS) -> list[Point]:
     """(step, value) of a field, thinned."""
-    return thinned([(line["step"], value) for line in lines if (value := number(line, name)) is not None])
+    return thinned([(line["step"], value) for line in lines if (value := number(line, name)) is not None], most=most)
 
 
 def elapsed(lines: Sequence[Line]) -> list[float]:
@@ -81,14 +81,14 @@ class Memory:
     budget: float | None
 
 
-def memories(node: NodeRecord) -> dict[str, Memory]:
+def memories(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Memory]:
     """Each memory of a node."""
     held: dict[str, list[Point]] = {}
     for at, line in zip(elapsed(node.lines), node.lines, strict=True):
         for name, nbytes in numbers(line, "resident_peak_bytes").items():
             held.setdefault(name, []).append((at, nbytes))
     budgets = numbers(node.machine, "budget_bytes")
-    return {name: Memory(thinned(points, "max"), max(y for _, y in points), budgets.get(name)) for name, points in held.items()}
+    return {name: Memory(thinned(points, "max", most), max(y for _, y in points), budgets.get(name)) for name, points in held.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,16 @@ class Link:
     per_second: float
 
 
-def links(node: NodeRecord) -> dict[str, Link]:
+def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Link]:
     """Each link of a node over which anything went, the busiest first."""
     totals: Counter[str] = Counter()
     for line in node.lines:
-        totals.update(numbers(line, "moved_bytes"))  # type: ignore[arg-type]  # counts may be any numbers
+        totals.update(numbers(line, "moved_bytes"))
     seconds = (elapsed(node.lines) or [0.0])[-1]
     found = {}
     for name, total in totals.most_common():
         points = [(line["step"], numbers(line, "moved_bytes").get(name, 0.0)) for line in node.lines]
-        found[name] = Link(thinned(points), total, total / len(node.lines), total / seconds if seconds else 0.0)
+        found[name] = Link(thinned(points, most=most), total, total / len(node.lines), total / seconds if seconds else 0.0)
     return found
 
 
@@ -138,8 +138,8 @@ def shares(node: NodeRecord) -> dict[str, Share]:
         found = numbers(line, "busy_seconds")
         if found:
             seconds += number(line, "seconds") or 0.0
-            busy.update(found)  # type: ignore[arg-type]
-            stalled.update(numbers(line, "worker_stall_seconds"))  # type: ignore[arg-type]
+            busy.update(found)
+            stalled.update(numbers(line, "worker_stall_seconds"))
     if not seconds:
         return {}
     result = {}
@@ -170,43 +170,58 @@ class CodeletRow:
     of_peak: float | None
 
 
+@dataclass(slots=True)
+class _Sum:
+    """A codelet over all nodes; `possible` are the flops that its seconds would have been enough for."""
+
+    tasks: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    nbytes: float = 0.0
+    possible: float = 0.0
+
+    def row(self, name: str, total: float, is_peak_known: bool) -> CodeletRow:
+        """As the report shows it, of so many seconds in kernels."""
+        return CodeletRow(
+            name,
+            self.tasks,
+            self.seconds,
+            self.seconds / total,
+            self.flops / self.seconds if self.flops else None,
+            self.nbytes / self.seconds if self.nbytes else None,
+            self.flops / self.possible if self.flops and is_peak_known else None,
+        )
+
+
 def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
     """The codelets of the steps that were traced whole, most seconds first."""
-    tasks, seconds, flops, nbytes, possible = (Counter[str]() for _ in range(5))
+    sums: dict[str, _Sum] = {}
     is_peak_known = True
     for node in nodes:
-        trace = node.trace
-        whole = whole_steps(trace)
-        if trace is None or not whole:
+        whole = whole_steps(node.trace)
+        if node.trace is None or not whole:
             continue
         spent: Counter[str] = Counter()
-        for bar in trace.tasks:
+        for bar in node.trace.tasks:
             if bar.step in whole:
                 spent[bar.name] += bar.end - bar.start
-        peak = number(node.machine, "peak_flops")
-        workers = len(node.machine.get("workers", ()))
+        peak, workers = number(node.machine, "peak_flops"), len(node.machine.get("workers", ()))
         is_peak_known = is_peak_known and peak is not None and workers > 0
-        for name, row in trace.about["codelets"].items():
-            own = spent[name] / 1e9 / len(whole)
-            tasks[name] += row["tasks"]
-            seconds[name] += own  # type: ignore[assignment]
-            flops[name] += row["flops"]
-            nbytes[name] += row["bytes"]
-            possible[name] += own * (peak or 0.0) / max(workers, 1)  # type: ignore[assignment]
-    total = sum(seconds.values())
-    return [
-        CodeletRow(
-            name,
-            tasks[name],
-            own,
-            own / total,
-            flops[name] / own if flops[name] else None,
-            nbytes[name] / own if nbytes[name] else None,
-            flops[name] / possible[name] if flops[name] and is_peak_known else None,
-        )
-        for name, own in seconds.most_common()
-        if own
-    ]
+        for name, row in node.trace.about["codelets"].items():
+            total, seconds = sums.setdefault(name, _Sum()), spent[name] / 1e9 / len(whole)
+            total.tasks += row["tasks"]
+            total.seconds += seconds
+            total.flops += row["flops"]
+            total.nbytes += row["bytes"]
+            total.possible += seconds * (peak or 0.0) / max(workers, 1)
+    in_kernels = sum(each.seconds for each in sums.values())
+    found = [each.row(name, in_kernels, is_peak_known) for name, each in sums.items() if each.seconds]
+    return sorted(found, key=lambda row: -row.seconds)
+
+
+def traced_steps(nodes: Iterable[NodeRecord]) -> list[int]:
+    """The steps that some task in a trace belongs to, in order."""
+    return sorted({bar.step for node in nodes if node.trace is not None for bar in node.trace.tasks if bar.step is not None})
 
 
 def whole_steps(trace: TraceRecord | None) -> frozenset[int]:
@@ -302,9 +317,9 @@ def gantt(nodes: Sequence[NodeRecord], steps: tuple[int, int] | None = None, mos
     )
 
 
-def _first_steps(counts: Mapping[int | None, int], most: int) -> tuple[int, int] | None:
+def _first_steps(counts: Mapping[int, int], most: int) -> tuple[int, int] | None:
     """The first step and the last one until which there are at most `most` tasks; None where no task belongs to a step."""
-    ordered = sorted(step for step in counts if step is not None)
+    ordered = sorted(counts)
     if not ordered:
         return None
     last, total = ordered[0], 0

@@ -52,12 +52,12 @@ def line_plot(
     plot = _figure(title, x, unit, width, height)
     for number, (name, points) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
-        source = ColumnDataSource({"x": [px for px, _ in points], "y": [py for _, py in points], "name": [name] * len(points)})
+        source = ColumnDataSource({"x": np.array([at for at, _ in points], np.float32), "y": np.array([value for _, value in points], np.float32)})
         dash = "solid" if number < len(COLOURS) else "dashed"
         legend = {"legend_label": name} if len(curves) > 1 else {}
         lines = plot.line("x", "y", source=source, line_width=2, line_color=colour, line_dash=dash, **legend)
         plot.scatter("x", "y", source=source, size=5 if len(points) <= 60 else 1, color=colour, **legend)
-        tips = [("", "@name")] if len(curves) > 1 else []
+        tips = [("", name)] if len(curves) > 1 else []
         plot.add_tools(HoverTool(renderers=[lines], mode="vline", tooltips=[*tips, (x, "@x{0,0.[00]}"), (unit, "@y{0.[0000]a}")]))
     if from_zero:
         plot.y_range.start = 0
