@@ -330,7 +330,7 @@ class Engine:
             else:
                 replay: Replay = action.replay  # type: ignore[attr-defined]
                 self.endings.pop(replay)(replay.failure)
-        if self._copies or self._dispatch.num_blocked or self._stalls.num:
+        if self._copies or self._dispatch.num_blocked or self._stalls.stalled:
             self._stalls.update(perf_counter_ns())
         if self._drained or self._roomy:
             remaining = self.machine.num_unfinished
@@ -456,6 +456,9 @@ class Engine:
                 "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
                 "budget_bytes": {node.name: node.budget for node in nodes},
                 "stall_seconds": self._stalls.nanoseconds / 1e9,
+                "worker_stall_seconds": {
+                    worker_name(thread.worker): self._stalls.by_worker.get(number, 0) / 1e9 for number, thread in self._threads.items()
+                },
                 "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in self._threads.values()},
                 "seconds": perf_counter() - self._started,
             }

@@ -9,9 +9,10 @@ from math import inf
 from typing import Final, cast
 
 from .core.forecast import Forecast, Pace, forecast
+from .core.machine import Machine
 from .core.orders import Repetition, candidates, repetition
 from .core.perf import Models
-from .core.records import FILE, NodeId, Task, WorkerKind
+from .core.records import FILE, RAM, NodeId, Task, WorkerKind
 from .core.steps import RecordedTask, StepPlan
 from .drivers.disk import THREADS
 
@@ -95,6 +96,32 @@ def pace_of(
         read = lanes * TILE / models.transfer_seconds(below, places[0], TILE)
         write = inf if below == FILE else lanes * TILE / models.transfer_seconds(places[0], below, TILE)
     return Pace(seconds, read, write, duplex=not channels)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a real machine has where tasks run.
+
+    Attributes:
+        places: the nodes.
+        memory: their bytes together, without what readers of files take.
+        pace: how fast it goes through a plan.
+    """
+
+    places: frozenset[NodeId]
+    memory: int
+    pace: Callable[[StepPlan], Pace]
+
+
+def reach_of(machine: Machine, models: Models) -> Reach:
+    """What a real machine has where tasks run, as it is now."""
+    nodes, residency = machine.nodes, machine.residency
+    workers = [(worker.kind, worker.node) for worker in machine.dispatch.crew]
+    places = frozenset(node for _, node in workers)
+    below = residency.last if RAM in places else RAM
+    channels = THREADS if nodes[below].is_storage else 0
+    memory = sum(nodes[place].budget for place in places) - (residency.readers_bytes if RAM in places else 0)
+    return Reach(places, memory, lambda plan: pace_of(plan, workers, below, models, channels=channels))
 
 
 def reads_files(plan: StepPlan) -> bool:

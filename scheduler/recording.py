@@ -240,6 +240,11 @@ class Step:
         """Tasks per replay."""
         return len(self._planned().tasks)
 
+    @property
+    def first_tasks(self) -> list[int]:
+        """The number of the first task of each instance there is: replay k runs instance k mod 2, and its tasks are numbered in the planned order."""
+        return [instance.replay.tasks[0].id for instance in self._instances if instance.replay.tasks]
+
     def replay(self) -> Ticket:
         """Start the next replay and return at once; waits only while two are in flight.
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from .bounds import lower_bounds
 from .codelet import Codelet
 from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
@@ -23,7 +24,7 @@ from .drivers.disk import THREADS, Source, staging_nbytes
 from .drivers.gpu import Gpu
 from .engine import WINDOW, Engine, worker_name
 from .frontend import Access, Handle, Terms
-from .ordering import PlannedOrder, pace_of, plan_order
+from .ordering import PlannedOrder, plan_order, reach_of
 from .placing import Ability, find_ability, too_large
 from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
@@ -295,23 +296,24 @@ class Runtime(RecordingRuntime):
             RecordingError: the step has no order of the name that was asked for.
         """
         nodes, last, readers = self._engine.machine.nodes, self._engine.machine.residency.last, self._engine.machine.residency.readers_bytes
-        workers = [(worker.kind, worker.node) for worker in self._engine.machine.dispatch.crew]
-        places = {node for _, node in workers}
-        below = last if RAM in places else RAM
-        channels = THREADS if nodes[below].is_storage else 0
-        memory = sum(nodes[place].budget for place in places) - (readers if RAM in places else 0)
+        reach = reach_of(self._engine.machine, self._engine.models)
         try:
             return plan_order(
                 plan,
                 order,
-                memory=memory,
+                memory=reach.memory,
                 last=nodes[last].budget - (readers if last == RAM else 0),
                 computes_on_last=self._engine.machine.computes_on_last,
-                num_devices=len(places) if self._engine.machine.policy.keeps_parts and RAM not in places else 1,
-                pace=lambda parted: pace_of(parted, workers, below, self._engine.models, channels=channels),
+                num_devices=len(reach.places) if self._engine.machine.policy.keeps_parts and RAM not in reach.places else 1,
+                pace=reach.pace,
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
+
+    def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
+        """Seconds that no schedule of a step falls below here, by bound (`scheduler.bounds`), from the seconds of each task of its plan."""
+        reach = reach_of(self._engine.machine, self._engine.models)
+        return lower_bounds(plan, seconds, num_workers=len(self.worker_names), memory=reach.memory, pace=reach.pace(plan))
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Make one instance of a recorded step."""

@@ -1,7 +1,8 @@
 """A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
 
 One track per worker, one per link, arrows from copies to the tasks they serve and from tasks to the write-backs of what they made, counters for the
-bytes of each node and for ready tasks. Threads append events while the program runs, each with one call, since nothing guards more than one; they are
+bytes of each node and for ready tasks. What else is known of the program stands under ``otherData`` with the format of it all; a task of a recorded
+step may say which. Threads append events while the program runs, each with one call, since nothing guards more than one; they are
 turned into JSON when the file is written. What there are most of, tasks, stand in one flat list: it costs less than a tuple each, which the garbage
 collector would visit again and again. A name that ends in ``.gz`` is compressed.
 """
@@ -12,10 +13,14 @@ import gzip
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
 from .core.records import FILE, FILE_NAME, HandleRecord, Mode
+
+FORMAT: Final = 1
+"""Of what is written: events and their arguments, and ``otherData``."""
 
 COUNTER_NS: Final = 50_000
 """Counters are taken at most once in so many nanoseconds."""
@@ -63,19 +68,30 @@ class Trace:
         self.counters_due = at_ns + COUNTER_NS
         self._counters.append((at_ns, used, num_ready))
 
-    def write(self, path: str | Path, workers: Mapping[int, str], nodes: Sequence[str]) -> None:
+    def write(
+        self,
+        path: str | Path,
+        workers: Mapping[int, str],
+        nodes: Sequence[str],
+        *,
+        steps: Sequence[int | None] | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write the trace.
 
         Args:
             workers: name of each worker.
             nodes: name of each memory node.
+            steps: of each of `tasks`, the step it belongs to, if any.
+            about: what else is known, as JSON.
         """
-        document = {"displayTimeUnit": "ms", "traceEvents": list(self._events(workers, nodes))}
+        other = {"nntask": {"format": FORMAT, **(about or {})}}
+        document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": list(self._events(workers, nodes, steps))}
         text = json.dumps(document, separators=(",", ":")).encode()
         path = Path(path)
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
-    def _events(self, workers: Mapping[int, str], nodes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def _events(self, workers: Mapping[int, str], nodes: Sequence[str], steps: Sequence[int | None] | None) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "workers"}}
         yield {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "links"}}
         for worker, name in workers.items():
@@ -84,8 +100,9 @@ class Trace:
         for number, (source, target) in enumerate(links):
             name = f"{FILE_NAME if source == FILE else nodes[source]}->{nodes[target]}"
             yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": name}}
-        for worker, name, task, start, end, *_ in self.tasks():
-            yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": {"task": task}}
+        for (worker, name, task, start, end, *_), step in zip(self.tasks(), steps or repeat(None)):  # noqa: B905 (either may be endless)
+            about = {"task": task} if step is None else {"task": task, "step": step}
+            yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": about}
         for source, target, name, nbytes, start, end, _ in self._copies:
             track = links.index((source, target))
             yield {

@@ -1,9 +1,8 @@
-"""A runtime from settings: budgets, lanes, tracing, and the inspection that finds the first NaN."""
+"""A runtime from settings: budgets, lanes, and the inspection that finds the first NaN."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from ..sizes import parse_size
 from .gpus import gpus_of, num_cpu_workers, open_gpus
 from .places import DISK, cannot_reserve
-from .rules import disk_of, trace_range
+from .rules import disk_of
 from .settings import ResourceSettings, TrainSettings
 
 
@@ -72,7 +71,7 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
             evict=resources.evict,
             prefetch=resources.prefetch,
             lanes=settings.tiling.lanes or 1,
-            trace=trace or (Trace(active=not observe.trace_steps) if observe.trace else None),
+            trace=trace or (Trace(active=not observe.trace_steps) if observe.trace or observe.trace_steps else None),
             kernels=kernel_versions(),
         )
     except (MemoryError, OverflowError) as error:
@@ -86,44 +85,6 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
 
 def _size(text: str, flag: str) -> int | None:
     return parse_size(text, flag) if text else None
-
-
-class Tracer:
-    """Switches the runtime's trace on and off with the steps of --trace-steps, and writes it at the end.
-
-    A range holds the tasks of its steps and nothing else: at its edges only one step is in flight, and what happens between steps is left out.
-    """
-
-    def __init__(self, runtime: Runtime, settings: TrainSettings) -> None:
-        self._runtime = runtime
-        self._path = settings.observe.trace
-        self._range = trace_range(settings.observe.trace_steps)
-
-    def is_edge(self, step: int) -> bool:
-        """Whether the step before `step` must be over when it starts."""
-        return self._range is not None and step in (self._range[0], self._range[1] + 1)
-
-    def on_step(self, step: int | None) -> None:
-        """Step `step` is about to start; None: no step is in flight, and something else is about to happen."""
-        if self._range is not None and self._runtime.trace is not None:
-            self._runtime.trace.active = step is not None and self._range[0] <= step <= self._range[1]
-
-    def write(self) -> None:
-        """Write the file, if one was asked for.
-
-        Raises:
-            StorageError: the disk is full or failed.
-        """
-        trace = self._runtime.trace
-        if trace is None:
-            return
-        trace.active = False
-        stats = self._runtime.stats()
-        try:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            trace.write(self._path, dict(enumerate(stats["busy_seconds"])), list(stats["budget_bytes"]))
-        except OSError as error:
-            raise StorageError(f"cannot write the trace {self._path}: {error.strerror}; choose another place with --trace") from error
 
 
 FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, NoRoom)

@@ -20,6 +20,7 @@ from ..checkpoints import how_to_go_on
 from ..errors import StorageError
 from ..sizes import format_count, format_duration
 from ..writing import written_aside
+from .eventfile import EventFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class StepRecord:
         wait_seconds: of all workers together, not in a kernel.
         stall_seconds: the part of these in which a task was ready for the worker and its data was on the way or had no room.
         hit_rate: share of the inputs of the step's tasks that were in place, or on their way, when the task was admitted.
+        busy_seconds: of each worker, in kernels that ended during the step.
+        worker_stall_seconds: of each worker that had any, its part of stall_seconds.
     """
 
     step: int
@@ -59,6 +62,8 @@ class StepRecord:
     wait_seconds: float
     stall_seconds: float
     hit_rate: float
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    worker_stall_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Meter:
@@ -80,15 +85,17 @@ class Meter:
         last, self._last = self._last, stats
         before = last["moved_bytes"]
         moved = {link: n - before.get(link, 0) for link, n in stats["moved_bytes"].items()}
-        busy = sum(stats["busy_seconds"].values()) - sum(last["busy_seconds"].values())
+        busy, stalled = ({who: now - last[key][who] for who, now in stats[key].items()} for key in ("busy_seconds", "worker_stall_seconds"))
         hits, misses = stats["hits"] - last["hits"], stats["misses"] - last["misses"]
         return {
             "resident_peak_bytes": dict(stats["recent_peak_bytes"]),
             "moved_bytes": {link: n for link, n in moved.items() if n},
             "evictions": stats["evictions"] - last["evictions"],
-            "wait_seconds": max(seconds * len(stats["busy_seconds"]) - busy, 0.0),
+            "wait_seconds": max(seconds * len(busy) - sum(busy.values()), 0.0),
             "stall_seconds": stats["stall_seconds"] - last["stall_seconds"],
             "hit_rate": 1 - misses / (misses + hits) if misses else 1.0,
+            "busy_seconds": {who: round(each, 6) for who, each in busy.items()},
+            "worker_stall_seconds": {who: round(each, 6) for who, each in stalled.items() if each},
         }
 
 
@@ -152,6 +159,7 @@ class Journal:
     Args:
         path: the file; lines beyond `keep_steps` (of a run that is resumed from an earlier checkpoint) are dropped.
         timed_after: the last step that does not count in `timed` (warm-up).
+        events: takes the steps that are added, besides.
 
     Attributes:
         whole: sums over all steps of the run, resumed ones included.
@@ -162,8 +170,8 @@ class Journal:
         StorageError: the disk is full or failed; so do `add` and `close`.
     """
 
-    def __init__(self, path: Path, keep_steps: int, timed_after: int = 0) -> None:
-        self.path, self.timed_after = path, timed_after
+    def __init__(self, path: Path, keep_steps: int, timed_after: int = 0, events: EventFile | None = None) -> None:
+        self.path, self.timed_after, self._events = path, timed_after, events
         self.whole, self.own, self.timed = Totals(), Totals(), Totals()
         with self._storage_errors():
             with written_aside(path) as new, new.open("w", encoding="utf-8") as file:
@@ -182,11 +190,15 @@ class Journal:
             self.timed.add(line)
         with self._storage_errors():
             self._file.write(to_json(line) + "\n")
+            if self._events is not None:
+                self._events.add(record)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         with self._storage_errors():
             self._file.close()
+            if self._events is not None:
+                self._events.close()
 
     @contextlib.contextmanager
     def _storage_errors(self) -> Iterator[None]:

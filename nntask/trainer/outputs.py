@@ -23,6 +23,9 @@ RUNS: Final = Path("runs")
 CONFIG: Final = "config.toml"
 METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
+MACHINE: Final = "machine.json"
+TRACE: Final = "trace.json.gz"
+"""Where the steps of --trace-steps go unless --trace names another file."""
 
 
 def default_run_dir(model: str) -> Path:
@@ -53,7 +56,7 @@ def _never_began(path: Path) -> bool:
     """Whether a run directory is left over from a run that ended before its first step."""
     metrics = path / METRICS
     names = {entry.name for entry in path.iterdir()}
-    return CONFIG in names and names <= {CONFIG, METRICS, SUMMARY} and not (metrics.exists() and metrics.stat().st_size)
+    return CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, TRACE} and not (metrics.exists() and metrics.stat().st_size)
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -153,6 +156,29 @@ def summary_of(
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),
     }
+
+
+def machine_of(stats: Mapping[str, Any], peak_flops: float, num_tasks: int) -> dict[str, Any]:
+    """The content of machine.json: what a process has to train with, known before its first step.
+
+    Args:
+        stats: counters of its runtime.
+        peak_flops: flop/s that its workers reach in fp32 matrix products, measured.
+        num_tasks: of a step.
+    """
+    return {
+        "workers": list(stats["busy_seconds"]),
+        "budget_bytes": stats["budget_bytes"],
+        "peak_flops": peak_flops,
+        "policy": stats["policy"],
+        "tasks_per_step": num_tasks,
+        "versions": versions(),
+    }
+
+
+def write_machine(run: Path, machine: Mapping[str, Any]) -> None:
+    """Write machine.json."""
+    write_file(run / MACHINE, to_json(machine, indent=1) + "\n")
 
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:

@@ -226,6 +226,11 @@ class RecordedEngine(Inference):
         assert order is not None  # recording has ended
         return order
 
+    @property
+    def step(self) -> Step:
+        """The recorded optimizer step."""
+        return self._training_step()
+
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
         """State of the optimizer by name."""
         return self.optimizer.tensors()

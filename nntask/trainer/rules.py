@@ -199,8 +199,6 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
     if settings.run.prompt and not settings.run.sample_tokens:
         raise UsageError("--prompt is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them")
-    if settings.observe.trace_steps and not settings.observe.trace:
-        raise UsageError(f"--trace-steps {settings.observe.trace_steps} needs --trace FILE; add it")
 
 
 def rank_of(settings: TrainSettings) -> int | None:
@@ -272,8 +270,8 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
     return Path(directory), parse_size(size, "--disk")
 
 
-def trace_range(text: str) -> tuple[int, int] | None:
-    """First and last step of --trace-steps, None for all.
+def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | None:
+    """First and last step of A:B, None for all.
 
     Raises:
         UsageError: it is not A:B with 1 <= A <= B.
@@ -282,7 +280,7 @@ def trace_range(text: str) -> tuple[int, int] | None:
         return None
     match = _TRACE_STEPS.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"--trace-steps must be A:B with 1 <= A <= B, got {text!r}; for example 10:12")
+        raise UsageError(f"{flag} must be A:B with 1 <= A <= B, got {text!r}; for example 10:12")
     return int(match[1]), int(match[2])
 
 

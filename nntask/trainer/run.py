@@ -24,14 +24,15 @@ from ..tensorfile import STORAGE, save_tensors
 from .autotile import prepare_in_best_tiles
 from .base import Base, base_to_start_from
 from .evaluation import evaluate
+from .eventfile import EventFile, check_installed
 from .explain import Explainer, matching
 from .fitting import check_fit
 from .flops import FlopCounts, flop_counts_of, gemm_peak
 from .gpus import check_fallbacks, peak_flops
 from .loop import Loop, Plan
-from .machine import FAILURES, Tracer, open_runtime, told
+from .machine import FAILURES, open_runtime, told
 from .metrics import Journal, StepPrinter
-from .outputs import CONFIG, METRICS, summary_of, write_file, write_summary
+from .outputs import CONFIG, METRICS, machine_of, summary_of, write_file, write_machine, write_summary
 from .prepare import Prepared, model_name, state_of
 from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
@@ -40,6 +41,7 @@ from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
+from .traced import Tracer
 from .traffic import is_worth_telling, traffic_report
 from .weights import check_weights, load_weights, model_to_start_from
 
@@ -75,6 +77,8 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         NntaskError: see `nntask.errors` for kinds and exit codes.
     """
     printer = StepPrinter()
+    if settings.observe.report_to == "tensorboard":
+        check_installed()
     prepared = prepare_in_best_tiles(settings, config, resumed, printer.say)
     if isinstance(prepared, int):
         return prepared
@@ -123,10 +127,12 @@ def _go(running: _Running, explainer: Explainer) -> int:
         return interrupts.exit_code
     first = prepared.resumed.step if prepared.resumed else 0
     _print_totals(running.stream, printer)
-    journal = Journal(prepared.run / METRICS, first, timed_after=max(first, warmup))
-    tracer = Tracer(running.runtime, settings)
+    events = EventFile(prepared.run, first) if settings.observe.report_to == "tensorboard" else None
+    journal = Journal(prepared.run / METRICS, first, timed_after=max(first, warmup), events=events)
+    tracer = Tracer(running.runtime, settings, prepared.run, first)
     loop = _loop(running, journal, tracer, explainer, steps, first)
-    endings = (journal.close, partial(_summarise, running, loop, journal), tracer.write)
+    write_machine(prepared.run, machine_of(running.runtime.stats(), loop.plan.peak_flops, running.engine.num_tasks))
+    endings = (journal.close, partial(_summarise, running, loop, journal), partial(tracer.write, running.engine.step))
     try:
         loop.train()
     except BaseException:

@@ -236,9 +236,11 @@ class ObserveSettings:
     """What is recorded."""
 
     trace: str = ""
-    """write a Chrome trace here (gzip when the name ends in .gz)"""
+    """write a Chrome trace here, gzip when the name ends in .gz (default with --trace-steps: trace.json.gz in the run's directory)"""
     trace_steps: str = ""
-    """A:B, trace only steps A to B, both included (default all)"""
+    """A:B, trace only steps A to B, both included (default all); nntask report draws them"""
+    report_to: Literal["none", "tensorboard"] = "none"
+    """tensorboard: write what metrics.jsonl says of each step for TensorBoard, too, into the folder tensorboard of the run"""
     explain: str = ""
     """a task's name or a part of it: print what each worker would have cost for its first three placements, and who took it"""
 

@@ -1,44 +1,49 @@
 """How long workers stood idle although work for them was ready, because its data was on the way or had no room.
 
 Stalled at any moment are, on each node, the idle workers that hold an admitted task, whose inputs are being copied, and of the other idle ones as
-many as tasks stand in the node's line for memory. A worker that waits for another one's result is idle and not stalled, and neither is one whose
-next task the planned order holds back. Between two events nothing of this changes, so the sum is exact. Time is an argument.
+many as tasks stand in the node's line for memory; of several equal ones, those that joined first. A worker that waits for another one's result is
+idle and not stalled, and neither is one whose next task the planned order holds back. Between two events nothing of this changes, so the sums are
+exact. Time is an argument.
 """
 
 from __future__ import annotations
 
 from .dispatch import Dispatch
-from .records import HOST
+from .records import HOST, WorkerId
 
 
 class Stalls:
     """Sums up stalled workers over time.
 
     Attributes:
-        num: workers stalled since the last update.
-        nanoseconds: of all workers together, until the last update.
+        stalled: workers stalled since the last update.
+        by_worker: nanoseconds of each worker that ever was, until the last update.
     """
 
-    __slots__ = ("_dispatch", "_since", "nanoseconds", "num")
+    __slots__ = ("_dispatch", "_since", "by_worker", "stalled")
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._since = 0
-        self.num = 0
-        self.nanoseconds = 0
+        self.stalled: list[WorkerId] = []
+        self.by_worker: dict[WorkerId, int] = {}
+
+    @property
+    def nanoseconds(self) -> int:
+        """Of all workers together, until the last update."""
+        return sum(self.by_worker.values())
 
     def update(self, now: int) -> None:
-        """Count again after an event at `now`, in nanoseconds; needed whenever copies are under way, tasks are blocked, or `num` is not zero."""
-        self.nanoseconds += self.num * (now - self._since)
+        """Look again after an event at `now`, in nanoseconds; needed whenever copies are under way, tasks are blocked, or somebody is stalled."""
+        if self.stalled:
+            for one in self.stalled:
+                self.by_worker[one] = self.by_worker.get(one, 0) + now - self._since
         self._since = now
         dispatch = self._dispatch
-        num = 0
-        for worker in dispatch.crew:
-            if worker.running is None and worker.assigned:
-                num += 1
+        stalled = [worker.id for worker in dispatch.crew if worker.running is None and worker.assigned]
         if dispatch.num_blocked:
             for node, line in enumerate(dispatch.blocked):
                 if line:
-                    free = sum(worker.node == node and not worker.assigned for worker in dispatch.crew)
-                    num += min(free, sum(task.worker != HOST for task in line))
-        self.num = num
+                    free = [worker.id for worker in dispatch.crew if worker.node == node and not worker.assigned]
+                    stalled += free[: sum(task.worker != HOST for task in line)]
+        self.stalled = stalled

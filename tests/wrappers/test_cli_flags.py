@@ -7,7 +7,7 @@ from nntask.errors import UsageError
 from nntask.sizes import format_count, format_duration, format_size, parse_size
 from nntask.trainer.settings import TrainSettings
 from nntask.trainer.text import to_toml
-from wrappers.cli.flags import LATER, build, from_toml, merge, scan, table_of
+from wrappers.cli.flags import ELSEWHERE, LATER, build, from_toml, merge, scan, table_of
 
 TABLE = table_of(TrainSettings)
 
@@ -40,7 +40,7 @@ def test_resume_alone_means_auto():
         (["--redux=maybe"], "--redux must be true or false"),
         (["--batch"], "--batch needs a value"),
         (["8"], "unexpected word '8'"),
-        (["--logger"], "--logger is not offered"),
+        (["--logger"], "--logger is not offered: --report-to tensorboard"),
     ],
 )
 def test_mistakes_get_one_sentence(argv, words):
@@ -71,8 +71,8 @@ NNTILE = {
 
 def test_every_flag_of_the_nearest_relative_is_known():
     """Each is offered, or its users are told what becomes of it; nothing is both."""
-    assert NNTILE.issubset({*TABLE, *LATER})
-    assert not set(LATER) & set(TABLE)
+    assert NNTILE.issubset({*TABLE, *LATER, *ELSEWHERE})
+    assert not {*LATER, *ELSEWHERE} & set(TABLE)
 
 
 def test_settings_survive_a_trip_through_toml():

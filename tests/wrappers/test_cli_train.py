@@ -86,7 +86,7 @@ def test_a_run_leaves_its_files(here, capsys):
     places = [out.index(line) for line in lines]
     assert places == sorted(places)
     run = here / "run"
-    assert {p.name for p in run.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
+    assert {p.name for p in run.iterdir()} == {"config.toml", "machine.json", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
     wanted = "steps tokens seconds tokens_per_second loss_first loss_last peak_bytes budget_bytes moved_bytes "
     wanted += "evictions stall_seconds hit_rate moved_bytes_around_steps evictions_around_steps stall_seconds_around_steps "
     wanted += "tasks task_overhead_us fallbacks workers versions"

@@ -17,20 +17,19 @@ from typing import Any, Final, Literal
 from nntask.errors import UsageError
 
 OPTIONAL_VALUE: Final = {"resume": "auto"}
-_METRICS: Final = "until then metrics.jsonl in the run directory holds the same numbers, and nntask report draws them"
 LATER: Final = {
-    "logger": f"becomes --report-to tensorboard in a later release; {_METRICS}",
-    "logger-server-addr": f"becomes --report-to tensorboard in a later release; {_METRICS}",
-    "logger-server-port": f"becomes --report-to tensorboard in a later release; {_METRICS}",
-    "report-to": f"belongs to a later release; {_METRICS}",
     "dask": "belongs to a later release, with clusters; this one uses one machine",
 }
 """Flags of NNTile, and of releases to come, that people may type: what becomes of them and what to do until then."""
+_EVENTS: Final = "is not offered: --report-to tensorboard writes event files into the run's directory, without a server; use that, or drop it"
 ELSEWHERE: Final = {
+    "logger": _EVENTS,
+    "logger-server-addr": _EVENTS,
+    "logger-server-port": _EVENTS,
     "force": "belongs to nntask export; nothing else overwrites anything, give a new directory",
     "shard-size": "belongs to nntask export; --save-checkpoint writes one file",
 }
-"""Flags of one command that people may type in another."""
+"""Flags of one command, or of NNTile, that people may type in another: where they belong, or what does the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,6 @@
 """``nntask bench sched``: seconds and bytes of a step under every scheduling policy on imaginary machines, in virtual time, beside lower bounds.
 
-No schedule on N devices is shorter than
-
-    area            the seconds of all tasks together over N
-    critical path   the seconds of the longest chain of tasks
-    link            what must enter or leave the devices in a step, over N links at once: of the data that outlives the step, what exceeds all
-                    device memory together comes in, and goes out again if the step writes it
+The bounds are those of `scheduler.bounds`, with a link for each device.
 """
 
 from __future__ import annotations
@@ -13,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nntask.trainer.places import Target
-    from scheduler.core.steps import StepPlan
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,9 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     from nntask.trainer.fitting import order_on
     from nntask.trainer.places import durations, imaginary, parse_rate
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+    from scheduler.bounds import lower_bounds
     from scheduler.core.errors import SchedulerError
+    from scheduler.core.forecast import Pace
     from scheduler.drivers.virtual import simulate
 
     from .standard import captured
@@ -112,7 +105,9 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         except ValueError as error:
             raise UsageError(f"--order {settings.order}: {error}") from error
         known = durations(order.plan, target)
-        bounds = lower_bounds(order.plan, known.seconds["sim"], target, parse_rate(settings.link, "--link"))
+        rate = len(target.workers) * parse_rate(settings.link, "--link")
+        pace = Pace({}, rate, rate, duplex=True)
+        bounds = lower_bounds(order.plan, known.seconds["sim"], num_workers=len(target.workers), memory=target.memory, pace=pace)
         rows = []
         for policy in policies:
             begin = perf_counter()
@@ -141,27 +136,6 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         "auto": target.policy("auto"),
         "bounds_seconds": bounds,
         "policies": rows,
-    }
-
-
-def lower_bounds(plan: StepPlan, seconds: Any, target: Target, bandwidth: float) -> dict[str, float]:
-    """Seconds that no schedule of a step falls below: see the module's docstring.
-
-    Args:
-        seconds: of each task on a device.
-        bandwidth: bytes per second of each link, in each direction.
-    """
-    num_devices = len(target.workers)
-    longest = [0.0] * len(plan.tasks)
-    for position, before in enumerate(plan.predecessors):
-        longest[position] = seconds[position] + max((longest[each] for each in before), default=0.0)
-    lasting = [(handle.size, use.last_writer is not None) for handle, use in plan.uses.items() if handle not in plan.owned]
-    comes = max(0, sum(size for size, _ in lasting) - target.memory)
-    goes = max(0, sum(size for size, is_written in lasting if is_written) - target.memory)
-    return {
-        "area": sum(seconds) / num_devices,
-        "critical_path": max(longest, default=0.0),
-        "link": max(comes, goes) / (num_devices * bandwidth),
     }
 
 

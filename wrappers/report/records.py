@@ -1,0 +1,210 @@
+"""What a run has left behind about itself, read for its report. Nothing here computes or draws.
+
+A run on one machine is one node, without a name, whose files lie in the run's directory. A run on a cluster has, besides the metrics.jsonl of the
+whole run, a directory for each node, named after it, with that node's own files:
+
+    RUN/metrics.jsonl                 steps of the run: step, loss, lr, grad_norm, tokens, seconds, ...
+    RUN/summary.json, machine.json    if they are there
+    RUN/trace.json.gz                 of --trace-steps, or the file that --trace named
+    RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with the same fields as far as they are the node's own
+    RUN/nodes/<name>/machine.json, trace.json.gz, trace.json
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from nntask.errors import DataError
+from nntask.jsonfile import read_object
+from nntask.trainer.metrics import read_metrics
+from nntask.trainer.outputs import CONFIG, MACHINE, METRICS, SUMMARY, TRACE
+from scheduler.trace import FORMAT
+
+NODES: Final = "nodes"
+_TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
+_AGAIN: Final = "trace some steps anew, as in nntask train --trace-steps 10:11"
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something that took time: a task on a worker, or a copy over a link.
+
+    Args:
+        track: the worker or the link.
+        name: of the codelet, or of what was copied.
+        step: that a task belongs to, if any.
+        start, end: nanoseconds since 1970.
+        nbytes: of a copy.
+    """
+
+    track: str
+    name: str
+    step: int | None
+    start: int
+    end: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """A trace.
+
+    Args:
+        path: of the file.
+        workers: their names, in order.
+        memory: node -> (nanoseconds since 1970, bytes in use), in order of time.
+        about: what `nntask.trainer.traced` says of the steps.
+    """
+
+    path: Path
+    workers: list[str]
+    tasks: list[Bar]
+    copies: list[Bar]
+    memory: Mapping[str, list[tuple[int, int]]]
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One machine of a run; its name is "" where there is only one.
+
+    Args:
+        lines: of its metrics.jsonl.
+        machine: what it has to train with; empty where nobody has written that down.
+        trace: of some steps, if there is one.
+    """
+
+    name: str
+    lines: list[Line]
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    trace: TraceRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run.
+
+    Args:
+        path: of its directory, as it was given.
+        lines: of its metrics.jsonl, at least one.
+        summary: of its end; empty while it goes on, or when it was killed.
+        nodes: at least one.
+    """
+
+    path: Path
+    lines: list[Line]
+    summary: Mapping[str, Any]
+    nodes: list[NodeRecord]
+
+    @property
+    def name(self) -> str:
+        """The last part of its directory's path."""
+        return self.path.resolve().name
+
+
+def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
+    """A run with all its nodes.
+
+    Args:
+        trace: the run's trace, instead of the one that it names.
+
+    Raises:
+        DataError: there is no run, it has done no step, or a file of it is broken.
+    """
+    if not directory.is_dir():
+        raise DataError(f"{directory} is no directory; give the directory of a run of nntask train")
+    metrics = directory / METRICS
+    if not metrics.is_file():
+        raise DataError(f"{directory} has no metrics.jsonl; give the directory of a run of nntask train")
+    lines: list[Line] = [*_lines(metrics)]
+    if not lines:
+        raise DataError(f"{metrics} holds no step yet; wait for the first one")
+    summary, machine = _facts(directory / SUMMARY), _facts(directory / MACHINE)
+    if not machine:
+        machine = {key: summary[key] for key in ("workers", "budget_bytes") if key in summary}
+    folders = sorted(each for each in (directory / NODES).glob("*") if (each / METRICS).is_file())
+    own = [NodeRecord("", lines, machine, read_trace(found) if (found := trace or _trace_of(directory)) else None)]
+    nodes = [_node(folder) for folder in folders] if folders and trace is None else own
+    return RunRecord(directory, lines, summary, nodes)
+
+
+def _node(folder: Path) -> NodeRecord:
+    trace = _trace_of(folder)
+    return NodeRecord(folder.name, [*_lines(folder / METRICS)], _facts(folder / MACHINE), read_trace(trace) if trace else None)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_metrics(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; give a run that this user may read") from None
+
+
+def _facts(path: Path) -> Mapping[str, Any]:
+    """A small file of the run, if it is there."""
+    return read_object(path, "the file", "let this user read it") if path.is_file() else {}
+
+
+def _trace_of(directory: Path) -> Path | None:
+    """The trace of a run or node: in its directory, or where --trace has put it."""
+    import tomllib
+
+    named = ""
+    try:
+        settings = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        named = str(settings.get("observe", {}).get("trace", ""))
+    except (OSError, ValueError, AttributeError):  # the report does without; the file is not its business
+        pass
+    places = [*([Path(named)] if named else []), *(directory / name for name in _TRACES)]
+    return next((place for place in places if place.is_file()), None)
+
+
+def read_trace(path: Path) -> TraceRecord:
+    """A trace that `scheduler.trace` has written.
+
+    Raises:
+        DataError: it cannot be read, was cut short, or is of another format.
+    """
+    try:
+        data = path.read_bytes()
+        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError):
+        raise DataError(f"the trace {path} is not whole; {_AGAIN}") from None
+    except OSError as error:
+        raise DataError(f"the trace {path} cannot be read: {error.strerror}; name another one with --trace") from None
+    try:
+        about = document["otherData"]["nntask"]
+        found = about["format"]
+    except (KeyError, TypeError, IndexError):
+        raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {FORMAT}; {_AGAIN}") from None
+    if found != FORMAT:
+        raise DataError(f"the trace {path} must have format {FORMAT}, got {str(found)[:40]}, which another version of nntask wrote; {_AGAIN}")
+    try:
+        return _parsed(path, document["traceEvents"], about)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise DataError(f"the trace {path} has events that are none of nntask's; {_AGAIN}") from None
+
+
+def _parsed(path: Path, events: list[dict[str, Any]], about: Mapping[str, Any]) -> TraceRecord:
+    tracks = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["ph"] == "M" and each["name"] == "thread_name"}
+    tasks, copies = list[Bar](), list[Bar]()
+    memory: dict[str, list[tuple[int, int]]] = {}
+    zero = int(about["unix_ns"])
+    for each in events:
+        if each["ph"] == "X":
+            start, args = zero + round(each["ts"] * 1e3), each["args"]
+            bar = Bar(tracks[each["pid"], each["tid"]], each["name"], args.get("step"), start, start + round(each["dur"] * 1e3), args.get("bytes", 0))
+            (tasks if each["pid"] == 1 else copies).append(bar)
+        elif each["ph"] == "C" and "bytes" in each["args"]:
+            memory.setdefault(each["name"].removeprefix("bytes "), []).append((zero + round(each["ts"] * 1e3), each["args"]["bytes"]))
+    for counts in memory.values():
+        counts.sort()
+    return TraceRecord(path, [name for (pid, _), name in tracks.items() if pid == 1], tasks, copies, memory, about)

@@ -1,0 +1,209 @@
+"""The sections of a report: for each, sentences, plots and a table of one group of figures, or what to do where nothing was recorded."""
+
+from __future__ import annotations
+
+import html
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import figures, plots
+from .records import NodeRecord, RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a page has room for.
+
+    Args:
+        steps: first and last of the traced steps to draw; None for as many as there is room for.
+        points: of a curve.
+        bars: of the Gantt chart.
+    """
+
+    steps: tuple[int, int] | None = None
+    points: int = figures.MOST_POINTS
+    bars: int = figures.MOST_BARS
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page.
+
+    Args:
+        sentences: HTML, a paragraph each.
+        rows: of plots.
+        table: HTML.
+    """
+
+    heading: str
+    sentences: list[str] = field(default_factory=list)
+    rows: list[list[Any]] = field(default_factory=list)
+    table: str = ""
+
+
+def sections_of(run: RunRecord, limits: Limits) -> Iterator[Section]:
+    """All sections, in order."""
+    nodes = run.nodes
+    yield _training(run, limits)
+    yield _memory(nodes, limits)
+    yield _movement(nodes, limits)
+    yield _workers(nodes)
+    yield _steps(run, limits)
+    if any(figures.whole_steps(node.trace) for node in nodes):
+        yield _codelets(nodes)
+        yield _bounds(nodes)
+    yield _facts(run)
+
+
+def _training(run: RunRecord, limits: Limits) -> Section:
+    wanted = (
+        ("loss", "loss", "loss"),
+        ("grad_norm", "gradient norm, before clipping", "norm"),
+        ("lr", "learning rate", "rate"),
+        ("tokens_per_second", "throughput", "tokens/s"),
+    )
+    drawn = [
+        plots.line_plot(title, unit, {title: points}, from_zero=name != "loss")
+        for name, title, unit in wanted
+        if (points := figures.curve(run.lines, name, limits.points))
+    ]
+    return Section("Training", _thinning(len(run.lines), limits, "the mean"), [drawn[:2], drawn[2:]])
+
+
+def _memory(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
+    found = {figures.label(node.name, name): memory for node in nodes for name, memory in figures.memories(node, limits.points).items()}
+    if not found:
+        return Section("Memory", ["How much memory was held is not recorded in this directory."])
+    is_known = all(memory.budget is not None for memory in found.values())
+    sentence = "Most bytes held in each step" + ("; the dashed line is the budget." if is_known else "; budgets are not recorded in this directory.")
+    drawn = [plots.memory_plot(name, memory) for name, memory in found.items()]
+    return Section("Memory", [sentence, *_thinning(_longest(nodes), limits, "the maximum")], [drawn[at : at + 2] for at in range(0, len(drawn), 2)])
+
+
+def _movement(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
+    found = {figures.label(node.name, name): link for node in nodes for name, link in figures.links(node, limits.points).items()}
+    if not found:
+        return Section("Movement", ["Nothing moved between memories: everything fitted where it was used."])
+    rows = [(name, f"{link.total / 1e9:,.3f}", f"{link.per_step / 1e9:,.4f}", f"{link.per_second / 1e9:,.4f}") for name, link in found.items()]
+    table = _table(("link", "GB in all", "GB a step", "GB/s, mean"), rows)
+    return Section("Movement", _thinning(_longest(nodes), limits, "the mean"), [[plots.links_plot(found)]], table)
+
+
+def _workers(nodes: Sequence[NodeRecord]) -> Section:
+    found = {figures.label(node.name, worker): share for node in nodes for worker, share in figures.shares(node).items()}
+    if not found:
+        return Section("Workers", ["How workers spent their time is not recorded in this directory."])
+    sentence = (
+        "A worker waits for data or room while a task is ready for it and the task's data is on the way or has no place; "
+        "it is idle while none is ready. Over all steps."
+    )
+    rows = [(name, f"{share.busy:.1%}", f"{share.stalled:.1%}", f"{share.idle:.1%}") for name, share in found.items()]
+    return Section("Workers", [sentence], [[plots.shares_plot(found)]], _table(("worker", "in kernels", "waiting for data or room", "idle"), rows))
+
+
+def _steps(run: RunRecord, limits: Limits) -> Section:
+    """Who ran what when, of the traced steps."""
+    found = figures.gantt(run.nodes, limits.steps, limits.bars)
+    if found is None:
+        last = run.lines[-1]["step"]
+        how = f"nntask train --resume {shlex.quote(str(run.path))} --steps {last + 4} --trace-steps {last + 2}:{last + 3}"
+        sentence = (
+            "No step of this run was traced. A trace shows who ran what when, the time of each codelet, and how far a step is from its bounds. "
+            f"Get one with <code>--trace-steps 10:11</code> in a new run, or go on for a few steps: <code>{escaped(how)}</code>"
+        )
+        return Section("Steps", [sentence])
+    sentences = []
+    if found.num_found > len(found.bars):
+        sentences.append(
+            f"Drawn are the {len(found.bars):,} longest of {found.num_found:,} tasks and copies, which have {found.coverage:.1%} of their time."
+        )
+    traced = figures.traced_steps(run.nodes)
+    if found.steps is not None and (traced[0], traced[-1]) != found.steps:
+        sentences.append(f"Steps {traced[0]} to {traced[-1]} were traced; <code>--steps A:B</code> draws others.")
+    if not any(figures.whole_steps(node.trace) for node in run.nodes):
+        sentences.append("No step was traced whole, so nothing is said of codelets and bounds.")
+    if len(run.nodes) > 1:
+        sentences.append("The nodes' clocks are taken as they are.")
+    chart = plots.gantt_plot(found)
+    beside = [[plots.traced_memory_plot(found, chart)]] if found.memory else []
+    return Section("Steps", sentences, [[chart], *beside])
+
+
+def _codelets(nodes: Sequence[NodeRecord]) -> Section:
+    rows = figures.codelets(nodes)
+    peaks = [peak for node in nodes if (peak := figures.number(node.machine, "peak_flops")) is not None]
+    against = "The peak is not recorded in this directory."
+    if peaks:
+        against = (
+            f"The peak is what {'the nodes' if len(peaks) > 1 else 'all workers together'} reached in fp32 products before the first step, "
+            f"{sum(peaks) / 1e9:,.1f} GF/s, a worker's share of it; rates above it mean that something else disturbed that measurement."
+        )
+    table = _table(
+        ("codelet", "tasks a step", "ms a step", "share", "GF/s", "of peak", "GB/s"),
+        [
+            (
+                row.name,
+                f"{row.tasks:,.0f}",
+                f"{1e3 * row.seconds:,.2f}",
+                f"{row.share:.1%}",
+                "" if row.flops_per_second is None else f"{row.flops_per_second / 1e9:,.1f}",
+                "" if row.of_peak is None else f"{row.of_peak:.0%}",
+                "" if row.bytes_per_second is None else f"{row.bytes_per_second / 1e9:,.1f}",
+            )
+            for row in rows
+        ],
+    )
+    traced = max(len(figures.whole_steps(node.trace)) for node in nodes)
+    mean = f"Means over {traced} traced steps." if traced > 1 else "Of the one traced step."
+    rates = "Rates are those while a task runs, from the codelet's cost function; GF of matrix products only."
+    return Section("Codelets", [f"{mean} {rates} {against}"], [[plots.codelets_plot(rows)]], table)
+
+
+def _bounds(nodes: Sequence[NodeRecord]) -> Section:
+    found = {node.name: each for node in nodes if (each := figures.achieved(node.trace)) is not None}
+    sentences = [
+        "Area: the seconds of all tasks over the number of workers. Critical path: the longest chain of tasks that wait for each other. Link: what "
+        "must come and go because lasting data exceeds the memory, at the measured rates. Durations are the traced ones."
+    ]
+    for name, each in found.items():
+        over = f"{each.over_bound:.2f} x its largest bound" if each.over_bound else "no bound"
+        sentences.append(f"{escaped(name) + ': a' if name else 'A'} traced step took {1e3 * each.seconds:,.1f} ms, {over}.")
+    return Section("Achieved time and bounds", sentences, [[plots.bounds_plot(found)]])
+
+
+def _facts(run: RunRecord) -> Section:
+    """summary.json and machine.json as a table."""
+    rows = [(name, _short(value)) for name, value in run.summary.items()]
+    for node in run.nodes:
+        rows += [(figures.label(node.name, name), _short(value)) for name, value in node.machine.items() if node.name or name not in run.summary]
+    cells = "".join(f'<tr><td>{escaped(name)}</td><td class="text">{escaped(value)}</td></tr>' for name, value in rows)
+    return Section("Facts", table=f"<table>{cells}</table>")
+
+
+def _longest(nodes: Sequence[NodeRecord]) -> int:
+    return max(len(node.lines) for node in nodes)
+
+
+def _thinning(count: int, limits: Limits, how: str) -> list[str]:
+    size = figures.group_size(count, limits.points)
+    return [f"{count:,} steps; each point is {how} of {size} of them."] if size > 1 else []
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    tagged = [("th", head), *(("td", row) for row in rows)]
+    lines = ["".join(f"<{tag}>{escaped(cell)}</{tag}>" for cell in cells) for tag, cells in tagged]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_short(each)}" for key, each in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+
+
+def escaped(text: Any) -> str:
+    """Text that stands for itself in HTML."""
+    return html.escape(str(text))
