@@ -62,6 +62,24 @@ def gelu_new_backward(x: Array, dy: Array, dx: Array, scale: Any, cubic: Any) ->
         dx[i] = dy[i] * (s + s * (ONE - s) * a * slope)
 
 
+@compiled(REASSOCIATE)
+def silu_gate(gate: Array, up: Array, y: Array) -> None:
+    """y = gate sigmoid(gate) up  # (N,)."""
+    for i in range(gate.size):
+        a = gate[i]
+        y[i] = a / (ONE + _bounded_exp(-a)) * up[i]
+
+
+@compiled(REASSOCIATE)
+def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Array) -> None:
+    """dgate = dy up (s + a s (1 - s)), dup = dy a s; a = gate, s = sigmoid(a)  # (N,)."""
+    for i in range(gate.size):
+        a, g = gate[i], dy[i]
+        s = ONE / (ONE + _bounded_exp(-a))
+        dgate[i] = g * up[i] * (s + a * s * (ONE - s))
+        dup[i] = g * (a * s)
+
+
 @inlined(REASSOCIATE)
 def _top(row: Array, count: int, top: Any) -> Any:
     """Largest of the first numbers of a row and `top`."""

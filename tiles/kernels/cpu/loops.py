@@ -108,6 +108,49 @@ def layer_norm_backward(
 
 
 @compiled(REASSOCIATE)
+def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, eps: Any) -> None:
+    """y = x rstd gamma, rstd = 1 / sqrt(mean(x^2) + eps)  # (R, N)."""
+    for i in range(x.shape[0]):
+        s = _deviation(x[i], ZERO, eps)
+        rstd[i] = s
+        for j in range(x.shape[1]):
+            y[i, j] = x[i, j] * s * gamma[j]
+
+
+@compiled(REASSOCIATE)
+def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, extra: Array, dx: Array, dgamma: Array, residual: bool) -> None:
+    """dx = rstd (g - xhat mean(g xhat)) [+ extra], g = dy gamma; dgamma += dy xhat  # (R, N)."""
+    width = x.shape[1]
+    for i in range(x.shape[0]):
+        s, weighted = rstd[i], ZERO
+        for j in range(width):
+            weighted += dy[i, j] * gamma[j] * x[i, j]
+        weighted = weighted * s * s / f32(width)
+        for j in range(width):
+            dgamma[j] += dy[i, j] * (x[i, j] * s)
+        if residual:
+            for j in range(width):
+                dx[i, j] = s * (dy[i, j] * gamma[j] - x[i, j] * weighted) + extra[i, j]
+        else:
+            for j in range(width):
+                dx[i, j] = s * (dy[i, j] * gamma[j] - x[i, j] * weighted)
+
+
+@compiled(EXACT)
+def rotary(x: Array, cos: Array, sin: Array, y: Array, sign: Any) -> None:
+    """Turn pairs (i, i + D/2) of each head by the angles of its position  # x, y (B, T, H, D); cos, sin (B or 1, T, D/2)."""
+    half = cos.shape[2]
+    for b in range(x.shape[0]):
+        own = b if cos.shape[0] > 1 else 0
+        for t in range(x.shape[1]):
+            for h in range(x.shape[2]):
+                for i in range(half):
+                    first, second, c, s = x[b, t, h, i], x[b, t, h, half + i], cos[own, t, i], sign * sin[own, t, i]
+                    y[b, t, h, i] = first * c - second * s
+                    y[b, t, h, half + i] = second * c + first * s
+
+
+@compiled(REASSOCIATE)
 def sum_squares(x: Array) -> Any:
     """Sum of squares, in fp64 over pieces of 16384 numbers  # (N,)."""
     total = 0.0

@@ -6,7 +6,7 @@ Blocks of 128 KiB with NumPy's broadcasting buffers cut to 1024 elements (`regis
 dx, its products in the blocks of dx still to come, or in declared scratch. Compiled loops row by row, arrays in no cache (torch 0.20 / 0.31 ms, a
 copy of as many bytes 0.17 / 0.25 ms): 0.25 / 0.40 ms. Forward, the next row is summed while one is written. Backward, without gain and
 dropped: sums over four rows at a time (0.46 against 0.42 ms), one loop for dx and both sums (0.50 ms, not vectorised), prefetching the next rows
-(no difference).
+(no difference). For rms_norm, 1024 x 2048: blocks of 128 KiB 1.0 / 2.6 ms, compiled 0.25 / 0.74 ms (a copy 0.18 ms).
 """
 
 from __future__ import annotations
@@ -108,6 +108,11 @@ def residual_layer_norm(x: Array, r: Array, gamma: Array, beta: Array, s: Array,
 def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *, eps: float) -> None:
     """y = x * rstd * gamma, rstd = 1 / sqrt(mean(x^2) + eps)."""
     x, y, rstd = rows(x), rows(y), rstd.reshape(-1)
+    if single(x, gamma, y, rstd):
+        from . import loops
+
+        loops.rms_norm(x, gamma, y, rstd, np.float32(eps))
+        return
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         a = x[block]
         rstd[block] = 1.0 / np.sqrt(_dots(a, a) / x.shape[1] + eps)
@@ -180,6 +185,11 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Arr
     x, dy, dx, rstd = rows(x), rows(dy), rows(dx), rstd.reshape(-1)
     if not accumulate:
         dgamma[...] = 0
+    if single(x, gamma, rstd, dy, *rest):
+        from . import loops
+
+        loops.rms_norm_backward(x, gamma, rstd, dy, rows(extra[0]) if residual else dy, dx, dgamma, residual)
+        return
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         np.multiply(x[block], rstd[block][:, None], out=dx[block])
         _backward_block(rstd[block], dy[block], gamma, dx[block], dgamma, _lent(dx, block), False)
