@@ -1,5 +1,6 @@
 # make train   create .venv, install nntask, train a small GPT-2 (make train ARGS="--steps 40")
 # make test    create .venv with the development tools; lint, types, contracts, the whole suite
+#              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out
 # make test-docker build the container and train in it (root, buildah, debootstrap)
@@ -10,6 +11,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
@@ -23,6 +25,7 @@ train: $(VENV)/installed-train
 test: style types contracts suite
 
 test-long: MARK := -m long
+test-long: PROCESSES := 0
 test-long: suite
 
 test-docker:
@@ -47,7 +50,7 @@ suite: export MKL_NUM_THREADS = 1
 suite: export TOKENIZERS_PARALLELISM = false
 suite: export HF_HUB_OFFLINE = 1
 suite: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(MARK) $(ARGS)
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS)
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/startup.py

@@ -32,7 +32,7 @@ FENCE = re.compile(r"(?:^<!-- ci: (?P<marker>.*?) -->\n)?^```(?P<language>[^\n]*
 SHELL: Final = ("sh", "bash")
 OTHERS: Final = ("python", "text", "toml", "json", "mermaid")
 MARKERS: Final = ("network", "gpu", "minutes")
-LONGEST: Final = {None: 60, "minutes": 280}
+LONGEST: Final = {None: 180, "minutes": 280}
 """Seconds a block may take."""
 
 

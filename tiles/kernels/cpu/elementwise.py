@@ -328,7 +328,8 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
     if single(x, cos, sin, y):
         from . import loops
 
-        loops.rotary(source, *(angles if angles.ndim == 3 else angles[None] for angles in (cos, sin)), target, np.float32(-1 if inverse else 1))
+        c, s = (angles if angles.ndim == 3 else angles[None] for angles in (cos, sin))
+        loops.rotary(source, c, s, target, np.float32(-1 if inverse else 1))
         return
     turn = np.subtract if inverse else np.add
     back = np.add if inverse else np.subtract
