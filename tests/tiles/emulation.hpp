@@ -21,6 +21,7 @@ typedef unsigned long long u64;
 #define __device__
 #define __global__
 #define INFINITE HUGE_VALF
+#define UNROLLED
 #define SHARED(type, name) type *name = (type *)emulated.shared.data()
 
 struct Dim {

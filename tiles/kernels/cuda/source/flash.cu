@@ -13,6 +13,9 @@
 #define ROWS 64
 #define COLUMNS 64
 #define PAD 8
+#ifndef EMULATED
+#define UNROLLED _Pragma("unroll")  // what is indexed lies in registers
+#endif
 #define LANE (threadIdx.x & 31)
 #define WARP (threadIdx.x >> 5)
 
@@ -48,6 +51,7 @@ template <int D> __device__ inline void fetch(const bf16 *x, u16 *room, u16 *tur
         u64 four = first + i < extent ? *(const u64 *)(x + ((long long)(first + i) * heads + head) * D + d) : 0ull;
         if (room) *(u64 *)(room + i * (D + PAD) + d) = four;
         if (turned)
+            UNROLLED
             for (int e = 0; e < 4; e++) turned[(d + e) * (64 + PAD) + i] = (u16)(four >> 16 * e);
     }
 }
@@ -55,24 +59,31 @@ template <int D> __device__ inline void fetch(const bf16 *x, u16 *room, u16 *tur
 // this warp's 16 rows of a left factor, D wide
 template <int D> __device__ inline void left_factor(const u16 *room, u32 (*a)[4]) {
     const u16 *row = room + (WARP * 16 + LANE / 4) * (D + PAD) + LANE % 4 * 2;
+    UNROLLED
     for (int k = 0; k < D / 16; k++)
+        UNROLLED
         for (int part = 0; part < 4; part++) a[k][part] = *(const u32 *)(row + part % 2 * 8 * (D + PAD) + k * 16 + part / 2 * 8);
 }
 
 // c (16 x 64) = a (16 x D) b^T, b 64 rows of D
 template <int D> __device__ inline void times_rows(float (*c)[4], const u32 (*a)[4], const u16 *b) {
+    UNROLLED
     for (int n = 0; n < COLUMNS / 8; n++) {
         const u16 *row = b + (n * 8 + LANE / 4) * (D + PAD) + LANE % 4 * 2;
+        UNROLLED
         for (int e = 0; e < 4; e++) c[n][e] = 0.0f;
+        UNROLLED
         for (int k = 0; k < D / 16; k++) mma(c[n], a[k], *(const u32 *)(row + k * 16), *(const u32 *)(row + k * 16 + 8));
     }
 }
 
 // c (16 x D) += p (16 x 64) b, b given transposed as D rows of 64; p as results of `times_rows`
 template <int D> __device__ inline void add_product(float (*c)[4], const float (*p)[4], const u16 *b) {
+    UNROLLED
     for (int k = 0; k < COLUMNS / 16; k++) {
         u32 a[4] = {pack(p[2 * k][0], p[2 * k][1]), pack(p[2 * k][2], p[2 * k][3]), pack(p[2 * k + 1][0], p[2 * k + 1][1]),
                     pack(p[2 * k + 1][2], p[2 * k + 1][3])};
+        UNROLLED
         for (int n = 0; n < D / 8; n++) {
             const u16 *row = b + (n * 8 + LANE / 4) * (COLUMNS + PAD) + k * 16 + LANE % 4 * 2;
             mma(c[n], a, *(const u32 *)row, *(const u32 *)(row + 8));
@@ -82,7 +93,9 @@ template <int D> __device__ inline void add_product(float (*c)[4], const float (
 
 // Numbers of this lane of a (t, heads D) tile, rows from `start`, as floats; zeros where there is nothing to add to
 template <int D> __device__ inline void load_result(const bf16 *x, float (*c)[4], int start, int extent, int head, int heads, int fresh) {
+    UNROLLED
     for (int n = 0; n < D / 8; n++)
+        UNROLLED
         for (int e = 0; e < 4; e++) {
             int i = start + WARP * 16 + LANE / 4 + e / 2 * 8;
             c[n][e] = fresh || i >= extent ? 0.0f : widen(x[((long long)i * heads + head) * D + n * 8 + LANE % 4 * 2 + e % 2]);
@@ -90,7 +103,9 @@ template <int D> __device__ inline void load_result(const bf16 *x, float (*c)[4]
 }
 
 template <int D> __device__ inline void store_result(bf16 *x, const float (*c)[4], const float *divisor, int start, int extent, int head, int heads) {
+    UNROLLED
     for (int n = 0; n < D / 8; n++)
+        UNROLLED
         for (int half = 0; half < 2; half++) {
             int i = start + WARP * 16 + LANE / 4 + half * 8;
             float d = divisor ? divisor[half] : 1.0f;
@@ -116,6 +131,7 @@ __device__ inline void forward(
     __syncthreads();
     left_factor<D>(K, Q);
     load_result<D>(o, O, start, at.tq, h, at.heads, first);
+    UNROLLED
     for (int half = 0; half < 2; half++) {
         int i = mine + half * 8, none = first || i >= at.tq;
         top[half] = none ? -INFINITE : peak[statistics + i];
@@ -128,17 +144,22 @@ __device__ inline void forward(
         fetch<D>(v, (u16 *)0, V, from, at.tk, g, at.groups);
         __syncthreads();
         times_rows<D>(S, Q, K);
+        UNROLLED
         for (int half = 0; half < 2; half++) {
             int i = mine + half * 8;
             float most = -INFINITE, found = 0.0f;
+            UNROLLED
             for (int n = 0; n < COLUMNS / 8; n++)
+                UNROLLED
                 for (int e = 0; e < 2; e++) {
                     float *s = &S[n][2 * half + e];
                     *s = sees(at, i, from + n * 8 + LANE % 4 * 2 + e) ? at.scale * *s : -INFINITE;
                     most = larger(*s, most);
                 }
             most = larger(quad_max(most), top[half]);
+            UNROLLED
             for (int n = 0; n < COLUMNS / 8; n++)
+                UNROLLED
                 for (int e = 0; e < 2; e++) {
                     float *s = &S[n][2 * half + e];
                     *s = *s != -INFINITE ? expf(*s - most) : 0.0f;
@@ -148,13 +169,16 @@ __device__ inline void forward(
             float shrink = top[half] != -INFINITE ? expf(top[half] - most) : 0.0f;
             sum[half] = sum[half] * shrink + quad_sum(found);
             top[half] = most;
+            UNROLLED
             for (int n = 0; n < D / 8; n++)
+                UNROLLED
                 for (int e = 0; e < 2; e++) O[n][2 * half + e] *= shrink;
         }
         add_product<D>(O, S, V);
     }
     store_result<D>(o, O, last ? sum : (float *)0, start, at.tq, h, at.heads);
     if (LANE % 4 == 0)
+        UNROLLED
         for (int half = 0; half < 2; half++) {
             int i = mine + half * 8;
             if (i >= at.tq) continue;
@@ -181,6 +205,7 @@ __device__ inline void backward_q(
     left_factor<D>(K, Q);
     left_factor<D>(V, G);
     load_result<D>(dq + of_queries, sum, start, at.tq, h, at.heads, first);
+    UNROLLED
     for (int half = 0; half < 2; half++) {
         long long row = ((long long)b * at.heads + h) * at.tq + mine + half * 8;
         level[half] = mine + half * 8 < at.tq ? lse[row] : 0.0f;
@@ -194,7 +219,9 @@ __device__ inline void backward_q(
         __syncthreads();
         times_rows<D>(S, Q, K);
         times_rows<D>(P, G, V);
+        UNROLLED
         for (int n = 0; n < COLUMNS / 8; n++)
+            UNROLLED
             for (int e = 0; e < 4; e++) {
                 int i = mine + e / 2 * 8, j = from + n * 8 + LANE % 4 * 2 + e % 2;
                 float weight = sees(at, i, j) ? expf(at.scale * S[n][e] - level[e / 2]) : 0.0f;
@@ -239,7 +266,9 @@ __device__ inline void backward_kv(
             __syncthreads();
             times_rows<D>(S, K, Q);
             times_rows<D>(P, V, G);
+            UNROLLED
             for (int n = 0; n < COLUMNS / 8; n++)
+                UNROLLED
                 for (int e = 0; e < 4; e++) {
                     int i = n * 8 + LANE % 4 * 2 + e % 2, j = mine + e / 2 * 8;
                     float weight = sees(at, start + i, j) ? expf(at.scale * S[n][e] - level[i]) : 0.0f;
