@@ -3,6 +3,8 @@
 #              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out
+# make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
+# make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and the table in README.md
 # make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results and the table in README.md
 # make clean   remove .venv and caches; runs/ stays
@@ -16,7 +18,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
 
-.PHONY: train test test-long test-docker lint style types contracts suite bench clean
+# An interpreter with CuPy, torch with CUDA if it is to be compared with, and the packages of nntask.
+CUDA ?= 13
+GPU_PYTHON ?= $(BIN)/python
+GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
+
+.PHONY: train test test-long test-docker test-gpu bench-gpu lint style types contracts suite bench clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -30,6 +37,13 @@ test-long: suite
 
 test-docker:
 	docker/test.sh
+
+test-gpu bench-gpu: export PYTHONPATH = $(CURDIR)
+test-gpu: $(GPU_READY)
+	$(GPU_PYTHON) -m pytest -q -m "long or not long" tests/gpu --gpu-json=benchmarks/gpu/tests.json $(ARGS)
+
+bench-gpu: $(GPU_READY)
+	$(GPU_PYTHON) benchmarks/gpu/bench.py $(ARGS)
 
 lint: style types contracts
 
@@ -75,6 +89,10 @@ $(VENV)/installed-train: $(VENV)/created pyproject.toml
 $(VENV)/installed-dev: $(VENV)/created pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@ $(VENV)/installed-train
+
+$(VENV)/installed-gpu: $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,cuda$(CUDA)]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -455,6 +455,7 @@ class Engine:
                 "peak_bytes_by_class": {node.name: dict(node.peak_by_class) for node in nodes},
                 "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
                 "budget_bytes": {node.name: node.budget for node in nodes},
+                "pinned_bytes": 0 if self._pinned is None else self._pinned.nbytes,
                 "stall_seconds": self._stalls.nanoseconds / 1e9,
                 "worker_stall_seconds": {
                     worker_name(thread.worker): self._stalls.by_worker.get(number, 0) / 1e9 for number, thread in self._threads.items()

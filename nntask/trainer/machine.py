@@ -13,6 +13,7 @@ from scheduler.runtime import Runtime
 from scheduler.trace import Trace
 from scheduler.watching import FinishedTask
 from tiles.kernels.cpu import kernel_versions
+from tiles.kernels.cuda.compiling import KernelBuildError
 
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from ..sizes import parse_size
@@ -110,6 +111,8 @@ def told(error: Exception, runtime: Runtime, resources: ResourceSettings, aside:
     refusal = error if isinstance(error, NoRoom) else runtime.refusal
     if refusal is not None:
         return does_not_fit(refusal, resources, lower=lower)
+    if isinstance(error.__cause__, KernelBuildError):
+        return StorageError(f"{error.__cause__}; {aside}")
     for cause in (error.__cause__, runtime.source_failure):
         if isinstance(cause, NntaskError):
             return cause
@@ -124,11 +127,13 @@ def does_not_fit(error: NoRoom, resources: ResourceSettings, *, lower: str | Non
     Args:
         lower: for a command without flags of tiles, those of its flags that make tasks smaller when they are lowered, or "".
     """
+    if error.node.startswith("GPU "):  # what CUDA needs beside the budget: the message says what to do
+        return DoesNotFit(str(error))
     story = str(error).partition("; raise the budget")[0]
     disk = disk_of(resources.disk)
     if disk is not None and error.node == DISK:
         return DoesNotFit(f"{story}; raise SIZE in --disk {disk[0]}:SIZE, now --disk {resources.disk}")
-    flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith(("sim", "cuda", "GPU")) else ("--ram", resources.ram)
+    flag, value = ("--gpu-memory", resources.gpu_memory) if error.node.startswith(("sim", "cuda")) else ("--ram", resources.ram)
     flag += f" (now {value or 'the default'})"
     if lower is not None:
         is_full = "are taken" in story  # else the task alone is too large, and no room elsewhere helps

@@ -142,3 +142,8 @@ def test_benchmark_table_is_current() -> None:
     """The benchmark table shows the committed results, losses included."""
     done = subprocess.run([sys.executable, "benchmarks/table.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_gpu_table() -> None:
+    """README.md shows what benchmarks/gpu has measured, or that nothing has."""
+    assert subprocess.run([sys.executable, "benchmarks/gpu/bench.py", "--table", "--check"], cwd=ROOT).returncode == 0

@@ -21,6 +21,7 @@ typedef unsigned long long u64;
 #define __device__
 #define __global__
 #define INFINITE HUGE_VALF
+#define UNROLLED
 #define SHARED(type, name) type *name = (type *)emulated.shared.data()
 
 struct Dim {
@@ -56,6 +57,41 @@ static inline u32 __float_as_uint(float x) {
     u32 bits;
     memcpy(&bits, &x, 4);
     return bits;
+}
+
+// What lanes of a warp hand each other; every thread of a block calls these, as often as any other.
+static u32 exchanged[1024][6];
+
+static inline float __shfl_xor_sync(u32, float x, int mask) {
+    exchanged[threadIdx.x][0] = __float_as_uint(x);
+    __syncthreads();
+    float other = __uint_as_float(exchanged[threadIdx.x ^ mask][0]);
+    __syncthreads();
+    return other;
+}
+
+// half of two bf16 numbers, the first in the low half
+static inline float half_of(u32 pair, int which) { return __uint_as_float(which ? pair & 0xffff0000u : pair << 16); }
+
+// mma.m16n8k16 as the PTX ISA lays it out: what lane has which numbers of a (16 x 16), b (16 x 8) and c (16 x 8)
+static inline void mma(float *c, const u32 *a, u32 b0, u32 b1) {
+    u32 *mine = exchanged[threadIdx.x];
+    for (int n = 0; n < 4; n++) mine[n] = a[n];
+    mine[4] = b0;
+    mine[5] = b1;
+    __syncthreads();
+    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+    for (int e = 0; e < 4; e++) {
+        int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+        float sum = 0.0f;
+        for (int k = 0; k < 16; k++) {
+            u32 left = exchanged[warp + row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+            u32 right = exchanged[warp + column * 4 + k % 8 / 2][4 + k / 8];
+            sum += half_of(left, k % 2) * half_of(right, k % 2);
+        }
+        c[e] += sum;
+    }
+    __syncthreads();
 }
 
 static const size_t STACK = 64 << 10, GUARD = 64;

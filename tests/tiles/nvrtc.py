@@ -7,7 +7,7 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-from tiles.kernels.cuda.launch import SOURCES
+from tiles.kernels.cuda.compiling import source_text
 
 
 @cache
@@ -25,10 +25,7 @@ def compile_source(name: str, element: str, architecture: int) -> tuple[bool, st
     nvrtc = library()
     assert nvrtc is not None
     program = ctypes.c_void_p()
-    header = (ctypes.c_char_p * 1)((SOURCES / "common.cuh").read_bytes())
-    names = (ctypes.c_char_p * 1)(b"common.cuh")
-    source = (SOURCES / f"{name}.cu").read_bytes()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, f"{name}.cu".encode(), 1, header, names) == 0
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source_text(name).encode(), f"{name}.cu".encode(), 0, None, None) == 0
     flags = [f"-arch=sm_{architecture}".encode(), f"-DELEMENT={element}".encode(), b"-std=c++17"]
     status = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
     size = ctypes.c_size_t()

@@ -51,7 +51,7 @@ def test_mistakes_get_one_sentence(argv, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", [*LATER, "no-strict"])
+@pytest.mark.parametrize("name", [*LATER, "no-dask"])
 def test_flags_of_later_releases_say_so(name):
     """On the command line and in a file: that they are not offered yet, and what to do until then."""
     with pytest.raises(UsageError, match=rf"^--{name} is not offered yet: it .* later release.*; drop it$"):

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from nntask.trainer import gpus
+from scheduler.core.errors import DoesNotFit
 from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu, choose_gpus, find_gpus
+from tiles.kernels.cuda.compiling import KernelBuildError
 from wrappers.cli import main
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
@@ -108,6 +110,32 @@ def test_a_lost_device_ends_with_six_and_a_whole_checkpoint(cards: EmulatedCards
     assert main(["train", "--resume=lost", "--steps=4", "--sample-tokens=0"]) == 0
     assert main([*TRAIN, "--steps=4", "--run-dir=whole"]) == 0
     assert losses("lost")[-1] == losses("whole")[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            KernelBuildError("the kernels of norm.cu do not compile for sm_90 (x)"),
+            6,
+            "norm.cu do not compile for sm_90 (x); the last checkpoint is safe",
+        ),
+        (DoesNotFit("GPU 0 (Emulated) has no memory left; lower --gpu-memory", "GPU 0 (Emulated)"), 3, "has no memory left; lower --gpu-memory"),
+    ],
+)
+def test_a_kernel_that_cannot_start(
+    error: Exception, code: int, words: str, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its source does not compile, or the card has no memory left for libraries: one sentence, and the exit code of its kind."""
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Emulator, "start", refuse)
+    assert main([*TRAIN, "--steps=1", "--run-dir=run"]) == code
+    err = capsys.readouterr().err
+    assert err.endswith(words + "\n")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

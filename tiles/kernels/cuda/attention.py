@@ -1,4 +1,7 @@
-"""Attention over pairs of tiles on a device: scores live in shared memory, the scratch that a CPU needs stays unused."""
+"""Attention over pairs of tiles on a device: scores live in shared memory, the scratch that a CPU needs stays unused.
+
+bf16 tiles of heads of 64 and 128 go to tensor cores (`source/flash.cu`), everything else to plain arithmetic (`source/attention.cu`).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ import numpy as np
 
 from ..reference import attention as reference
 from ..reference.random import threshold
-from ..registry import register
+from ..registry import BF16, register
 from .array import DeviceArray
 from .launch import Source
 
 _source = Source("attention")
+_flash = Source("flash")
 _norms = Source("norm")
 _FLOAT: Final = np.dtype(np.float32)
 QUERIES: Final = 32
 KEYS: Final = 32
+FLASH_SIZES: Final = (64, 128)
+"""Heads that tensor cores take."""
+_FLASH_ROWS: Final = 64
+_PAD: Final = 8
 _INTEGERS: Final = ("head_size", "causal", "q_start", "k_start", "b_start", "h_start", "num_heads", "length", "stream")
 _PAIR: Final = np.dtype(
     [(name, np.int32) for name in _INTEGERS]
@@ -33,6 +41,13 @@ def _pair(at: reference.Pair, tq: int, tk: int, heads: int, groups: int) -> Any:
 
 def _pair_of(q: DeviceArray, k: DeviceArray, at: reference.Pair) -> Any:
     return _pair(at, q.shape[1], k.shape[1], q.shape[2] // at.head_size, k.shape[2] // at.head_size)
+
+
+def _start_flash(kernel: str, x: DeviceArray, size: int, *arguments: Any, num_rows: int, num_turned: int, extra: int = 0) -> None:
+    """Start a kernel with a block for each 64 rows of each head of `x`, and room for so many tiles as they are and transposed."""
+    grid = (-(-x.shape[1] // _FLASH_ROWS), x.shape[2] // size, x.shape[0])
+    shared = 2 * (num_rows * _FLASH_ROWS * (size + _PAD) + num_turned * size * (_FLASH_ROWS + _PAD)) + extra
+    _flash.start(kernel, x.dtype, *arguments, grid=grid, threads=128, shared=shared)
 
 
 @register("attention", "cuda")
@@ -53,6 +68,10 @@ def attention(
     lse = parts.pop(0) if last else None
     key = parts.pop(0) if at.p else None
     pair, size = _pair_of(q, k, at), at.head_size
+    if q.dtype == BF16 and size in FLASH_SIZES:
+        numbers = (pair, np.int32(first), np.int32(last))
+        _start_flash(f"flash_{size}", q, size, q, k, v, o, peak, total, lse, key, *numbers, num_rows=1, num_turned=1)
+        return
     grid = (-(-q.shape[1] // QUERIES), q.shape[2] // size, q.shape[0])
     shared = 4 * (2 * QUERIES * size + 2 * KEYS * size + QUERIES * KEYS + 3 * QUERIES)
     flags = (np.int32(first), np.int32(last))
@@ -89,13 +108,18 @@ def attention_backward(
     """
     key = rest[0] if at.p else None
     pair, size = _pair_of(q, k, at), at.head_size
-    inputs = (q, k, v, do, kept if stored else None, None if stored else kept, delta)
+    if q.dtype == BF16 and size in FLASH_SIZES and not stored:
+        inputs = (q, k, v, do, kept, delta)
+        _start_flash(f"flash_dq_{size}", q, size, *inputs, dq, key, pair, np.int32(first_k), num_rows=2, num_turned=1)
+        _start_flash(f"flash_dkv_{size}", k, size, *inputs, dk, dv, key, pair, np.int32(first_q), num_rows=2, num_turned=2, extra=8 * _FLASH_ROWS)
+        return
+    either = (q, k, v, do, kept if stored else None, None if stored else kept, delta)
     shared = 4 * (5 * QUERIES * size + 2 * QUERIES * KEYS)
     grid = (-(-q.shape[1] // QUERIES), q.shape[2] // size, q.shape[0])
-    _source.start("attention_dq", q.dtype, *inputs, dq, key, pair, np.int32(first_k), grid=grid, threads=128, shared=shared)
+    _source.start("attention_dq", q.dtype, *either, dq, key, pair, np.int32(first_k), grid=grid, threads=128, shared=shared)
     shared = 4 * (6 * KEYS * size + 2 * QUERIES * KEYS)
     grid = (-(-k.shape[1] // KEYS), k.shape[2] // size, q.shape[0])
-    _source.start("attention_dkv", q.dtype, *inputs, dk, dv, key, pair, np.int32(first_q), grid=grid, threads=128, shared=shared)
+    _source.start("attention_dkv", q.dtype, *either, dk, dv, key, pair, np.int32(first_q), grid=grid, threads=128, shared=shared)
 
 
 @register("attention_scores", "cuda")

@@ -7,15 +7,16 @@ cannot be written, each run compiles for itself, which takes some seconds.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .launch import SOURCES
 
-_INCLUDE = '#include "common.cuh"'
+_INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 class KernelBuildError(RuntimeError):
@@ -29,9 +30,9 @@ def default_directory() -> Path:
 
 
 def source_text(name: str) -> str:
-    """A source with the header in it, so that the compiler needs no file."""
+    """A source with its headers in it, so that the compiler needs no file."""
     text = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
-    return text.replace(_INCLUDE, (SOURCES / "common.cuh").read_text(encoding="utf-8").replace("#pragma once", ""))
+    return _INCLUDE.sub(lambda found: (SOURCES / found[1]).read_text(encoding="utf-8").replace("#pragma once", ""), text)
 
 
 def target_of(capability: int, supported: list[int]) -> tuple[str, bool]:

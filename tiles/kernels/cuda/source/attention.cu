@@ -4,22 +4,10 @@
 // shared memory, as floats. Masked blocks are not computed. Dropout acts on normalised weights, by the element's index in (B, H, T, T).
 
 #include "common.cuh"
+#include "pair.cuh"
 
 #define QUERIES 32
 #define KEYS 32
-
-struct Pair {
-    int head_size, causal, q_start, k_start, b_start, h_start, num_heads, length, stream;
-    u32 threshold;
-    float scale, p;
-    int tq, tk, heads, groups;  // of the tiles
-};
-
-// Factor of a weight: 0 or 1 / (1 - p)
-__device__ inline float survival(Pair at, u64 key, int b, int h, int i, int j) {
-    u64 row = ((u64)(at.b_start + b) * at.num_heads + at.h_start + h) * at.length + at.q_start + i;
-    return random_bits(key, row * at.length + at.k_start + j) >= at.threshold ? 1.0f / (1.0f - at.p) : 0.0f;
-}
 
 // Rows [first, first + count) of one head of a (t, heads D) tile, zeros behind its end
 __device__ inline void load(const T *x, float *room, int first, int count, int extent, int head, int heads, int size) {
@@ -34,9 +22,6 @@ __device__ inline float dot(const float *a, const float *b, int size) {
     for (int d = 0; d < size; d++) sum += a[d] * b[d];
     return sum;
 }
-
-// Whether key j of the tile counts for query i
-__device__ inline int sees(Pair at, int i, int j) { return j < at.tk && i < at.tq && (!at.causal || at.k_start + j <= at.q_start + i); }
 
 // Grid: (blocks of queries, h, b)
 KERNEL attention(const T *q, const T *k, const T *v, T *o, float *peak, float *total, float *lse, const u64 *keys, Pair at, int first, int last) {

@@ -1,0 +1,387 @@
+"""Training on a GPU beside torch on the same card, and what the runtime costs there; `make bench-gpu` runs everything within ten minutes.
+
+    python benchmarks/gpu/bench.py                     # all rows; writes benchmarks/gpu/results.json and the table in README.md
+    python benchmarks/gpu/bench.py --only launch copies
+    python benchmarks/gpu/bench.py --table             # the table alone, from what is there; --table --check fails when README.md shows another
+
+Each training is `nntask train` in a process of its own on random tokens, read from its metrics.jsonl: the median over the steps after the first
+few. The peer is the hand-written GPT-2 of `torch_gpt2` (scaled_dot_product_attention, torch.compile, bf16 by autocast, fused AdamW). Flops of the
+model are 6N + 12Ldn a token; utilisation is of the card's dense bf16 peak where its name is known, else of the products measured on it. A row that
+did not run in time, or has no peer installed, says so; nothing is filled in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any, Final
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common
+
+RESULTS: Final = Path(__file__).with_name("results.json")
+README: Final = common.ROOT / "README.md"
+BEGIN: Final = "<!-- GPU benchmarks: made by benchmarks/gpu/bench.py -->"
+END: Final = "<!-- end of GPU benchmarks -->"
+COMMAND: Final = "`make bench-gpu`"
+BUDGET_SECONDS: Final = 540
+PEAKS: Final = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bf16 flop/s by the makers' datasheets, of the SXM parts."""
+COARSE: Final = "--seq-tile=1024 --embd-tile=-1 --inner-tile=-1 --head-tile=-1 --vocab-tile=-1 --ngpu=1"
+"""Tiles as GPUs like them: a minibatch tile of a layer is one task."""
+SKIP: Final = 4
+"""Steps before those that count."""
+
+CLAIMS: Final = (
+    ("small", "GPT-2 small, bf16, 16 x 1024 tokens a step, tokens/s over torch.compile", "at least 1, MFU at least 40 %"),
+    ("xl", "GPT-2 XL, bf16, 16 x 1024 tokens a step, tokens/s over torch.compile", "at least 1, MFU at least 50 %"),
+    ("launch", "host time per replayed task", "at most 8 us, at most 5 % of the step of GPT-2 small"),
+    ("beyond", "GPT-2 XL with a quarter of the memory it needs, 32 x 1024 tokens a step, over the rate in memory", "at least 0.8, losses equal"),
+    ("reach", "trains with a state 7 x its budget", "yes"),
+    ("offload", "tokens/s at the same budget over torch FSDP2 with CPU offload and DeepSpeed ZeRO-3", "at least 1"),
+    ("copies", "bytes/s of tiles to the card and back over those of one large locked copy", "at least 0.85 each"),
+    ("parts", "two parts of one card: losses of one within rounding, both busy", "yes"),
+    ("numerics", "bf16 loss against fp32 after 200 steps", "within 1 %"),
+)
+Row = dict[str, Any]
+
+
+def gpt2(size: str) -> Any:
+    """A preset without dropout."""
+    from nntask.models.config import PRESETS
+
+    return replace(PRESETS[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+class Work:
+    """A folder with random tokens, and trainings there.
+
+    Args:
+        folder: emptied by whoever made it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.count = 0
+
+    def tokens(self, vocab: int) -> str:
+        """Flags of random tokens below `vocab`."""
+        place = self.folder / f"tokens{vocab}"
+        if not place.exists():
+            place.mkdir()
+            np.random.default_rng(0).integers(0, vocab, 4_000_000).astype(np.uint16).tofile(place / "train.bin")
+        return f"--dataset=train.bin --dataset-path={place}"
+
+    def train(self, config: Any, flags: str, steps: int, data: str = "") -> Row:
+        """Run `nntask train` on random tokens, or on the data of these flags.
+
+        Returns:
+            seconds and tokens_per_second of the median step, losses, and what summary.json says.
+
+        Raises:
+            RuntimeError: it failed; the message is its last line.
+        """
+        self.count += 1
+        name = f"run{self.count}"
+        (self.folder / f"{name}.json").write_text(json.dumps(config.to_dict()))
+        argv = [sys.executable, "-m", "nntask", "train", f"--config-path={name}.json", *(data or self.tokens(config.vocab_size)).split()]
+        argv += [f"--run-dir={name}", "--sample-tokens=0", "--save-every=0", f"--steps={steps}", *flags.split()]
+        env = {**os.environ, "PYTHONPATH": str(common.ROOT)}
+        done = subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, env=env)
+        if done.returncode:
+            raise RuntimeError(f"nntask train {flags} ended with {done.returncode}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        timed = lines[min(SKIP, len(lines) - 1) :]
+        summary = json.loads((self.folder / name / "summary.json").read_text())
+        return {
+            "seconds": statistics.median(line["seconds"] for line in timed),
+            "tokens_per_second": statistics.median(line["tokens_per_second"] for line in timed),
+            "losses": [line["loss"] for line in lines],
+            "tasks_per_step": summary["tasks"] / len(lines),
+            "moved_bytes_per_step": {link: nbytes / len(lines) for link, nbytes in summary["moved_bytes"].items()},
+            "peak_bytes": summary["peak_bytes"],
+        }
+
+
+def peer(config: Any, batch: int, steps: int) -> float | None:
+    """Tokens per second of torch on the card; None where torch has no CUDA."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    script = common.this_script(__file__, "--peer", json.dumps([config.vocab_size, 1024, config.n_embd, config.n_layer, config.n_head, batch, steps]))
+    done = subprocess.run(script, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"torch ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
+
+
+def run_peer(vocab: int, length: int, width: int, layers: int, heads: int, batch: int, steps: int) -> None:
+    """Train with torch and print the rate."""
+    import torch
+    from torch_gpt2 import GPT2
+
+    torch.set_float32_matmul_precision("high")
+    with torch.device("cuda"):
+        model = GPT2(vocab, length, width, layers, heads)
+    step_model = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    data = torch.randint(0, vocab, (steps + SKIP, batch, length + 1), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    seconds = []
+    for ids in data:
+        begin = perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = step_model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(perf_counter() - begin)
+    common.report({"tokens_per_second": batch * length / statistics.median(seconds[SKIP:]), "loss": loss.item()})
+
+
+def nominal_peak(card: str) -> float | None:
+    """Flop/s of dense bf16 products, where the card's name is known."""
+    return next((flops for name, flops in PEAKS.items() if name in card), None)
+
+
+def trained(work: Work, card: str, size: str, steps: int) -> Row:
+    """The rate of one model beside torch."""
+    config = gpt2(size)
+    ours = work.train(config, f"{COARSE} --dtype=bf16 --batch=16 --minibatch=16 --minibatch-tile=16", steps)
+    theirs = peer(config, 16, steps)
+    flops = common.model_flops(config, 1024) / 1024  # a token
+    peak = nominal_peak(card)
+    mfu = ours["tokens_per_second"] * flops / peak if peak else None
+    ratio = ours["tokens_per_second"] / theirs if theirs else None
+    text = f"{ours['tokens_per_second']:,.0f} tokens/s" + (f", {ratio:.2f} x torch's {theirs:,.0f}" if theirs else ", torch has no CUDA here")
+    goal = 0.5 if size == "gpt2-xl" else 0.4
+    return {
+        "measured": text + (f", MFU {mfu:.0%}" if mfu else ""),
+        "met": None if ratio is None or mfu is None else ratio >= 1 and mfu >= goal,
+        "ours": _without_losses(ours),
+        "torch_tokens_per_second": theirs,
+        "mfu": mfu,
+    }
+
+
+def launch(work: Work, card: str) -> Row:
+    """Host time: a model so small that the card waits for the host, whose step is then the host's; and its share of a step of GPT-2 small."""
+    tiny = replace(gpt2("tiny"), n_layer=24)
+    flags = "--batch=4 --minibatch=1 --minibatch-tile=1 --seq-tile=256 --embd-tile=-1 --inner-tile=-1 --head-tile=-1 --vocab-tile=-1 --ngpu=1"
+    found = work.train(tiny, f"{flags} --dtype=bf16", 40)
+    per_task = found["seconds"] / found["tasks_per_step"]
+    small = work.train(gpt2("gpt2"), f"{COARSE} --dtype=bf16 --batch=16 --minibatch=16 --minibatch-tile=16", 10)
+    share = per_task * small["tasks_per_step"] / small["seconds"]
+    text = f"{per_task * 1e6:.1f} us a task (an upper bound: the step of a small model over its tasks), {share:.1%} of a step of GPT-2 small"
+    return {
+        "measured": text,
+        "met": per_task <= 8e-6 and share <= 0.05,
+        "seconds_per_task": per_task,
+        "share": share,
+        "tasks": found["tasks_per_step"],
+    }
+
+
+def beyond(work: Work, card: str) -> Row:
+    """XL in memory and with a quarter of what the step needs."""
+    config = gpt2("gpt2-xl")
+    flags = f"{COARSE} --dtype=bf16 --batch=32 --minibatch=4 --minibatch-tile=4 --recompute=block"
+    whole = work.train(config, flags, 6)
+    quarter = max(whole["peak_bytes"]["cuda:0"] // 4, 1 << 30)
+    tight = work.train(config, f"{flags} --gpu-memory={quarter}B", 6)
+    ratio = tight["tokens_per_second"] / whole["tokens_per_second"]
+    equal = tight["losses"] == whole["losses"]
+    text = f"{ratio:.2f} of the rate in memory with {quarter / 1e9:.1f} GB, losses {'equal' if equal else 'differ'}"
+    return {"measured": text, "met": ratio >= 0.8 and equal, "in_memory": _without_losses(whole), "tight": _without_losses(tight)}
+
+
+def reach(work: Work, card: str) -> Row:
+    """GPT-2 medium with a seventh of its state."""
+    config = gpt2("gpt2-medium")
+    state = 14 * config.num_parameters  # bf16 weights, fp32 gradients, masters and two moments, less what is tied
+    found = work.train(config, f"{COARSE} --dtype=bf16 --batch=2 --minibatch=1 --minibatch-tile=1 --vocab-tile=6283 --gpu-memory={state // 7}B", 3)
+    whole = work.train(config, f"{COARSE} --dtype=bf16 --batch=2 --minibatch=1 --minibatch-tile=1 --vocab-tile=6283", 3)
+    equal = found["losses"] == whole["losses"]
+    return {
+        "measured": f"{'yes' if equal else 'no'}, with {state / 7e9:.2f} GB for a state of {state / 1e9:.1f} GB",
+        "met": equal,
+        "losses": found["losses"],
+    }
+
+
+def offload(work: Work, card: str) -> Row:
+    """Peers that keep their state in host memory: none is part of the development tools."""
+    return {"measured": "not measured: DeepSpeed is not installed, and FSDP2 needs a launcher of its own", "met": None}
+
+
+def copies(work: Work, card: str) -> Row:
+    """Tiles of 16 MiB through the runtime against one large copy each way."""
+    from nntask.trainer.gpus import cards
+    from scheduler import R, Runtime, W
+    from scheduler.codelet import Codelet
+    from scheduler.storage import HostArena
+    from tiles.tensor import TileView
+
+    facts = cards.choose(1)
+    (gpu,) = cards.open([(facts[0], None)], tf32=False, dtype="fp32")
+    nbytes, count = 16 << 20, 64
+    raw: dict[str, float] = {}
+    host = HostArena(nbytes * 16)
+    is_pinned = gpu.pin(host.address, nbytes * 16)
+    place, stream, begin, end = gpu.reserve(nbytes * 16), gpu.stream(), gpu.event(), gpu.event()
+    for name, pair in (("to the card", (place, host.address)), ("back", (host.address, place))):
+        for _ in range(3):
+            stream.record(begin)
+            stream.copy(*pair, nbytes * 16)
+            stream.record(end)
+            end.wait()
+            raw[name] = max(raw.get(name, 0.0), nbytes * 16 / end.seconds_since(begin))
+    gpu.release(place)
+    if is_pinned:
+        gpu.unpin(host.address)
+    touch = Codelet("touch", cuda=lambda *views: None)
+    view = TileView((nbytes,), np.dtype(np.uint8))
+    with Runtime(0, gpus=[gpu], gpu_memory=nbytes * (count + 2), ram=nbytes * (count + 2)) as runtime:
+        handles = [runtime.handle(nbytes, view) for _ in range(count)]
+        ours: dict[str, float] = {}
+        for _ in range(3):
+            for handle in handles:
+                with runtime.acquire(handle, W) as data:
+                    data[::4096] = 1
+            start = perf_counter()
+            for handle in handles:
+                runtime.submit(touch, [(handle, "RW")], {})
+            runtime.wait()
+            ours["to the card"] = max(ours.get("to the card", 0.0), nbytes * count / (perf_counter() - start))
+            start = perf_counter()
+            for handle in handles:
+                with runtime.acquire(handle, R):
+                    pass
+            ours["back"] = max(ours.get("back", 0.0), nbytes * count / (perf_counter() - start))
+    gpu.close()
+    ratios = {name: ours[name] / raw[name] for name in raw}
+    text = ", ".join(f"{name} {ours[name] / 1e9:.1f} of {raw[name] / 1e9:.1f} GB/s" for name in raw)
+    return {"measured": text, "met": min(ratios.values()) >= 0.85, "raw": raw, "ours": ours}
+
+
+def parts(work: Work, card: str) -> Row:
+    """GPT-2 small on two parts of the card."""
+    flags = f"{COARSE} --dtype=bf16 --batch=4 --minibatch=1 --minibatch-tile=1"
+    one, two = work.train(gpt2("gpt2"), flags, 8), work.train(gpt2("gpt2"), f"{flags} --split-gpu=2", 8)
+    near = all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(one["losses"], two["losses"], strict=True))
+    busy = all(two["peak_bytes"].get(f"cuda:{number}", 0) > 0 for number in range(2))
+    rate = two["tokens_per_second"] / one["tokens_per_second"]
+    return {"measured": f"losses {'within' if near else 'beyond'} rounding, both used: {busy}, {rate:.2f} of the rate of one", "met": near and busy}
+
+
+def numerics(work: Work, card: str) -> Row:
+    """A small model for 200 steps in fp32 and bf16."""
+    flags = "--batch=8 --minibatch=8 --minibatch-tile=8 --seq-tile=256 --embd-tile=-1 --inner-tile=-1 --head-tile=-1 --vocab-tile=-1 --ngpu=1"
+    found = {dtype: work.train(gpt2("tiny"), f"{flags} --dtype={dtype}", 200, "--dataset=stdlib")["losses"] for dtype in ("fp32", "bf16")}
+    last = {dtype: statistics.mean(losses[-10:]) for dtype, losses in found.items()}
+    away = abs(last["bf16"] / last["fp32"] - 1)
+    return {"measured": f"{away:.2%} away over the last ten steps ({last['bf16']:.3f} and {last['fp32']:.3f})", "met": away <= 0.01, "losses": last}
+
+
+ROWS: Final[Mapping[str, Callable[[Work, str], Row]]] = {
+    "copies": copies,
+    "small": lambda work, card: trained(work, card, "gpt2", 20),
+    "launch": launch,
+    "numerics": numerics,
+    "parts": parts,
+    "xl": lambda work, card: trained(work, card, "gpt2-xl", 10),
+    "beyond": beyond,
+    "reach": reach,
+    "offload": offload,
+}
+"""In the order in which they run: the quick ones first."""
+
+
+def _without_losses(run: Row) -> Row:
+    return {name: value for name, value in run.items() if name != "losses"}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The table of README.md."""
+    rows = results.get("rows", {})
+    lines = ["| claim | bar | measured |", "|---|---|---|"]
+    for name, claim, bar in CLAIMS:
+        row = rows.get(name)
+        if row is None or row.get("measured") is None:
+            lines.append(f"| {claim} | {bar} | not measured yet; {COMMAND} measures it |")
+        else:
+            met = {True: "met", False: "**not met**", None: "no verdict"}[row.get("met")]
+            lines.append(f"| {claim} | {bar} | {row['measured']}: {met} |")
+    if rows:
+        versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+        lines += ["", f"{results['gpu']}, {results['date']}, commit {results['commit']}, {versions}."]
+    return "\n".join(lines)
+
+
+def filled(text: str, results: Mapping[str, Any]) -> str:
+    """README.md with its table."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+
+
+def main() -> int:
+    """Run rows, keep what was found, and fill in the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="*", choices=tuple(ROWS), default=tuple(ROWS))
+    parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help="begin no row after so many")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.peer:
+        run_peer(*json.loads(asked.peer))
+        return 0
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    if asked.table:
+        text = README.read_text(encoding="utf-8")
+        if asked.check:
+            return int(filled(text, results) != text)
+        README.write_text(filled(text, results), encoding="utf-8")
+        return 0
+    from nntask.trainer.gpus import cards
+
+    card = cards.choose(1)[0].name
+    started = monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Work(Path(folder))
+        for name in (name for name in ROWS if name in asked.only):
+            if monotonic() - started > asked.seconds:
+                print(f"{name}: no time left; run it with --only {name}", flush=True)
+                continue
+            begin = monotonic()
+            try:
+                row = ROWS[name](work, card)
+            except Exception as error:  # one row must not take the others along
+                row = {"measured": f"failed: {str(error)[:300]}", "met": False}
+            results["rows"][name] = row | {"took_seconds": round(monotonic() - begin, 1)}
+            print(f"{name}: {row['measured']} ({monotonic() - begin:.0f} s)", flush=True)
+            results |= {"gpu": card, "versions": common.versions("cupy-cuda12x", "cupy-cuda13x", "torch"), "settings": {"rounds": 1}}
+            results |= {"date": common.datetime.date.today().isoformat(), "commit": common.commit(), "machine": common.machine()}
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    README.write_text(filled(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

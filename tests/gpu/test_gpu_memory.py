@@ -1,0 +1,65 @@
+"""Memory of a device under pressure: random programs over tiles, budgets that hold a part of them, one card and parts of it, with a disk below."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler import Runtime
+from tiles import TileTensor
+from tiles.ops.elementwise import add, multiply, scale
+from tiles.ops.matmul import matmul
+
+SIZE, TILE = 192, 64
+NBYTES = 4 * TILE * TILE
+
+
+def program(runtime: Runtime, seed: int) -> np.ndarray:
+    """Sums, products and scalings of matrices of 3 x 3 tiles, chosen by chance; some are read and written by the program in between."""
+    chance, rng = random.Random(seed), np.random.default_rng(seed)
+    with runtime:
+        tensors = []
+        for _ in range(6):
+            tensor = TileTensor(runtime, (SIZE, SIZE), (TILE, TILE), np.float32)
+            tensor.write(rng.standard_normal((SIZE, SIZE)).astype(np.float32))
+            tensors.append(tensor)
+        for _ in range(40):
+            at, (a, b) = chance.randrange(6), chance.sample(range(6), 2)
+            action = chance.randrange(5)
+            if action == 0:
+                tensors[at] = add(tensors[a], tensors[b])
+            elif action == 1:
+                tensors[at] = multiply(tensors[a], tensors[b])
+            elif action == 2:
+                tensors[at] = scale(tensors[a], 0.5)
+            elif action == 3:
+                tensors[at] = scale(matmul(tensors[a], tensors[b]), 1 / SIZE)
+            else:
+                tensors[at].write(np.clip(tensors[at].read(), -2, 2))
+        return np.stack([np.clip(tensor.read(), -1e3, 1e3) for tensor in tensors])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_results_do_not_depend_on_memory(seed: int, open_gpus: Any, tmp_path: Path) -> None:
+    """The same bits with room for everything, for ten tiles, on two parts of the card, and with a disk below; near to the CPU's."""
+    want = program(Runtime(0, gpus=open_gpus(1), gpu_memory=1 << 24, ram=1 << 25), seed)
+    assert np.array_equal(program(Runtime(0, gpus=open_gpus(1), gpu_memory=10 * NBYTES, ram=1 << 25), seed), want)
+    assert np.array_equal(program(Runtime(0, gpus=open_gpus(2), gpu_memory=10 * NBYTES, ram=1 << 25), seed), want)
+    small = Runtime(0, gpus=open_gpus(1), gpu_memory=10 * NBYTES, ram=(16 << 20) + 40 * NBYTES, disk=tmp_path)
+    assert np.array_equal(program(small, seed), want)
+    np.testing.assert_allclose(want, program(Runtime(1, ram=1 << 26), seed), rtol=1e-3, atol=1e-3)
+
+
+def test_host_memory_is_locked(open_gpus: Any) -> None:
+    """What copies touch is pinned, unless the system refuses; a copy to the device and back keeps its bytes."""
+    with Runtime(0, gpus=open_gpus(1), gpu_memory=1 << 24, ram=1 << 25) as runtime:
+        tensor = TileTensor(runtime, (SIZE, SIZE), (TILE, TILE), np.float32)
+        value = np.arange(SIZE * SIZE, dtype=np.float32).reshape(SIZE, SIZE)
+        tensor.write(value)
+        assert np.array_equal(scale(tensor, 1.0).read(), value)
+        pinned = runtime.stats()["pinned_bytes"]
+    assert pinned in (1 << 25, 0)
