@@ -168,7 +168,7 @@ def _trace_of(directory: Path) -> Path | None:
 
 
 def read_trace(path: Path) -> TraceRecord:
-    """A trace that `scheduler.trace` has written.
+    """A trace that `scheduler.trace` has written for a run.
 
     Raises:
         DataError: it cannot be read, was cut short, or is of another format.
@@ -198,6 +198,11 @@ def _parsed(path: Path, events: list[dict[str, Any]], about: Mapping[str, Any]) 
     tasks, copies = list[Bar](), list[Bar]()
     memory: dict[str, list[tuple[int, int]]] = {}
     zero = int(about["unix_ns"])
+    if about.get("steps"):
+        float(about["seconds_per_step"])
+        dict(about["bounds_seconds"])
+        for row in about["codelets"].values():
+            float(row["tasks"] + row["flops"] + row["bytes"])
     for each in events:
         if each["ph"] == "X":
             start, args = zero + round(each["ts"] * 1e3), each["args"]
