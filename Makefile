@@ -2,6 +2,7 @@
 # make test    create .venv with the development tools; lint, types, contracts, the whole suite
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out
+# make test-browser   the report and the dashboard's page in a headless Chromium (apt-get install chromium chromium-driver)
 # make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results and the table in README.md
 # make clean   remove .venv and caches; runs/ stays
@@ -14,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
 
-.PHONY: train test test-long test-docker lint style types contracts suite bench clean
+.PHONY: train test test-long test-browser test-docker lint style types contracts suite bench clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -24,6 +25,9 @@ test: style types contracts suite
 
 test-long: MARK := -m long
 test-long: suite
+
+test-browser: MARK := -m browser tests/wrappers/test_browser.py
+test-browser: suite
 
 test-docker:
 	docker/test.sh

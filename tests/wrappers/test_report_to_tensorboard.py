@@ -61,7 +61,7 @@ def test_scalars_are_those_of_the_journal(here: Path) -> None:
 
 
 def test_nothing_of_torch_is_loaded(here: Path) -> None:
-    """Nor of TensorFlow; and without the flag there is no event file."""
+    """Nor of TensorFlow."""
     code = (
         "import sys; from wrappers.cli import main; code = main(sys.argv[1:]); "
         "print(sorted({'torch', 'tensorflow'} & {name.partition('.')[0] for name in sys.modules})); sys.exit(code)"
@@ -73,8 +73,6 @@ def test_nothing_of_torch_is_loaded(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     assert scalars(here / "run")["train/loss"][0][0] == 1
-    assert main(["train", *FLAGS.split(), "--run-dir=other", "--steps=1"]) == 0
-    assert not (here / "other" / "tensorboard").exists()
 
 
 def test_a_missing_package_is_refused_before_anything_is_written(

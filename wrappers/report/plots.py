@@ -159,6 +159,7 @@ def gantt_plot(found: Gantt) -> Any:
     first, last = found.steps or (None, None)
     steps = "" if first is None else f", step {first}" if first == last else f", steps {first} to {last}; each begins at a dotted line"
     plot = _figure(f"who ran what when{steps}", "ms", "", WIDTH, 130 + _height(len(tracks)))
+    plot.x_range.range_padding = 0.01
     plot.y_range = Range1d(-0.6, len(tracks) - 0.4)
     plot.yaxis.ticker = FixedTicker(ticks=list(range(len(tracks))))
     plot.yaxis.formatter = CustomJSTickFormatter(code="return names[tick] ?? ''", args={"names": tracks})
@@ -206,6 +207,7 @@ def traced_memory_plot(found: Gantt, beside: Any) -> Any:
     curves = {name: [(at / 1e6, nbytes / size) for at, nbytes in points] for name, points in found.memory.items()}
     plot = line_plot("memory in use meanwhile", unit, curves, x="ms", width=WIDTH, height=220)
     plot.x_range = beside.x_range
+    plot.min_border_left = beside.min_border_left = 110
     return plot
 
 
