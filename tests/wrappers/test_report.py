@@ -13,7 +13,7 @@ import pytest
 from known_run import ABOUT, MACHINE, MS, line, write_cluster_run, write_run, write_trace
 
 import wrappers.report.page
-from nntask.errors import DataError
+from nntask.errors import DataError, UsageError
 from wrappers.cli import main
 from wrappers.report import figures
 from wrappers.report.page import MOST_BYTES, page
@@ -138,6 +138,8 @@ def test_a_cluster_has_one_page(tmp_path: Path) -> None:
     assert row(document, "left disk->ram")[1] == "2.000"
     assert "workers on 2 nodes" in text_of(document)
     assert "right: a traced step took 50.0 ms" in text_of(document)
+    with pytest.raises(UsageError, match="is of one machine and .* has 2 nodes"):
+        read_run(tmp_path / "run", tmp_path / "run" / "nodes" / "left" / "trace.json.gz")
 
 
 def test_a_large_run_is_thinned_out_and_says_so(tmp_path: Path) -> None:

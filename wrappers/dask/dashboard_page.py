@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import html
+from typing import TYPE_CHECKING, Any, Final
 
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, Div, HoverTool
@@ -14,9 +15,9 @@ from wrappers.report.plots import COLOURS, GREY
 if TYPE_CHECKING:
     from .dashboard import Board
 
-MILLISECONDS = 1000
+MILLISECONDS: Final = 1000
 """Between two looks at the board."""
-GIB = 1 << 30
+GIB: Final = 1 << 30
 
 
 def document(board: Board, extra: dict[str, Any], doc: Any) -> None:
@@ -86,7 +87,7 @@ def _sentences(board: Board) -> list[str]:
         losses = [loss for _, loss, _ in latest if loss is not None]
         words = [f"step {max(step for step, _, _ in latest):,}", f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"]
         words += [f"{sum(speeds):,.0f} tokens/s"] * bool(speeds) + [f"loss {losses[-1]:.4f}"] * bool(losses)
-        found.append(f"<b>{_escaped(job)}</b>: {', '.join(words)}")
+        found.append(f"<b>{html.escape(job)}</b>: {', '.join(words)}")
     return found
 
 
@@ -115,9 +116,3 @@ def _bars(title: str, source: ColumnDataSource) -> Any:
 
 def _label(job: str, node: str) -> str:
     return f"{job} {node}"
-
-
-def _escaped(text: str) -> str:
-    import html
-
-    return html.escape(text)

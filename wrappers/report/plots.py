@@ -55,9 +55,9 @@ def line_plot(
         source = ColumnDataSource({"x": np.array([at for at, _ in points], np.float32), "y": np.array([value for _, value in points], np.float32)})
         dash = "solid" if number < len(COLOURS) else "dashed"
         legend = {"legend_label": name} if len(curves) > 1 else {}
-        lines = plot.line("x", "y", source=source, line_width=2, line_color=colour, line_dash=dash, **legend)
+        lines = plot.line("x", "y", source=source, name=name, line_width=2, line_color=colour, line_dash=dash, **legend)
         plot.scatter("x", "y", source=source, size=5 if len(points) <= 60 else 1, color=colour, **legend)
-        tips = [("", name)] if len(curves) > 1 else []
+        tips = [("", "$name")] if len(curves) > 1 else []
         plot.add_tools(HoverTool(renderers=[lines], mode="vline", tooltips=[*tips, (x, "@x{0,0.[00]}"), (unit, "@y{0.[0000]a}")]))
     if from_zero:
         plot.y_range.start = 0
@@ -193,10 +193,19 @@ def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, c
         columns["step"] = np.array([-1 if bar.step is None else bar.step for bar in bars], np.int32)
         if name == "other codelets":
             columns["name"] = [bar.name for bar in bars]
-        tips = [("", "@name" if "name" in columns else name), ("step", "@step"), *tips]
+        tips = [("", "@name" if "name" in columns else "$name"), ("step", "@step"), *tips]
     source = ColumnDataSource(columns)
     glyphs = plot.hbar(
-        y="y", left="start", right="end", height=0.8, source=source, fill_color=colour, line_color="white", line_width=0.3, legend_label=name
+        y="y",
+        left="start",
+        right="end",
+        height=0.8,
+        source=source,
+        name=name,
+        fill_color=colour,
+        line_color="white",
+        line_width=0.3,
+        legend_label=name,
     )
     plot.add_tools(HoverTool(renderers=[glyphs], tooltips=tips))
 
