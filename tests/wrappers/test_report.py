@@ -138,7 +138,7 @@ def test_a_cluster_has_one_page(tmp_path: Path) -> None:
     assert row(document, "left disk->ram")[1] == "2.000"
     assert "workers on 2 nodes" in text_of(document)
     assert "right: a traced step took 50.0 ms" in text_of(document)
-    with pytest.raises(UsageError, match="is of one machine and .* has 2 nodes"):
+    with pytest.raises(UsageError, match=r"is of one machine and .* has 2 nodes"):
         read_run(tmp_path / "run", tmp_path / "run" / "nodes" / "left" / "trace.json.gz")
 
 
