@@ -70,6 +70,16 @@ def test_codelets_and_bounds(run: RunRecord) -> None:
     assert (found.seconds, found.over_bound) == (0.05, pytest.approx(1.25))
 
 
+def test_codelets_are_those_of_whole_steps(tmp_path: Path) -> None:
+    """A step that was traced in part counts for nothing; without a whole one there is nothing to say."""
+    folder = write_run(tmp_path / "run")
+    write_trace(folder / "trace.json.gz", {**ABOUT, "steps": [4]})
+    assert figures.codelets(read_run(folder).nodes)[0].seconds == pytest.approx(0.06)
+    write_trace(folder / "trace.json.gz", {"unix_ns": 0})
+    assert figures.codelets(read_run(folder).nodes) == []
+    assert "No step was traced whole" in text_of(page(read_run(folder)))
+
+
 def test_gantt(run: RunRecord) -> None:
     """Every task and copy of the chosen steps, from the first one's start; a part is drawn where there is too much, and the page says which."""
     found = figures.gantt(run.nodes)
