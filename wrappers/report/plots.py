@@ -28,6 +28,8 @@ DARK: Final = "#333333"
 _TRACK: Final = 32
 """Pixels of a track of the Gantt chart, fewer where there are many."""
 _TALLEST: Final = 900
+_FEW: Final = 400
+"""Bars that are told from their neighbours by an edge; more of them would be nothing but edges."""
 
 
 def line_plot(
@@ -166,7 +168,7 @@ def gantt_plot(found: Gantt) -> Any:
     for name, colour in [*zip(named, COLOURS, strict=False), ("other codelets", GREY), ("copies", DARK)]:
         bars = [bar for bar in found.bars if _group(bar, named) == name]
         if bars:
-            _bars(plot, bars, place, name, colour)
+            _bars(plot, bars, place, name, colour, "white" if len(found.bars) <= _FEW else None)
     for at in found.begins:
         plot.add_layout(Span(location=at / 1e6, dimension="height", line_color=DARK, line_dash="dotted"))
     _finish(plot)
@@ -177,7 +179,7 @@ def _group(bar: Bar, named: Sequence[str]) -> str:
     return "copies" if bar.nbytes else bar.name if bar.name in named else "other codelets"
 
 
-def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, colour: str) -> None:
+def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, colour: str, edge: str | None) -> None:
     """Bars of one colour; single precision is a part in ten million of the span."""
     columns: dict[str, Any] = {
         "y": np.array([place[bar.track] for bar in bars], np.float32),
@@ -196,16 +198,7 @@ def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, c
         tips = [("", "@name" if "name" in columns else "$name"), ("step", "@step"), *tips]
     source = ColumnDataSource(columns)
     glyphs = plot.hbar(
-        y="y",
-        left="start",
-        right="end",
-        height=0.8,
-        source=source,
-        name=name,
-        fill_color=colour,
-        line_color="white",
-        line_width=0.3,
-        legend_label=name,
+        y="y", left="start", right="end", height=0.8, source=source, name=name, fill_color=colour, line_color=edge, line_width=0.5, legend_label=name
     )
     plot.add_tools(HoverTool(renderers=[glyphs], tooltips=tips))
 
