@@ -44,8 +44,8 @@ class View:
         self.heading = Div(text="", sizing_mode="stretch_width")
         self.speeds, self.losses = (ColumnDataSource({"xs": [], "ys": [], "name": [], "colour": []}) for _ in range(2))
         self.memories = ColumnDataSource({"name": [], "used": [], "budget": [], "share": []})
-        self.throughput = _lines("throughput by node", "tokens/s", self.speeds)
-        self.loss = _lines("loss", "loss", self.losses)
+        self.throughput = _lines("throughput by node", "tokens/s", self.speeds, "bottom_right")
+        self.loss = _lines("loss", "loss", self.losses, "top_right")
         self.memory = _bars("memory by node, within its budget", self.memories)
 
     def update(self) -> None:
@@ -91,13 +91,15 @@ def _sentences(board: Board) -> list[str]:
     return found
 
 
-def _lines(title: str, unit: str, source: ColumnDataSource) -> Any:
-    plot = figure(title=title, height=260, sizing_mode="stretch_width", tools="box_zoom,xpan,xwheel_zoom,reset", active_scroll=None)
+def _lines(title: str, unit: str, source: ColumnDataSource, legend: str) -> Any:
+    plot = figure(
+        title=title, height=260, sizing_mode="stretch_width", tools="box_zoom,xpan,xwheel_zoom,reset", active_drag="box_zoom", active_scroll=None
+    )
     plot.xaxis.axis_label, plot.yaxis.axis_label = "step", unit
-    lines = plot.multi_line("xs", "ys", source=source, line_width=2, line_color="colour", legend_group="name")
+    lines = plot.multi_line("xs", "ys", source=source, line_width=2, line_color="colour", legend_field="name")
     plot.add_tools(HoverTool(renderers=[lines], tooltips=[("", "@name"), ("step", "$data_x{0}"), (unit, "$data_y{0,0.[0000]}")]))
     plot.toolbar.logo = None
-    plot.legend.location = "top_left"
+    plot.legend.location = legend
     plot.legend.orientation = "horizontal"
     return plot
 
