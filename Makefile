@@ -5,6 +5,7 @@
 # make test-long   the tests that take long, which make test leaves out
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
 # make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and the table in README.md
+# make test-browser   the report and the dashboard's page in a headless Chromium (apt-get install chromium chromium-driver)
 # make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results and the table in README.md
 # make clean   remove .venv and caches; runs/ stays
@@ -23,7 +24,7 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-docker test-gpu bench-gpu lint style types contracts suite bench clean
+.PHONY: train test test-long test-docker test-browser test-gpu bench-gpu lint style types contracts suite bench clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -34,6 +35,10 @@ test: style types contracts suite
 test-long: MARK := -m long
 test-long: PROCESSES := 0
 test-long: suite
+
+test-browser: MARK := -m browser tests/wrappers/test_browser.py
+test-browser: PROCESSES := 0
+test-browser: suite
 
 test-docker:
 	docker/test.sh

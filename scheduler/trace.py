@@ -100,7 +100,7 @@ class Trace:
         for number, (source, target) in enumerate(links):
             name = f"{FILE_NAME if source == FILE else nodes[source]}->{nodes[target]}"
             yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": name}}
-        for (worker, name, task, start, end, *_), step in zip(self.tasks(), steps or repeat(None)):  # noqa: B905 (either may be endless)
+        for (worker, name, task, start, end, *_), step in zip(self.tasks(), steps or repeat(None), strict=False):
             about = {"task": task} if step is None else {"task": task, "step": step}
             yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": about}
         for source, target, name, nbytes, start, end, _ in self._copies:

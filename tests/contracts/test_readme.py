@@ -61,6 +61,7 @@ OTHER_FLAGS = {
     "top-p",
     "cache",
     "split",
+    "logdir",
 }
 """Flags of make, of docker, of the other commands and of the benchmark scripts."""
 

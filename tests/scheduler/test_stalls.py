@@ -57,6 +57,7 @@ def test_an_idle_worker_that_waits_for_a_copy_is_stalled() -> None:
     driver.submit("sim", (data, R), (result, W))
     driver.submit("sim", (result, RW))
     assert driver.stalled_seconds() == COPY_SECONDS
+    assert driver.stalls.by_worker == {0: COPY_SECONDS * 10**9}
     assert driver.now == COPY_SECONDS + 2 * TASK_SECONDS
 
 
@@ -67,6 +68,7 @@ def test_idle_workers_are_stalled_while_tasks_wait_for_memory() -> None:
     driver.submit("sim", (scratch, SCRATCH))
     driver.submit("sim", (scratch, SCRATCH))
     assert driver.stalled_seconds() == TASK_SECONDS
+    assert list(driver.stalls.by_worker.values()) == [TASK_SECONDS * 10**9]
 
 
 def test_work_that_runs_is_no_stall() -> None:

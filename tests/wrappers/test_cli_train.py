@@ -108,7 +108,7 @@ def test_a_run_leaves_its_files(here, capsys):
     assert capsys.readouterr().out == first
     assert not list((here / "tier").iterdir())
     assert main(["report", "run"]) == 0
-    assert "<svg" in (run / "report.html").read_text()
+    assert "Bokeh" in (run / "report.html").read_text()
 
 
 def test_config_toml_repeats_the_run(here, capsys):

@@ -20,7 +20,7 @@ COMMANDS: Final = {
     "export": "write a run or a checkpoint as a Hugging Face model directory",
     "plan": "parameters, bytes and tasks of a training run, without running it",
     "compare": "run two kinds of workers side by side and name the first task whose results differ",
-    "report": "loss, memory and movement of a run as one HTML file",
+    "report": "draw a run: steps, memory, links, workers, codelets and bounds, in one HTML file",
     "devices": "what this machine offers",
     "bench": "measure the runtime, kernels and links, compare policies",
 }

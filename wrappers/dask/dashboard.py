@@ -181,8 +181,9 @@ class Dashboard(SchedulerPlugin):
         """Take a record; one that is not of the form is left out, since any client may send anything."""
         if topic == TOPIC and isinstance(msg, Mapping):
             with contextlib.suppress(ValueError):
-                check_record(msg)
-                self.board.take(msg)
+                record = {name: value for name, value in msg.items() if name != "worker"}  # Dask says which one has sent it
+                check_record(record)
+                self.board.take(record)
 
     async def close(self) -> None:
         """Forget everything."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import html
+from typing import TYPE_CHECKING, Any, Final
 
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, Div, HoverTool
@@ -14,9 +15,9 @@ from wrappers.report.plots import COLOURS, GREY
 if TYPE_CHECKING:
     from .dashboard import Board
 
-MILLISECONDS = 1000
+MILLISECONDS: Final = 1000
 """Between two looks at the board."""
-GIB = 1 << 30
+GIB: Final = 1 << 30
 
 
 def document(board: Board, extra: dict[str, Any], doc: Any) -> None:
@@ -43,8 +44,8 @@ class View:
         self.heading = Div(text="", sizing_mode="stretch_width")
         self.speeds, self.losses = (ColumnDataSource({"xs": [], "ys": [], "name": [], "colour": []}) for _ in range(2))
         self.memories = ColumnDataSource({"name": [], "used": [], "budget": [], "share": []})
-        self.throughput = _lines("throughput by node", "tokens/s", self.speeds)
-        self.loss = _lines("loss", "loss", self.losses)
+        self.throughput = _lines("throughput by node", "tokens/s", self.speeds, "bottom_right")
+        self.loss = _lines("loss", "loss", self.losses, "top_right")
         self.memory = _bars("memory by node, within its budget", self.memories)
 
     def update(self) -> None:
@@ -86,17 +87,19 @@ def _sentences(board: Board) -> list[str]:
         losses = [loss for _, loss, _ in latest if loss is not None]
         words = [f"step {max(step for step, _, _ in latest):,}", f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"]
         words += [f"{sum(speeds):,.0f} tokens/s"] * bool(speeds) + [f"loss {losses[-1]:.4f}"] * bool(losses)
-        found.append(f"<b>{_escaped(job)}</b>: {', '.join(words)}")
+        found.append(f"<b>{html.escape(job)}</b>: {', '.join(words)}")
     return found
 
 
-def _lines(title: str, unit: str, source: ColumnDataSource) -> Any:
-    plot = figure(title=title, height=260, sizing_mode="stretch_width", tools="box_zoom,xpan,xwheel_zoom,reset", active_scroll=None)
+def _lines(title: str, unit: str, source: ColumnDataSource, legend: str) -> Any:
+    plot = figure(
+        title=title, height=260, sizing_mode="stretch_width", tools="box_zoom,xpan,xwheel_zoom,reset", active_drag="box_zoom", active_scroll=None
+    )
     plot.xaxis.axis_label, plot.yaxis.axis_label = "step", unit
-    lines = plot.multi_line("xs", "ys", source=source, line_width=2, line_color="colour", legend_group="name")
+    lines = plot.multi_line("xs", "ys", source=source, line_width=2, line_color="colour", legend_field="name")
     plot.add_tools(HoverTool(renderers=[lines], tooltips=[("", "@name"), ("step", "$data_x{0}"), (unit, "$data_y{0,0.[0000]}")]))
     plot.toolbar.logo = None
-    plot.legend.location = "top_left"
+    plot.legend.location = legend
     plot.legend.orientation = "horizontal"
     return plot
 
@@ -115,9 +118,3 @@ def _bars(title: str, source: ColumnDataSource) -> Any:
 
 def _label(job: str, node: str) -> str:
     return f"{job} {node}"
-
-
-def _escaped(text: str) -> str:
-    import html
-
-    return html.escape(text)

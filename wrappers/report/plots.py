@@ -28,6 +28,8 @@ DARK: Final = "#333333"
 _TRACK: Final = 32
 """Pixels of a track of the Gantt chart, fewer where there are many."""
 _TALLEST: Final = 900
+_FEW: Final = 400
+"""Bars that are told from their neighbours by an edge; more of them would be nothing but edges."""
 
 
 def line_plot(
@@ -55,9 +57,9 @@ def line_plot(
         source = ColumnDataSource({"x": np.array([at for at, _ in points], np.float32), "y": np.array([value for _, value in points], np.float32)})
         dash = "solid" if number < len(COLOURS) else "dashed"
         legend = {"legend_label": name} if len(curves) > 1 else {}
-        lines = plot.line("x", "y", source=source, line_width=2, line_color=colour, line_dash=dash, **legend)
+        lines = plot.line("x", "y", source=source, name=name, line_width=2, line_color=colour, line_dash=dash, **legend)
         plot.scatter("x", "y", source=source, size=5 if len(points) <= 60 else 1, color=colour, **legend)
-        tips = [("", name)] if len(curves) > 1 else []
+        tips = [("", "$name")] if len(curves) > 1 else []
         plot.add_tools(HoverTool(renderers=[lines], mode="vline", tooltips=[*tips, (x, "@x{0,0.[00]}"), (unit, "@y{0.[0000]a}")]))
     if from_zero:
         plot.y_range.start = 0
@@ -159,13 +161,14 @@ def gantt_plot(found: Gantt) -> Any:
     first, last = found.steps or (None, None)
     steps = "" if first is None else f", step {first}" if first == last else f", steps {first} to {last}; each begins at a dotted line"
     plot = _figure(f"who ran what when{steps}", "ms", "", WIDTH, 130 + _height(len(tracks)))
+    plot.x_range.range_padding = 0.01
     plot.y_range = Range1d(-0.6, len(tracks) - 0.4)
     plot.yaxis.ticker = FixedTicker(ticks=list(range(len(tracks))))
     plot.yaxis.formatter = CustomJSTickFormatter(code="return names[tick] ?? ''", args={"names": tracks})
     for name, colour in [*zip(named, COLOURS, strict=False), ("other codelets", GREY), ("copies", DARK)]:
         bars = [bar for bar in found.bars if _group(bar, named) == name]
         if bars:
-            _bars(plot, bars, place, name, colour)
+            _bars(plot, bars, place, name, colour, "white" if len(found.bars) <= _FEW else None)
     for at in found.begins:
         plot.add_layout(Span(location=at / 1e6, dimension="height", line_color=DARK, line_dash="dotted"))
     _finish(plot)
@@ -176,7 +179,7 @@ def _group(bar: Bar, named: Sequence[str]) -> str:
     return "copies" if bar.nbytes else bar.name if bar.name in named else "other codelets"
 
 
-def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, colour: str) -> None:
+def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, colour: str, edge: str | None) -> None:
     """Bars of one colour; single precision is a part in ten million of the span."""
     columns: dict[str, Any] = {
         "y": np.array([place[bar.track] for bar in bars], np.float32),
@@ -192,10 +195,10 @@ def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, c
         columns["step"] = np.array([-1 if bar.step is None else bar.step for bar in bars], np.int32)
         if name == "other codelets":
             columns["name"] = [bar.name for bar in bars]
-        tips = [("", "@name" if "name" in columns else name), ("step", "@step"), *tips]
+        tips = [("", "@name" if "name" in columns else "$name"), ("step", "@step"), *tips]
     source = ColumnDataSource(columns)
     glyphs = plot.hbar(
-        y="y", left="start", right="end", height=0.8, source=source, fill_color=colour, line_color="white", line_width=0.3, legend_label=name
+        y="y", left="start", right="end", height=0.8, source=source, name=name, fill_color=colour, line_color=edge, line_width=0.5, legend_label=name
     )
     plot.add_tools(HoverTool(renderers=[glyphs], tooltips=tips))
 
@@ -206,6 +209,7 @@ def traced_memory_plot(found: Gantt, beside: Any) -> Any:
     curves = {name: [(at / 1e6, nbytes / size) for at, nbytes in points] for name, points in found.memory.items()}
     plot = line_plot("memory in use meanwhile", unit, curves, x="ms", width=WIDTH, height=220)
     plot.x_range = beside.x_range
+    plot.min_border_left = beside.min_border_left = 110
     return plot
 
 

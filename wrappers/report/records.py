@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from nntask.errors import DataError
+from nntask.errors import DataError, UsageError
 from nntask.jsonfile import read_object
 from nntask.trainer.metrics import read_metrics
 from nntask.trainer.outputs import CONFIG, MACHINE, METRICS, SUMMARY, TRACE
@@ -117,6 +117,7 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
         trace: the run's trace, instead of the one that it names.
 
     Raises:
+        UsageError: a trace is named and the run has several nodes.
         DataError: there is no run, it has done no step, or a file of it is broken.
     """
     if not directory.is_dir():
@@ -131,9 +132,12 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
     if not machine:
         machine = {key: summary[key] for key in ("workers", "budget_bytes") if key in summary}
     folders = sorted(each for each in (directory / NODES).glob("*") if (each / METRICS).is_file())
-    own = [NodeRecord("", lines, machine, read_trace(found) if (found := trace or _trace_of(directory)) else None)]
-    nodes = [_node(folder) for folder in folders] if folders and trace is None else own
-    return RunRecord(directory, lines, summary, nodes)
+    if folders:
+        if trace is not None:
+            raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
+        return RunRecord(directory, lines, summary, [_node(folder) for folder in folders])
+    found = trace or _trace_of(directory)
+    return RunRecord(directory, lines, summary, [NodeRecord("", lines, machine, read_trace(found) if found else None)])
 
 
 def _node(folder: Path) -> NodeRecord:
@@ -168,7 +172,7 @@ def _trace_of(directory: Path) -> Path | None:
 
 
 def read_trace(path: Path) -> TraceRecord:
-    """A trace that `scheduler.trace` has written.
+    """A trace that `scheduler.trace` has written for a run.
 
     Raises:
         DataError: it cannot be read, was cut short, or is of another format.
@@ -198,6 +202,11 @@ def _parsed(path: Path, events: list[dict[str, Any]], about: Mapping[str, Any]) 
     tasks, copies = list[Bar](), list[Bar]()
     memory: dict[str, list[tuple[int, int]]] = {}
     zero = int(about["unix_ns"])
+    if about.get("steps"):
+        float(about["seconds_per_step"])
+        dict(about["bounds_seconds"])
+        for row in about["codelets"].values():
+            float(row["tasks"] + row["flops"] + row["bytes"])
     for each in events:
         if each["ph"] == "X":
             start, args = zero + round(each["ts"] * 1e3), each["args"]

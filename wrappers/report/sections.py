@@ -139,7 +139,8 @@ def _codelets(nodes: Sequence[NodeRecord]) -> Section:
     if peaks:
         against = (
             f"The peak is what {'the nodes' if len(peaks) > 1 else 'all workers together'} reached in fp32 products before the first step, "
-            f"{sum(peaks) / 1e9:,.1f} GF/s, a worker's share of it; rates above it mean that something else disturbed that measurement."
+            f"{sum(peaks) / 1e9:,.1f} GF/s, a worker's share of it; a rate above it means that the machine was busier then, "
+            "or that products of 512 x 512 x 512 are not its best."
         )
     table = _table(
         ("codelet", "tasks a step", "ms a step", "share", "GF/s", "of peak", "GB/s"),
