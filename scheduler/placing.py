@@ -63,7 +63,7 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         worker = machine.dispatch.workers[pin]
         name = worker_name(worker)
         kinds, crew = kinds_on(codelet, name), [worker]
-    places = {worker.node for worker in crew if worker.kind in kinds}
+    places = {worker.node for worker in (*crew, machine.dispatch.host) if worker.kind in kinds}
     if not places:
         present = ", ".join(sorted({worker.kind for worker in crew}))
         raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {present} workers")
