@@ -29,7 +29,6 @@ from tiles.ops import optimizer as optimizer_ops
 from .errors import UsageError
 from .module import Module, Parameter
 
-
 Tiles = Mapping[str, Sequence[int]]
 """Numbers of tiles of parameters, by the parameter's name."""
 

@@ -7,8 +7,8 @@ So the numbers are those of one node with as many lanes, whatever the number of 
 once, and the tiles that it owns to every other node: (n - 1) / n of the gradient's bytes and as much of the parameters'.
 
 Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes end their gradients. All of it is tasks of the
-recorded step, so a bucket travels as soon as it is final, while the backward pass goes on, and the next step's tasks wait for just the tiles that they
-read. A receiver takes memory for a bucket only when its own part of it is final. What carries bytes is a `Transport`; nothing here knows of networks.
+recorded step, so a bucket travels as soon as it is final, while the backward pass goes on, and the next step's tasks wait for the tiles they read. A
+receiver takes memory for a bucket only when its own part of it is final. What carries bytes is a `Transport`; nothing here knows of networks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Final, Protocol
 
@@ -29,7 +30,10 @@ from .module import Parameter
 from .optim import Optimizer, Tiles, complete
 
 BUCKET: Final = 1 << 20
-"""Bytes of parameters that travel together, at least, where tiles are smaller."""
+"""Bytes of parameters that travel together, at least, where tiles are smaller; fewer where nodes could not share a small model evenly otherwise."""
+
+BUCKETS: Final = 8
+"""Buckets that each node should own, at least, where tiles allow it."""
 
 URGENT: Final = 1 << 20
 """Priority of what other nodes wait for: sums, updates and norms before the rest of the backward pass."""
@@ -70,8 +74,9 @@ class Share:
         """First lanes of the parts that a node's sums come in."""
         here = set(self.lanes[rank])
         parts = set(here)
-        for _, b, end in ((a, b, end) for a, b, end in tree(self.num_lanes) if here.issuperset(range(a, end))):
-            parts.discard(b)
+        for a, b, end in tree(self.num_lanes):
+            if here.issuperset(range(a, end)):
+                parts.discard(b)
         return sorted(parts)
 
 
@@ -96,7 +101,7 @@ def shares(num_minibatches: int, lanes: int, num_nodes: int) -> list[Share]:
     ends = [0]
     for rank in range(num_nodes):
         ends.append(ends[-1] + each + (rank < rest))
-    ranges = tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+    ranges = tuple(range(a, b) for a, b in pairwise(ends))
     return [Share(rank, ranges, tuple(m for m in range(num_minibatches) if m % lanes in ranges[rank]), num_minibatches) for rank in range(num_nodes)]
 
 
@@ -123,6 +128,7 @@ def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
     Args:
         tensors: of the parameters that are learnt, in the model's order; backward passes end their gradients in the opposite one.
     """
+    enough = min(BUCKET, sum(tensor.nbytes for tensor in tensors) // (BUCKETS * num_nodes))
     groups: list[tuple[list[tuple[int, int]], int]] = []
     tiles: list[tuple[int, int]] = []
     nbytes = 0
@@ -131,7 +137,7 @@ def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
         for number, index in enumerate(tensor.tiling.indices()):
             tiles.append((which, number))
             nbytes += prod(tensor.tiling.extents(index)) * tensor.dtype.itemsize
-            if nbytes >= BUCKET:
+            if nbytes >= enough:
                 groups.append((tiles, nbytes))
                 tiles, nbytes = [], 0
     if tiles:

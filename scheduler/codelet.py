@@ -23,8 +23,8 @@ class Cost(NamedTuple):
 
 
 Begin = Callable[..., None]
-"""Begins what ends by itself, ``begin(done, *views, **constants)``, and only takes note: it is called under the runtime's lock, and may not call back.
-Later, once, from any thread, it must call ``done(None)``, or ``done(error)``. The views are its own until then."""
+"""Begins what ends by itself, ``begin(done, *views, **constants)``, and only takes note: it is called under the runtime's lock and may not call back.
+Later, once, from any thread, ``done(None)`` or ``done(error)`` must be called. The views are its own until then."""
 
 CostFunction = Callable[[Sequence[Any], Mapping[str, Any]], Cost]
 

@@ -18,7 +18,7 @@ from scheduler import TaskRuntime, contribution
 from tiles import TileTensor
 
 from ..autograd import accumulation, no_grad
-from ..data import Batch
+from ..data import Batch, Dataset
 from ..lora import LoRA, add_adapters
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
@@ -28,6 +28,7 @@ from ..sharding import Exchange, Share, Transport
 from ..tiling import ModelTiling
 from .engine import Outcome
 from .rules import rank_of
+from .sample import sample_text
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -265,6 +266,14 @@ class RecordedEngine(Inference):
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
         """State of the optimizer by name."""
         return self.optimizer.tensors()
+
+    def reset_optimizer(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self.optimizer.reset()
+
+    def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
+        """The text that a run ends with, see `sample_text`."""
+        return sample_text(self.settings, self.model, self.runtime, dataset.tokenizer, length, stopped)
 
     def start(self, step: int, lr: float, batch: Batch) -> InFlight:
         """Begin optimizer step `step` (from 1) on a whole batch, or on this node's sequences of it; returns at once while fewer than two are in

@@ -26,7 +26,6 @@ LATER: Final = {
     "strict": "comes with GPUs in a later release; here every kernel runs on every worker, and nothing can fall back",
     "ngpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
     "split-gpu": "comes with GPUs in a later release; --sim-gpu N simulates devices on the CPU",
-    "dask": "belongs to a later release, with clusters; this one uses one machine",
 }
 """Flags of NNTile, and of releases to come, that people may type: what becomes of them and what to do until then."""
 ELSEWHERE: Final = {

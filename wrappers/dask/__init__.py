@@ -1,0 +1,1 @@
+"""Doors to Dask: training on its clusters, its graphs on our runtime."""
