@@ -83,8 +83,13 @@ class Team:
 
     def begin(self, method: str, *args: Any) -> list[Any]:
         """Call every node."""
+        return [self.ask(rank, method, *args) for rank in range(len(self.actors))]
+
+    def ask(self, rank: int, method: str, *args: Any) -> Any:
+        """Call one node; the result is for `gather`."""
         try:
-            return [getattr(actor, method)(*args) for actor in self.actors]
+            with self.connection.client.as_current():
+                return getattr(self.actors[rank], method)(*args)
         except RuntimeError as error:  # Dask knows that the worker is gone
             self._fail(error)
 
@@ -161,9 +166,9 @@ class Team:
     def close(self) -> None:
         """Let the workers go; those that do not answer lose their actor when they come back."""
         closing = []
-        for actor in self.actors:
+        for rank in range(len(self.actors)):
             with suppress(Exception):  # it is gone
-                closing.append(actor.close())
+                closing.append(self.ask(rank, "close"))
         deadline = monotonic() + 10
         for future in closing:
             with suppress(Exception):
@@ -223,7 +228,7 @@ class ClusterEngine:
     def evaluate(self, batch: Batch) -> float:
         """Sum of the token losses of a batch, by the first node."""
         self._last_end = 0.0
-        (loss,) = self.team.gather([self.team.actors[0].evaluate(batch.tokens, batch.targets)], max(self.team.patience, FIRST_STEP_SECONDS))
+        (loss,) = self.team.gather([self.team.ask(0, "evaluate", batch.tokens, batch.targets)], max(self.team.patience, FIRST_STEP_SECONDS))
         return float(loss)
 
     def model_tensors(self) -> Mapping[str, Any]:
@@ -242,7 +247,7 @@ class ClusterEngine:
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
         """The text that a run ends with, by the first node."""
-        (text,) = self.team.gather([self.team.actors[0].sample()], FIRST_STEP_SECONDS)
+        (text,) = self.team.gather([self.team.ask(0, "sample")], FIRST_STEP_SECONDS)
         return str(text)
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
@@ -339,8 +344,8 @@ class DaskCluster:
         addresses = team.call("listen", float(parse_size(limit, "--link-bandwidth")) if limit else None)
         hosts = [machine.host for machine in team.machines]
         opening = [
-            actor.open(Order(prepared, base, share, dataset.fingerprint, hosts.count(host)), addresses)
-            for actor, share, host in zip(team.actors, all_shares, hosts, strict=True)
+            team.ask(share.rank, "open", Order(prepared, base, share, dataset.fingerprint, hosts.count(host)), addresses)
+            for share, host in zip(all_shares, hosts, strict=True)
         ]
         return ClusterEngine(team, prepared, base, all_shares, team.gather(opening, OPEN_SECONDS))
 

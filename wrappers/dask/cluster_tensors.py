@@ -101,7 +101,7 @@ class Mirror(InlineRuntime):
             wanted: dict[int, list[int]] = {}
             for number, owner in enumerate(self._owners_of(table, name)):
                 wanted.setdefault(owner, []).append(number)
-            asked = [self._team.actors[owner].read(table, name, numbers) for owner, numbers in wanted.items()]
+            asked = [self._team.ask(owner, "read", table, name, numbers) for owner, numbers in wanted.items()]
             self._held = {}
             for numbers, arrived in zip(wanted.values(), self._team.gather(asked, PATIENCE), strict=True):
                 self._held.update(zip(numbers, arrived, strict=True))
@@ -115,8 +115,8 @@ class Mirror(InlineRuntime):
     def _send(self, table: str, name: str, number: int, memory: npt.NDArray[np.uint8]) -> None:
         self._holding = ("", "")
         owner = self._owners_of(table, name)[number]
-        for actor in self._team.actors if table == "model" else [self._team.actors[owner]]:
-            self._sent.append(actor.write(table, name, {number: memory}))
+        for rank in range(len(self._team.actors)) if table == "model" else [owner]:
+            self._sent.append(self._team.ask(rank, "write", table, name, {number: memory}))
         if len(self._sent) >= UNDER_WAY:
             self.flush()
 
