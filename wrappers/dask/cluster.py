@@ -63,7 +63,7 @@ class Connection:
     def __init__(self, settings: ClusterSettings, say: Callable[[str], None]) -> None:
         self.address = settings.dask
         self._cluster: Any = None
-        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what it has to say is said in a sentence of ours
+        _silence()
         number = local_nodes(settings.dask)
         if number is not None:
             say(f"dask: starting {number} worker{'s' if number > 1 else ''} on this machine")
@@ -211,6 +211,15 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "in the source tree"
     return found
+
+
+def _silence() -> None:
+    """What Dask's loggers have to say of a cluster in trouble is said in a sentence of ours."""
+    import distributed  # noqa: F401 - sets the levels of its loggers
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "distributed":
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _local_cluster(number: int) -> Any:

@@ -1,20 +1,24 @@
 """A training's nodes as one engine: formed from the workers of a cluster, called once per step, watched, and formed anew when they change.
 
-What fails on a node is told apart here. A worker that is gone, hangs or lost its connections ends this team: `NodesChanged`, and the run goes on
-from its last checkpoint with a new one. What a node found wrong (data, memory, NaN) would be wrong again: it is raised as it is. When the scheduler is
-gone there is nobody to form a team: `ClusterError`.
+What fails on a node is told apart. A worker that is gone, hangs or is cut off ends this team: `NodesChanged`, and the run goes on from its last
+checkpoint with a new one. What a node found wrong (data, memory, NaN) would be wrong again: it is raised as it is. When the scheduler is gone there
+is nobody to form a team: `ClusterError`.
 """
 
 from __future__ import annotations
 
+import shlex
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Any, Final, NoReturn
 
+from nntask.checkpoints import step_directories
 from nntask.data import Batch, Dataset
 from nntask.errors import ClusterError, NntaskError, UsageError
 from nntask.sharding import Share, most_nodes, shares
@@ -43,6 +47,9 @@ FIRST_STEP_SECONDS: Final = 300.0
 OPEN_SECONDS: Final = 1800.0
 """How long nodes may take to make data and model ready, which may mean to tokenise a corpus."""
 
+MOST_RIDDLES: Final = 3
+"""How often in a row a team may end although all of its workers answer."""
+
 LOOK_SECONDS: Final = 1.0
 """How often the scheduler is asked who is there, while the client waits."""
 
@@ -53,12 +60,17 @@ class Team:
     Args:
         connection: to the cluster.
         machines: workers, in order of ranks.
+
+    Attributes:
+        unanswering: workers whose silence has ended this team.
+        is_riddle: whether it ended although every worker answers.
     """
 
     def __init__(self, connection: Connection, machines: Sequence[Machine]) -> None:
         self.connection, self.machines = connection, machines
         self.job = uuid.uuid4().hex
         self.unanswering: list[str] = []
+        self.is_riddle = False
         self._durations: deque[float] = deque(maxlen=64)
         self._futures: list[Any] = []
         self.actors: list[Any] = []
@@ -150,6 +162,7 @@ class Team:
             self.unanswering = silent
             raise NodesChanged(f"lost {_workers([*gone, *silent])}") from error
         if isinstance(error, PeerLost | OSError):
+            self.is_riddle = True
             raise NodesChanged(f"the connections between nodes broke ({error})") from error
         if "busy with another training" in str(error):
             raise ClusterError(f"{error}; wait for it, or name fewer workers with --nodes") from error
@@ -159,7 +172,7 @@ class Team:
         """Nodes have been silent for too long."""
         self._look()
         silent = self.connection.silent([machine.address for machine in self.machines])
-        self.unanswering = silent
+        self.unanswering, self.is_riddle = silent, not silent
         who = f"{_workers(silent)} did not answer" if silent else "no node answered, though their workers do,"
         raise NodesChanged(f"{who} for {patience:.0f} s")
 
@@ -282,6 +295,19 @@ class _Pending:
         return self._engine.finish(team.gather(self._futures, team.patience))
 
 
+def _with_whole_paths(prepared: Prepared) -> Prepared:
+    """The run with absolute names of what nodes read and write, since workers have working directories of their own."""
+    data, files, resources = prepared.data, prepared.settings.checkpoints, prepared.settings.resources
+    data = replace(data, path=_whole(data.path), val_path=_whole(data.val_path), tokenizer_path=_whole(data.tokenizer_path))
+    files = replace(files, init_from=_whole(files.init_from), load_checkpoint=_whole(files.load_checkpoint))
+    resources = replace(resources, disk=_whole(resources.disk))
+    return replace(prepared, data=data, settings=replace(prepared.settings, checkpoints=files, resources=resources))
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).absolute()) if path else path
+
+
 class DaskCluster:
     """The `Cluster` of a training.
 
@@ -296,15 +322,22 @@ class DaskCluster:
         self._team: Team | None = None
         self._most = 1
         self._has_begun = False
+        self._num_riddles = 0
+        self._run: Path | None = None
 
     @contextmanager
     def open(
         self, prepared: Prepared, base: Base | None, dataset: Dataset, say: Callable[[str], None]
     ) -> Iterator[tuple[ClusterEngine, ClusterEngine]]:
         """Make the nodes ready for a run."""
-        tiling = prepared.settings.tiling
+        tiling, self._run = prepared.settings.tiling, prepared.run
         num_minibatches, lanes = (tiling.batch or 1) // tiling.minibatch, tiling.lanes or 1
         wanted = self._wanted(num_minibatches, lanes, say)
+        if self._num_riddles == MOST_RIDDLES:
+            raise ClusterError(
+                f"training stopped {MOST_RIDDLES} times in a row although all workers answer; look at the network between them and at their logs, and "
+                "if memory is short raise --ram"
+            )
         self._check_silent()
         machines = self._connection.machines(None if self._has_begun else wanted, self._unusable)[: self._most]
         team = self._team = Team(self._connection, machines)
@@ -315,6 +348,7 @@ class DaskCluster:
             self._has_begun = True
             yield engine, engine
         finally:
+            self._num_riddles = self._num_riddles + 1 if team.is_riddle else 0
             self._unusable.update(dict.fromkeys(team.unanswering, "does not answer"))
             team.close()
             self._team = None
@@ -341,6 +375,7 @@ class DaskCluster:
 
     def _open(self, team: Team, prepared: Prepared, base: Base | None, dataset: Dataset, all_shares: Sequence[Share]) -> ClusterEngine:
         limit = self._settings.link_bandwidth
+        prepared = _with_whole_paths(prepared)
         addresses = team.call("listen", float(parse_size(limit, "--link-bandwidth")) if limit else None)
         hosts = [machine.host for machine in team.machines]
         opening = [
@@ -348,6 +383,12 @@ class DaskCluster:
             for share, host in zip(all_shares, hosts, strict=True)
         ]
         return ClusterEngine(team, prepared, base, all_shares, team.gather(opening, OPEN_SECONDS))
+
+    def what_is_safe(self) -> str:
+        """What is left of the run, and how to continue it."""
+        if self._run is None or not step_directories(self._run):
+            return "nothing was saved yet"
+        return f"the checkpoint {step_directories(self._run)[-1]} is safe; continue with: nntask train --resume {shlex.quote(str(self._run))}"
 
     def _check_silent(self) -> None:
         """Workers that did not answer may do so again."""
@@ -378,5 +419,7 @@ def train_on(settings: ClusterSettings, train: Callable[[DaskCluster], int], say
     cluster = DaskCluster(connection, settings)
     try:
         return train(cluster)
+    except ClusterError as error:
+        raise ClusterError(f"{error}; {cluster.what_is_safe()}") from error
     finally:
         connection.close()

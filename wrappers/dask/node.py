@@ -121,7 +121,7 @@ class Node:
     def _open(self, order: Order, addresses: Sequence[str]) -> dict[str, Any]:
         from nntask.data import BatchStream, open_dataset
         from nntask.errors import DataError
-        from nntask.trainer.machine import FAILURES, open_runtime, told
+        from nntask.trainer.machine import open_runtime
         from nntask.trainer.recorded import RecordedEngine
         from nntask.trainer.weights import model_to_start_from
 
@@ -146,18 +146,31 @@ class Node:
             rows=[m * minibatch + row for m in share.minibatches for row in range(minibatch)],
         )
         runtime = self._runtime = open_runtime(settings)
-        try:
-            start = model_to_start_from(prepared, order.base, runtime)
-            engine = RecordedEngine(
-                prepared.config, prepared.tiling, runtime, settings, start, share=share, transport=self._comms if share.num_nodes > 1 else None
-            )
-            self._engine = engine
-            num_tasks = engine.num_tasks
-            runtime.wait()
-        except FAILURES as error:
-            raise told(error, runtime, resources, "nothing was trained yet") from error
+        start = model_to_start_from(prepared, order.base, runtime)
+        transport = self._comms if share.num_nodes > 1 else None
+        engine = self._engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, share=share, transport=transport)
+        num_tasks = engine.num_tasks
+        self._check_room()
+        runtime.wait()
         self._comms.connect(addresses)
         return {"num_tasks": num_tasks, "num_trained": engine.num_trained, "stats": self._stats(), "worker": self._name}
+
+    def _check_room(self) -> None:
+        """Refuse a step that could wait for room forever: below its minimum, what arrives from peers may keep out what they wait for.
+
+        Raises:
+            DoesNotFit: a budget of this node is too small.
+        """
+        from nntask.errors import DoesNotFit
+        from nntask.trainer.fitting import needs_of, shortage
+        from nntask.trainer.places import this_machine
+
+        target, needs = this_machine(self._settings), needs_of(self._engine.order.plan)
+        if not needs.fit(target):
+            raise DoesNotFit(
+                f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, lower --minibatch, add "
+                "--disk DIR, or use more nodes"
+            )
 
     def _num_cpu(self, resources: Any) -> int:
         """CPU workers: as asked for, else the threads that the Dask worker has."""
@@ -287,7 +300,15 @@ class Node:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
         except Exception as error:
-            raise portable(error) from None
+            raise portable(self._told(error)) from None
+
+    def _told(self, error: Exception) -> Exception:
+        """What a runtime's failure means to the user."""
+        from nntask.trainer.machine import FAILURES, told
+
+        if self._runtime is None or not isinstance(error, FAILURES):
+            return error
+        return told(error, self._runtime, self._settings.resources, "the last checkpoint is safe")
 
 
 def portable(error: BaseException) -> Exception:
