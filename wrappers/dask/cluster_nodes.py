@@ -335,8 +335,8 @@ class DaskCluster:
         wanted = self._wanted(num_minibatches, lanes, say)
         if self._num_riddles == MOST_RIDDLES:
             raise ClusterError(
-                f"training stopped {MOST_RIDDLES} times in a row although all workers answer; look at the network between them and at their logs, and "
-                "if memory is short raise --ram"
+                f"training stopped {MOST_RIDDLES} times in a row although all workers answer; look at the network between them and at their logs, "
+                "and if memory is short raise --ram"
             )
         self._check_silent()
         machines = self._connection.machines(None if self._has_begun else wanted, self._unusable)[: self._most]
