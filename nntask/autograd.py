@@ -19,7 +19,8 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -248,7 +249,7 @@ def contribute_late(contribute: Callable[[], None]) -> None:
     if queue is None:
         contribute()
     else:
-        queue.append(contribute)
+        queue.append(partial(copy_context().run, contribute))  # it stays part of the contribution that it belongs to
 
 
 def tape_enabled() -> bool:

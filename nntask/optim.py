@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import TaskRuntime, W
+from scheduler import Handle, TaskRuntime, W
 from tiles import TileTensor
 from tiles.kernels.registry import NARROW, emit
 from tiles.ops import elementwise
@@ -28,6 +28,9 @@ from tiles.ops import optimizer as optimizer_ops
 
 from .errors import UsageError
 from .module import Module, Parameter
+
+Tiles = Mapping[str, Sequence[int]]
+"""Numbers of tiles of parameters, by the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Optimizer(ABC):
         lr: learning rate until `prepare` is given another.
         weight_decay: of parameters without a group.
         max_norm: the whole gradient is scaled down to this norm; 0 is off.
+        tiles_of: numbers of the tiles of each parameter, by name, whose state is here, because the others are updated elsewhere; None for all.
 
     Attributes:
         hyper: (4,) fp64 input: lr, 1 - beta1^t, 1 - beta2^t, reserved.
@@ -72,13 +76,16 @@ class Optimizer(ABC):
         UsageError: no parameters that are learnt, one twice, or a number out of range.
     """
 
-    def __init__(self, parameters: Sequence[Parameter] | Sequence[Group], *, lr: float, weight_decay: float, max_norm: float) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter] | Sequence[Group], *, lr: float, weight_decay: float, max_norm: float, tiles_of: Tiles | None = None
+    ) -> None:
         _check_ranges(lr=lr, weight_decay=weight_decay, max_norm=max_norm)
         self.groups = _as_groups(parameters, weight_decay)
         for group in self.groups:
             _check_ranges(lr=lr, weight_decay=group.weight_decay, max_norm=max_norm)
         self.lr = lr
         self.max_norm = max_norm
+        self.tiles_of = tiles_of
         self.runtime: TaskRuntime = self.groups[0].parameters[0].data.runtime
         self.hyper = TileTensor(self.runtime, (4,), (4,), np.float64, kind="input", data_class="data", name="hyper")
         self.grad_norm: TileTensor | None = None
@@ -98,7 +105,11 @@ class Optimizer(ABC):
         do it again after overwriting parameters without their state."""
         for parameter in self._parameters():
             if parameter.name in self.masters:
-                elementwise.copy_into(parameter.data, self.masters[parameter.name])
+                elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
+
+    def _tiles(self, name: str) -> Sequence[int] | None:
+        """Tiles of a parameter whose state is here; None for all."""
+        return None if self.tiles_of is None else self.tiles_of[name]
 
     def prepare(self, step: int, lr: float | None = None) -> None:
         """Write the numbers of step `step`, which counts from 1; before each replay.
@@ -123,21 +134,42 @@ class Optimizer(ABC):
         Raises:
             UsageError: no parameter has one.
         """
-        ready = [(p, group) for group in self.groups for p in group.parameters if p.gradient is not None]
+        ready = self.take_gradients()
+        for _, gradient, _ in ready:
+            for handle in gradient.handles:
+                complete(gradient, handle)
+        self.grad_norm = optimizer_ops.sum_of_squares([gradient for _, gradient, _ in ready])
+        norm = self.grad_norm if self.max_norm > 0 else None
+        for parameter, gradient, group in ready:
+            self.update(parameter, gradient, group, norm)
+
+    def take_gradients(self) -> list[tuple[Parameter, TileTensor, Group]]:
+        """Parameters that have a gradient, with it and their group; the parameters forget it.
+
+        Raises:
+            UsageError: no parameter has one.
+        """
+        ready = [(p, gradient, group) for group in self.groups for p in group.parameters if (gradient := p.gradient) is not None]
         if not ready:
             raise UsageError("step() needs gradients and no parameter has one; call backward() on a loss first")
-        for parameter, _ in ready:
-            _complete(parameter.gradient)
-        self.grad_norm = optimizer_ops.sum_of_squares([p.gradient for p, _ in ready if p.gradient is not None])
-        norm = self.grad_norm if self.max_norm > 0 else None
-        for parameter, group in ready:
-            gradient, parameter.gradient = parameter.gradient, None
-            assert gradient is not None
-            self._update(parameter, gradient, group, norm)
+        self.zero_grad()
+        return ready
 
     @abstractmethod
-    def _update(self, parameter: Parameter, gradient: TileTensor, group: Group, norm: TileTensor | None) -> None:
-        """Emit the update of one parameter."""
+    def update(
+        self,
+        parameter: Parameter,
+        gradient: TileTensor,
+        group: Group,
+        norm: TileTensor | None,
+        tiles: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Emit the update of one parameter, or of its tiles of these numbers.
+
+        Args:
+            norm: (1,) sum of squares of the whole gradient, by which it is clipped; None for no clipping.
+        """
 
     def tensors(self) -> dict[str, TileTensor]:
         """The whole state by name, for checkpoints."""
@@ -159,6 +191,7 @@ class Adam(Optimizer):
         eps: added to the root of the second moment.
         weight_decay: of parameters without a group.
         max_norm: the whole gradient is scaled down to this norm; 0 is off.
+        tiles_of: see `Optimizer`.
     """
 
     decoupled = False
@@ -172,11 +205,12 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_norm: float = 0.0,
+        tiles_of: Tiles | None = None,
     ) -> None:
         self.betas, self.eps = betas, eps
         if not all(0 <= beta < 1 for beta in betas) or eps < 0:
             raise UsageError(f"betas must be at least 0 and below 1 and eps 0 or more, got {betas} and {eps:g}; use (0.9, 0.999) and 1e-8")
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm)
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of)
         self.first = {p.name: self._state(p, "m") for p in self._parameters()}
         self.second = {p.name: self._state(p, "v") for p in self._parameters()}
         self.reset()
@@ -184,13 +218,23 @@ class Adam(Optimizer):
     def reset(self) -> None:
         """Emit the tasks that begin anew: masters from the parameters, moments zero."""
         super().reset()
-        for moment in (*self.first.values(), *self.second.values()):
-            elementwise.fill(moment, 0.0)
+        for name in self.first:
+            for moment in (self.first[name], self.second[name]):
+                elementwise.fill(moment, 0.0, self._tiles(name))
 
     def _corrections(self, step: int) -> tuple[float, float]:
         return 1 - self.betas[0] ** step, 1 - self.betas[1] ** step
 
-    def _update(self, parameter: Parameter, gradient: TileTensor, group: Group, norm: TileTensor | None) -> None:
+    def update(
+        self,
+        parameter: Parameter,
+        gradient: TileTensor,
+        group: Group,
+        norm: TileTensor | None,
+        tiles: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """See `Optimizer.update`."""
         name = parameter.name
         optimizer_ops.adamw(
             parameter.data,
@@ -206,6 +250,8 @@ class Adam(Optimizer):
             norm=norm,
             max_norm=self.max_norm,
             master=self.masters.get(name),
+            tiles=tiles,
+            priority=priority,
         )
 
     def tensors(self) -> dict[str, TileTensor]:
@@ -229,6 +275,7 @@ class SGD(Optimizer):
         momentum: 0 is off.
         weight_decay: of parameters without a group; added to the gradient.
         max_norm: the whole gradient is scaled down to this norm; 0 is off.
+        tiles_of: see `Optimizer`.
     """
 
     def __init__(
@@ -239,21 +286,31 @@ class SGD(Optimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         max_norm: float = 0.0,
+        tiles_of: Tiles | None = None,
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum must be at least 0 and below 1, got {momentum:g}; use 0.9")
         self.momentum = momentum
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm)
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of)
         self.buffers = {p.name: self._state(p, "momentum") for p in self._parameters()} if momentum else {}
         self.reset()
 
     def reset(self) -> None:
         """Emit the tasks that begin anew: masters from the parameters, momentum zero."""
         super().reset()
-        for buffer in self.buffers.values():
-            elementwise.fill(buffer, 0.0)
+        for name, buffer in self.buffers.items():
+            elementwise.fill(buffer, 0.0, self._tiles(name))
 
-    def _update(self, parameter: Parameter, gradient: TileTensor, group: Group, norm: TileTensor | None) -> None:
+    def update(
+        self,
+        parameter: Parameter,
+        gradient: TileTensor,
+        group: Group,
+        norm: TileTensor | None,
+        tiles: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """See `Optimizer.update`."""
         optimizer_ops.sgd(
             parameter.data,
             gradient,
@@ -264,6 +321,8 @@ class SGD(Optimizer):
             norm=norm,
             max_norm=self.max_norm,
             master=self.masters.get(parameter.name),
+            tiles=tiles,
+            priority=priority,
         )
 
     def tensors(self) -> dict[str, TileTensor]:
@@ -276,12 +335,10 @@ def norm_of(sum_of_squares: npt.ArrayLike) -> float:
     return math.sqrt(float(np.asarray(sum_of_squares).reshape(())))
 
 
-def _complete(gradient: TileTensor | None) -> None:
-    """Give zeros to tiles that no operation contributed to, e.g. positions beyond the sequence length."""
-    if gradient is not None:
-        for handle in gradient.handles:
-            if not handle.written:
-                emit(gradient.runtime, "fill", [(handle, W)], value=0.0)
+def complete(gradient: TileTensor, tile: Handle, *, priority: int = 0) -> None:
+    """Give zeros to a tile of a gradient that no operation contributed to, e.g. of positions beyond the sequence length."""
+    if not tile.written:
+        emit(gradient.runtime, "fill", [(tile, W)], value=0.0, priority=priority)
 
 
 def _as_groups(parameters: Sequence[Parameter] | Sequence[Group], weight_decay: float) -> list[Group]:

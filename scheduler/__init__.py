@@ -4,7 +4,7 @@ from .codelet import Codelet, Cost
 from .core.errors import DoesNotFit, HandleLost, PlacementError, RunStopped, SchedulerError, Stalled, TaskError
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
 from .drivers.disk import Source
-from .frontend import Access, Handle, TaskRuntime, View
+from .frontend import Access, Handle, TaskRuntime, View, contribution
 from .inline import InlineRuntime
 from .recording import RecordingError, Step, Ticket
 from .runtime import Runtime, usable_cores
@@ -42,5 +42,6 @@ __all__ = [
     "Trace",
     "View",
     "W",
+    "contribution",
     "usable_cores",
 ]

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
@@ -379,11 +380,22 @@ class Engine:
         self.bring(StepStarted(replay))
 
     def _lend(self, task: Task) -> None:
-        """The program may use the data it asked for; give it back at once if the program was interrupted meanwhile."""
-        if isinstance(task.token, Waiter):
+        """The program may use the data it asked for; give it back at once if the program was interrupted meanwhile. Or begin a task that needs no
+        worker."""
+        codelet = task.codelet
+        if codelet is not None:
+            views = [self.view_of(replica) for replica in task.replicas]
+            codelet.host(partial(self._ended, task), *views, **task.constants)  # type: ignore[attr-defined]
+        elif isinstance(task.token, Waiter):
             self.room.wake(task.token)
         else:
             self._give_back(task)
+
+    def _ended(self, task: Task, error: BaseException | None) -> None:
+        """What a task has begun is over. Nobody listens any more when the engine is closing or broken."""
+        if not self.closing and self.room.broken is None:
+            with contextlib.suppress(SchedulerError):  # it breaks just now: everybody who waits is told
+                self.bring(TaskFinished(task) if error is None else TaskFailed(task, error))
 
     def _give_back(self, task: Task) -> None:
         _, mode = task.accesses[0]

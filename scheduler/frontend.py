@@ -1,6 +1,7 @@
 """What a program sees of any runtime: handles, `submit`, `acquire`, `wait`; and how REDUX becomes plain accesses.
 
-REDUX is rewritten here, before any scheduler sees it. Contribution *i* to a handle goes to lane *i mod L*; lane 0 is the handle itself.
+REDUX is rewritten here, before any scheduler sees it. Contribution *i* to a handle goes to lane *i mod L*; the first lane to get one is the handle
+itself. Contributions are counted, or numbered by the program (`contribution`), so that some of them may be made elsewhere.
 The kernel is told with ``accumulate=False`` when it is the first to write its lane (so nobody clears memory first). The next access of
 another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... Everything follows from submission
 order and L alone, never from workers or time, hence results are the same bits on any machine.
@@ -14,7 +15,8 @@ import abc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Any, Final, Protocol
 
 from .codelet import Codelet
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W, WorkerId, WorkerKind
@@ -78,7 +80,7 @@ class Handle:
         self.inbox = inbox
         self.written = False
         self.num_contributions = 0
-        self.lanes: list[Handle] | None = None
+        self.lanes: dict[int, Handle] | None = None
 
     def __del__(self) -> None:
         inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed
@@ -90,6 +92,8 @@ class Handle:
 
 
 Access = tuple[Handle, Mode]
+
+_contribution: Final[ContextVar[int | None]] = ContextVar("nntask_contribution", default=None)
 
 Terms = tuple[tuple[WorkerKind, ...], WorkerId | None]
 """Kinds of workers that may run a task, and the only worker that may, if the program has placed it."""
@@ -200,7 +204,7 @@ class TaskRuntime(abc.ABC):
         if self.lanes > 1:  # else there is nothing to sum
             for handle, mode in accesses:
                 if handle.lanes is not None and (mode == R or mode == RW):
-                    self._combine(handle)
+                    self._combine(handle, priority)
         plain: list[Access] = []
         for handle, mode in accesses:
             if mode == REDUX:
@@ -226,44 +230,75 @@ class TaskRuntime(abc.ABC):
         lane = handle
         if self.lanes > 1:
             if handle.lanes is None:
-                handle.lanes = [handle]
+                handle.lanes = {}
                 handle.num_contributions = 0
                 self._summing.add(handle)
-            number = handle.num_contributions % self.lanes
-            handle.num_contributions += 1
-            if number == len(handle.lanes):
-                handle.lanes.append(
-                    self.handle(
-                        handle.nbytes,
-                        handle.view,
-                        name=f"{handle.name} lane {number}",
-                        data_class=handle.data_class,
-                        combine=handle.combine,
-                    )
-                )
-            lane = handle.lanes[number]
+            number = _contribution.get()
+            if number is None:
+                number = handle.num_contributions
+                handle.num_contributions += 1
+            number %= self.lanes
+            found = handle.lanes.get(number)
+            lane = handle.lanes[number] = found or (self._lane_of(handle, number) if handle.lanes else handle)
         accumulate = lane.written
         lane.written = True
         return lane, RW if accumulate else W, accumulate
 
-    def _combine(self, handle: Handle) -> None:
-        """Sum the lanes into the handle in a fixed tree; or leave them as they are and raise.
+    def _lane_of(self, handle: Handle, number: int) -> Handle:
+        """A new lane of a handle."""
+        name = f"{handle.name} lane {number}"
+        return self.handle(handle.nbytes, handle.view, name=name, data_class=handle.data_class, combine=handle.combine)
+
+    def part_sums(self, handle: Handle, num_lanes: int, *, priority: int = 0) -> dict[int, Handle]:
+        """Sum those lanes of a handle whose partners in the tree of `num_lanes` lanes are all here, and take them off it: the others are elsewhere.
+
+        Returns:
+            Parts of the whole sum by their first lane; the first of them is the handle itself. `add_part` puts parts together again.
+
+        Raises:
+            ValueError, DoesNotFit: see `_combine`.
+        """
+        lanes = handle.lanes or {0: handle}
+        here = set(lanes)
+        self._sum(handle, lanes, [(a, b) for a, b, end in tree(num_lanes) if here.issuperset(range(a, end))], priority)
+        self._drop_lanes(handle)
+        return dict(sorted(lanes.items()))
+
+    def add_part(self, handle: Handle, lane: int, part: Handle) -> None:
+        """Let a part of a handle's sum take its place in the tree: the next access sums them all."""
+        if handle.lanes is None:
+            handle.lanes = {}
+            self._summing.add(handle)
+        handle.lanes[lane] = part
+
+    def _combine(self, handle: Handle, priority: int = 0) -> None:
+        """Sum the lanes into the handle in a fixed tree, as urgently as whoever asks for it; or leave them as they are and raise.
 
         Raises:
             ValueError: there is no codelet for it, or no worker can run it.
             DoesNotFit: two lanes exceed every memory.
         """
-        lanes = handle.lanes or [handle]
-        if len(lanes) > 1:
-            if handle.combine is None:
-                raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
-            terms = self._examine(handle.combine, [(lanes[0], RW), (lanes[1], R)], combines=True)
-            stride = 1
-            while stride < len(lanes):
-                for first in range(0, len(lanes) - stride, 2 * stride):
-                    self._submit(handle.combine, [(lanes[first], RW), (lanes[first + stride], R)], {}, 0, terms)
-                stride *= 2
+        lanes = handle.lanes or {0: handle}
+        self._sum(handle, lanes, [(a, b) for a, b, _ in tree(max(lanes) + 1)], priority)
         self._drop_lanes(handle)
+
+    def _sum(self, handle: Handle, lanes: dict[int, Handle], pairs: Sequence[tuple[int, int]], priority: int) -> None:
+        """Carry out some of the tree's additions; a lane that is not there adds nothing. The sum with the handle itself in it stays there."""
+        if len(lanes) < 2:
+            return
+        if handle.combine is None:
+            raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
+        one, other, *_ = lanes.values()
+        terms = self._examine(handle.combine, [(one, RW), (other, R)], combines=True)
+        for a, b in pairs:
+            part, total = lanes.pop(b, None), lanes.get(a)
+            if part is None:
+                continue
+            if total is not None:
+                if part is handle:  # a + b and b + a are the same bits
+                    part, total = total, part
+                self._submit(handle.combine, [(total, RW), (part, R)], {}, priority, terms)
+            lanes[a] = total or part
 
     def _make_whole(self, handle: Handle, mode: Mode) -> None:
         """Before the program uses the handle's data: sum its lanes, or drop them if it overwrites them."""
@@ -276,6 +311,26 @@ class TaskRuntime(abc.ABC):
         """Sum the lanes of every handle that has any: a recorded step neither takes nor leaves half-made sums."""
         for handle in sorted(self._summing, key=lambda handle: handle.name):
             self._combine(handle)
+
+
+def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:
+    """The fixed tree in which lanes are summed: (a, b, end), lane a receives lane b and has lanes a to end - 1 in it then."""
+    stride = 1
+    while stride < num_lanes:
+        for first in range(0, num_lanes - stride, 2 * stride):
+            yield first, first + stride, min(first + 2 * stride, num_lanes)
+        stride *= 2
+
+
+@contextmanager
+def contribution(number: int) -> Iterator[None]:
+    """REDUX accesses of tasks submitted inside belong to contribution `number` of each sum, whatever came before: they go to lane `number` mod L, one
+    after another. So the sums of numbered contributions are the same bits wherever each of them is made."""
+    token = _contribution.set(number)
+    try:
+        yield
+    finally:
+        _contribution.reset(token)
 
 
 @contextmanager

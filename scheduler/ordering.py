@@ -86,7 +86,7 @@ def pace_of(
     """
     seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
     kinds = [kind for kind, _ in workers]
-    seconds = {task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) for task in plan.tasks}
+    seconds = {task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" else 0.0 for task in plan.tasks}
     places = sorted({node for _, node in workers} - {below})
     if not places and reads_files(plan):
         places, below, channels = [below], FILE, THREADS

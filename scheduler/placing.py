@@ -67,7 +67,7 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         kinds, crew = kinds_on(codelet, name), [worker]
     elif "cuda" in kinds and any(worker.kind == "cuda" for worker in crew):
         kinds = ("cuda",)
-    places = {worker.node for worker in crew if worker.kind in kinds}
+    places = {worker.node for worker in (*crew, machine.dispatch.host) if worker.kind in kinds}
     if not places:
         present = ", ".join(sorted({worker.kind for worker in crew}))
         raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {present} workers")

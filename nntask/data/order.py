@@ -6,6 +6,7 @@ fill a last batch are left out of that epoch. The permutation is computed positi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,10 +29,11 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One optimizer step's data: tokens (B, T) int32 and targets (B, T) int32, one token further."""
+    """One optimizer step's data: tokens (B, T) int32 and targets (B, T) int32, one token further; and the place in the data where it begins."""
 
     tokens: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int32]
+    begin: Cursor = Cursor()
 
 
 def permuted(positions: npt.NDArray[np.int64], count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -75,14 +77,26 @@ class BatchStream:
         seed: of the shuffling.
         cursor: where to begin.
         select: use only the first `select` sequences; -1 for all.
+        rows: which sequences of each batch are handed out; None for all. The others are not read.
 
     Raises:
         DataError: the file holds fewer than `batch` sequences.
         UsageError: `select` leaves fewer.
     """
 
-    def __init__(self, file: TokenFile, length: int, batch: int, *, seed: int, cursor: Cursor | None = None, select: int = -1) -> None:
+    def __init__(
+        self,
+        file: TokenFile,
+        length: int,
+        batch: int,
+        *,
+        seed: int,
+        cursor: Cursor | None = None,
+        select: int = -1,
+        rows: Sequence[int] | None = None,
+    ) -> None:
         self.file, self.length, self.batch, self.seed = file, length, batch, seed
+        self.rows = np.arange(batch) if rows is None else np.asarray(rows, np.int64)
         self.num_sequences = file.num_sequences(length)
         if select > 0:
             self.num_sequences = min(self.num_sequences, select)
@@ -108,11 +122,12 @@ class BatchStream:
         epoch, position = self.cursor.epoch, self.cursor.position
         if position + self.batch > self.num_sequences:
             epoch, position = epoch + 1, 0
-        places = np.arange(position, position + self.batch, dtype=np.int64)
-        order = permuted(places, self.num_sequences, self.seed, epoch)
-        rows = np.stack([self.file.window(int(i) * self.length, self.length + 1) for i in order])  # (B, T + 1)
+        order = permuted(position + self.rows, self.num_sequences, self.seed, epoch)
+        rows = np.empty((len(order), self.length + 1), np.int32)  # (B, T + 1)
+        for row, sequence in zip(rows, order, strict=True):
+            row[:] = self.file.window(int(sequence) * self.length, self.length + 1)
         self.cursor = Cursor(epoch, position + self.batch)
-        return Batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
+        return Batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]), Cursor(epoch, position))
 
 
 def in_order(file: TokenFile, length: int, batch: int, num_batches: int) -> list[Batch]:

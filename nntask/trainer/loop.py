@@ -11,24 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from ..checkpoints import AGAINST_DIVERGENCE, save_checkpoint
 from ..data import BatchStream, Cursor, Tokenizer
 from ..errors import Diverged
-from .engine import Engine, Pending
+from .engine import Counters, Engine, Pending
 from .metrics import Journal, Meter, StepPrinter, StepRecord, step_line
 from .signals import Interrupts
-
-
-class Counters(Protocol):
-    """The part of a runtime that the loop looks at."""
-
-    def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
-        """Counters so far."""
-
-    def check_stop(self) -> None:
-        """Raise what has stopped the run, if anything has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +69,7 @@ class Loop:
         validate: called with a step number, when `plan.eval_every` says so.
         on_step: called before each step starts, with its number, and with None when no step is in flight and something else follows (tracing).
         starts_alone: whether a step may start only when the one before it is over.
+        on_saved: called after each checkpoint behind which training goes on.
     """
 
     def __init__(
@@ -97,10 +88,12 @@ class Loop:
         validate: Callable[[int], None] = lambda step: None,
         on_step: Callable[[int | None], None] = lambda step: None,
         starts_alone: Callable[[int], bool] = lambda step: False,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan, self.engine, self.stream, self.runtime = plan, engine, stream, runtime
         self.run, self.state, self.journal, self.printer, self.interrupts = run, state, journal, printer, interrupts
         self.tokenizer, self.validate, self.on_step, self.starts_alone = tokenizer, validate, on_step, starts_alone
+        self.on_saved = on_saved
         self.step = plan.first
         self.seconds = 0.0
         self._cursor = stream.cursor
@@ -162,6 +155,8 @@ class Loop:
             self.save()
         if _due(step, self.plan.eval_every):
             self.validate(step)
+        if _due(step, self.plan.save_every) and step < self.plan.steps:
+            self.on_saved()
         self._meter.skip(self.runtime.stats(forget_recent_peak=True))
         self._last_end += perf_counter() - begin
 

@@ -5,7 +5,8 @@ A training step is the whole batch: every minibatch forward and backward, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,19 +14,21 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import TaskRuntime
+from scheduler import TaskRuntime, contribution
 from tiles import TileTensor
 
 from ..autograd import accumulation, no_grad
-from ..data import Batch
+from ..data import Batch, Dataset
 from ..lora import LoRA, add_adapters
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..models.registry import build
-from ..optim import SGD, Adam, AdamW, Optimizer, decay_groups, norm_of
+from ..optim import SGD, Adam, AdamW, Optimizer, Tiles, decay_groups, norm_of
+from ..sharding import Exchange, Share, Transport
 from ..tiling import ModelTiling
 from .engine import Outcome
 from .rules import rank_of
+from .sample import sample_text
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -85,32 +88,48 @@ def adapters_of(settings: TrainSettings) -> LoRA | None:
     return None if rank is None else LoRA(rank, chosen.lora_alpha or rank, chosen.lora_dropout)
 
 
-def build_optimizer(model: LanguageModel, settings: TrainSettings) -> Optimizer:
-    """The optimizer that `settings` ask for."""
+def build_optimizer(model: LanguageModel, settings: TrainSettings, tiles_of: Tiles | None = None) -> Optimizer:
+    """The optimizer that `settings` ask for.
+
+    Args:
+        tiles_of: numbers of the tiles of each parameter whose state is here; None for all.
+    """
     chosen = settings.optimizer
     groups = decay_groups(model, chosen.weight_decay)
     lr = chosen.lr or 0.0
     if chosen.optimizer == "sgd":
-        return SGD(groups, lr, momentum=chosen.momentum, max_norm=chosen.grad_clip)
+        return SGD(groups, lr, momentum=chosen.momentum, max_norm=chosen.grad_clip, tiles_of=tiles_of)
     kind = Adam if chosen.optimizer == "adam" else AdamW
-    return kind(groups, lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.optimizer_eps, max_norm=chosen.grad_clip)
+    return kind(groups, lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.optimizer_eps, max_norm=chosen.grad_clip, tiles_of=tiles_of)
 
 
 def emit_training_step(
-    model: LanguageModel, optimizer: Optimizer, inputs: list[tuple[TileTensor, TileTensor]]
-) -> tuple[list[TileTensor], TileTensor]:
+    model: LanguageModel, optimizer: Optimizer, inputs: list[tuple[TileTensor, TileTensor]], exchange: Exchange | None = None
+) -> tuple[list[TileTensor], TileTensor | None]:
     """Emit forward and backward of every minibatch and the update.
 
+    A minibatch is one contribution to the sums over minibatches; where there is but one, its tiles are.
+
+    Args:
+        exchange: with the other nodes of a cluster; `inputs` are then this node's.
+
     Returns:
-        The losses (1,), whose sum is the mean over the batch, and the sum of squares of the gradient (1,).
+        The losses (1,), whose sum over all nodes is the mean over the batch, and the sum of squares of the gradient (1,); None on nodes that are not
+        told.
     """
     model.train()
+    numbers = range(len(inputs)) if exchange is None else exchange.share.minibatches
+    count = len(inputs) if exchange is None else exchange.share.num_minibatches
     losses = []
     with accumulation():
-        for number, (tokens, targets) in enumerate(inputs):
-            loss = model(tokens, targets, scale=1 / len(inputs), minibatch=number)
-            loss.backward()
+        for number, (tokens, targets) in zip(numbers, inputs, strict=True):
+            with contribution(number) if count > 1 else nullcontext():
+                loss = model(tokens, targets, scale=1 / count, minibatch=number)
+                loss.backward()
             losses.append(loss.data)
+    if exchange is not None:
+        exchange.emit(optimizer)
+        return losses, optimizer.grad_norm
     optimizer.step()
     assert optimizer.grad_norm is not None  # step() has just set it
     return losses, optimizer.grad_norm
@@ -169,18 +188,29 @@ class Inference:
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class InFlight:
     """A training step under way."""
 
     ticket: Ticket
     losses: list[TileTensor]
-    squares: TileTensor
+    squares: TileTensor | None
+
+    def part(self) -> tuple[list[float], float | None]:
+        """Wait until this node's part is over: the losses of its minibatches, and the sum of squares of the gradient, if it is told."""
+        self.ticket.wait()
+        losses = [float(self.ticket.read(loss)[0]) for loss in self.losses]
+        return losses, None if self.squares is None else float(self.ticket.read(self.squares)[0])
 
     def result(self) -> Outcome:
         """Wait until the step is over."""
-        self.ticket.wait()
-        loss = sum(float(self.ticket.read(loss)[0]) for loss in self.losses)
-        return Outcome(loss, norm_of(self.ticket.read(self.squares)))
+        losses, squares = self.part()
+        assert squares is not None  # a node that is not told has others beside it
+        return outcome_of(losses, squares)
+
+
+def outcome_of(losses: Sequence[float], squares: float) -> Outcome:
+    """The outcome of a step, from the losses of all its minibatches in their order and the sum of squares of the gradient."""
+    return Outcome(sum(losses), norm_of(squares))
 
 
 class RecordedEngine(Inference):
@@ -188,6 +218,8 @@ class RecordedEngine(Inference):
 
     Args:
         order: in which the step executes, as planned before; None for the one that the settings name. Other steps choose their own.
+        share: what this node does of a step; None for all of it.
+        transport: to the other nodes, if there are any.
     """
 
     def __init__(
@@ -198,12 +230,17 @@ class RecordedEngine(Inference):
         settings: TrainSettings,
         model: LanguageModel | None = None,
         order: str | None = None,
+        share: Share | None = None,
+        transport: Transport | None = None,
     ) -> None:
         super().__init__(config, tiling, runtime, settings, model)
         self._order_name = settings.resources.order if order is None else order
-        self.optimizer = build_optimizer(self.model, settings)
+        self.exchange: Exchange | None = None
+        if share is not None and transport is not None:
+            self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], share, transport)
+        self.optimizer = build_optimizer(self.model, settings, None if self.exchange is None else self.exchange.tiles_of)
         self._minibatch = settings.tiling.minibatch
-        count = (settings.tiling.batch or 1) // self._minibatch
+        count = (settings.tiling.batch or 1) // self._minibatch if share is None else len(share.minibatches)
         self._inputs = [self.model.input_tensors(self._minibatch, self.context) for _ in range(count)]
         self._step: Step | None = None
         self._losses: list[TileTensor] = []
@@ -235,8 +272,17 @@ class RecordedEngine(Inference):
         """State of the optimizer by name."""
         return self.optimizer.tensors()
 
-    def start(self, step: int, lr: float, batch: Batch) -> _InFlight:
-        """Begin optimizer step `step` (from 1) on a whole batch; returns at once while fewer than two are in flight."""
+    def reset_optimizer(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self.optimizer.reset()
+
+    def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
+        """The text that a run ends with, see `sample_text`."""
+        return sample_text(self.settings, self.model, self.runtime, dataset.tokenizer, length, stopped)
+
+    def start(self, step: int, lr: float, batch: Batch) -> InFlight:
+        """Begin optimizer step `step` (from 1) on a whole batch, or on this node's sequences of it; returns at once while fewer than two are in
+        flight."""
         recorded = self._training_step()
         for number, (tokens, targets) in enumerate(self._inputs):
             rows = slice(number * self._minibatch, (number + 1) * self._minibatch)
@@ -244,8 +290,7 @@ class RecordedEngine(Inference):
             targets.write(batch.targets[rows])
         self.model.dropout_key.write(np.array([self.settings.data.seed, step], np.uint64))
         self.optimizer.prepare(step, lr)
-        assert self._squares is not None  # recorded above
-        return _InFlight(recorded.replay(), self._losses, self._squares)
+        return InFlight(recorded.replay(), self._losses, self._squares)
 
     def forward(self, tokens: npt.NDArray[np.int32]) -> None:
         """One forward pass over (minibatch, T) tokens; returns when it is over."""
@@ -270,6 +315,6 @@ class RecordedEngine(Inference):
     def _training_step(self) -> Step:
         if self._step is None:
             with self.runtime.record(self._order_name) as step:
-                self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs)
+                self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs, self.exchange)
             self._step = step
         return self._step

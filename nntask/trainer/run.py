@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scheduler.ordering import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 from tiles.kernels.cpu import kernel_versions
 
-from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, step_directories
+from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, find_checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, UsageError
 from ..models.interface import ModelConfig
@@ -23,10 +22,11 @@ from ..sizes import format_size
 from ..tensorfile import STORAGE, save_tensors
 from .autotile import prepare_in_best_tiles
 from .base import Base, base_to_start_from
+from .engine import Cluster, Counters, NodesChanged, Trained
 from .evaluation import evaluate
 from .eventfile import EventFile, check_installed
 from .explain import Explainer, matching
-from .fitting import check_fit
+from .fitting import check_fit, sketch
 from .flops import FlopCounts, flop_counts_of, gemm_peak
 from .gpus import check_fallbacks, peak_flops
 from .loop import Loop, Plan
@@ -36,7 +36,7 @@ from .outputs import CONFIG, METRICS, machine_of, summary_of, write_file, write_
 from .prepare import Prepared, model_name, state_of
 from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
-from .sample import sample_prompt, sample_text
+from .sample import sample_prompt
 from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
@@ -44,9 +44,6 @@ from .timing import print_timing
 from .traced import Tracer
 from .traffic import is_worth_telling, traffic_report
 from .weights import check_weights, load_weights, model_to_start_from
-
-if TYPE_CHECKING:
-    from scheduler.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,8 @@ class _Running:
     base: Base | None
     dataset: Dataset
     stream: BatchStream
-    runtime: Runtime
-    engine: RecordedEngine
+    runtime: Counters
+    engine: Trained
     counts: FlopCounts
     printer: StepPrinter
     interrupts: Interrupts
@@ -70,8 +67,22 @@ class _Running:
         return self.prepared.settings
 
 
-def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """What looks on while a run trains; nothing unless given. The first four as in `Loop`."""
+
+    on_step: Callable[[int | None], None] = lambda step: None
+    tell: Callable[[], None] = lambda: None
+    starts_alone: Callable[[int], bool] = lambda step: False
+    at_end: Callable[[], None] = lambda: None
+    on_saved: Callable[[], None] = lambda: None
+
+
+def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None, cluster: Cluster | None = None) -> int:
     """Run a training; returns 0, or 130 or 143 when it was interrupted.
+
+    Args:
+        cluster: the machines that train; None for this one.
 
     Raises:
         NntaskError: see `nntask.errors` for kinds and exit codes.
@@ -84,10 +95,14 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         return prepared
     settings = prepared.settings
     base = base_to_start_from(settings, resumed)
-    sketch, order = check_fit(settings, prepared.config, prepared.tiling, base)
-    check_weights(prepared, base, sketch)
-    fallbacks = check_fallbacks(sketch.plan.tasks, settings)
-    explained = matching(settings.observe.explain, {task.name for task in sketch.plan.tasks})
+    if cluster is None:
+        sketched, order = check_fit(settings, prepared.config, prepared.tiling, base)
+        fallbacks = check_fallbacks(sketched.plan.tasks, settings)
+    else:
+        sketched, order = sketch(settings, prepared.config, prepared.tiling, base=base), None  # each node checks what it has
+        fallbacks = {}
+    check_weights(prepared, base, sketched)
+    explained = matching(settings.observe.explain, {task.name for task in sketched.plan.tasks})
     if settings.run.dry_run:
         _stream(prepared, open_dataset(prepared.data, printer.say))
         printer.say(to_toml(settings))
@@ -95,31 +110,88 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
     interrupts = Interrupts()
     interrupts.what_there_is = partial(_left_behind, prepared.run)
     with interrupts:
-        runtime = open_runtime(settings)
+        if cluster is not None:
+            return _on_cluster(prepared, base, cluster, printer, interrupts)
+        assert order is not None  # chosen above
+        return _here(prepared, base, order, fallbacks, explained, printer, interrupts)
+
+
+def _here(
+    prepared: Prepared,
+    base: Base | None,
+    order: PlannedOrder,
+    fallbacks: Mapping[str, int],
+    explained: Collection[str],
+    printer: StepPrinter,
+    interrupts: Interrupts,
+) -> int:
+    """Train on this machine."""
+    settings = prepared.settings
+    runtime = open_runtime(settings)
+    try:
+        with runtime:  # in the try: it waits at its end for tasks that may have failed
+            start = model_to_start_from(prepared, base, runtime)
+            engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, order.name)
+            dataset = open_dataset(prepared.data, printer.say)
+            running = _running(prepared, base, _stream(prepared, dataset), dataset, runtime, engine, printer, interrupts, fallbacks)
+            _begin(running, order)
+            if prepared.resumed is None:
+                print_timing(engine, settings, running.counts, prepared.config.vocab_size, printer, interrupts.pending)
+            tracer = Tracer(runtime, settings, prepared.run, prepared.resumed.step if prepared.resumed else 0)
+            explainer = Explainer(runtime, explained, printer.say)
+            return _go(running, Watchers(tracer.on_step, explainer.tell, tracer.is_edge, partial(tracer.write, engine.step)))
+    except FAILURES as error:
+        raise told(error, runtime, settings.resources, _left_behind(prepared.run)) from error
+
+
+def _on_cluster(prepared: Prepared, base: Base | None, cluster: Cluster, printer: StepPrinter, interrupts: Interrupts) -> int:
+    """Train on a cluster; when its nodes change, go on from the last checkpoint with those that there are."""
+    dataset = open_dataset(prepared.data, printer.say)
+    while True:
         try:
-            with runtime:  # in the try: it waits at its end for tasks that may have failed
-                start = model_to_start_from(prepared, base, runtime)
-                engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, order.name)
-                dataset = open_dataset(prepared.data, printer.say)
-                stream = _stream(prepared, dataset)
-                counts = _counts(prepared, engine)
-                running = _Running(prepared, base, dataset, stream, runtime, engine, counts, printer, interrupts, fallbacks)
-                if settings.run.sample_tokens:
-                    sample_prompt(settings, dataset.tokenizer, stream.length)  # refused now rather than after the training
-                _print_header(running, order)
-                write_file(prepared.run / CONFIG, to_toml(settings))
-                load_weights(prepared, engine)
-                return _go(running, Explainer(runtime, explained, printer.say))
-        except FAILURES as error:
-            raise told(error, runtime, settings.resources, _left_behind(prepared.run)) from error
+            with cluster.open(prepared, base, dataset, printer.say) as (counters, engine):
+                stream = _stream(prepared, dataset, rows=())  # nodes read what they need
+                running = _running(prepared, base, stream, dataset, counters, engine, printer, interrupts)
+                _begin(running, None)
+                return _go(running, Watchers(on_saved=cluster.check_members))
+        except NodesChanged as change:
+            if interrupts.pending():
+                printer.say(f"{change}; {_interrupted(prepared.run, None)}")
+                return interrupts.exit_code
+            saved = bool(step_directories(prepared.run))
+            prepared = replace(prepared, resumed=find_checkpoint(prepared.run) if saved else prepared.resumed)
+            where = f"after step {prepared.resumed.step}" if prepared.resumed is not None else "from the beginning, since nothing was saved yet"
+            printer.say(f"{change}; going on {where}")
 
 
-def _go(running: _Running, explainer: Explainer) -> int:
-    """Timing loops, training, closing lines."""
+def _running(
+    prepared: Prepared,
+    base: Base | None,
+    stream: BatchStream,
+    dataset: Dataset,
+    runtime: Counters,
+    engine: Trained,
+    printer: StepPrinter,
+    interrupts: Interrupts,
+    fallbacks: Mapping[str, int] | None = None,
+) -> _Running:
+    """A run whose model and data are there."""
+    if prepared.settings.run.sample_tokens:
+        sample_prompt(prepared.settings, dataset.tokenizer, stream.length)  # refused now rather than after the training
+    return _Running(prepared, base, dataset, stream, runtime, engine, _counts(prepared, engine), printer, interrupts, fallbacks or {})
+
+
+def _begin(running: _Running, order: PlannedOrder | None) -> None:
+    """Say what is trained, write down how, and load the weights that it begins with."""
+    _print_header(running, order)
+    write_file(running.prepared.run / CONFIG, to_toml(running.settings))
+    load_weights(running.prepared, running.engine)
+
+
+def _go(running: _Running, watchers: Watchers) -> int:
+    """Training and closing lines."""
     prepared, settings, printer = running.prepared, running.settings, running.printer
     interrupts = running.interrupts
-    if prepared.resumed is None:
-        print_timing(running.engine, settings, running.counts, prepared.config.vocab_size, printer, interrupts.pending)
     steps, warmup = _steps(settings, running.stream)
     if steps == 0:
         if interrupts.pending():
@@ -129,10 +201,9 @@ def _go(running: _Running, explainer: Explainer) -> int:
     _print_totals(running.stream, printer)
     events = EventFile(prepared.run, first) if settings.observe.report_to == "tensorboard" else None
     journal = Journal(prepared.run / METRICS, first, timed_after=max(first, warmup), events=events)
-    tracer = Tracer(running.runtime, settings, prepared.run, first)
-    loop = _loop(running, journal, tracer, explainer, steps, first)
+    loop = _loop(running, journal, watchers, steps, first)
     write_machine(prepared.run, machine_of(running.runtime.stats(), loop.plan.peak_flops, running.engine.num_tasks))
-    endings = (journal.close, partial(_summarise, running, loop, journal), partial(tracer.write, running.engine.step))
+    endings = (journal.close, partial(_summarise, running, loop, journal), watchers.at_end)
     try:
         loop.train()
     except BaseException:
@@ -149,8 +220,10 @@ def _go(running: _Running, explainer: Explainer) -> int:
     return interrupts.exit_code
 
 
-def _interrupted(run: Path, step: int) -> str:
-    """What a signal before the last step has left behind."""
+def _interrupted(run: Path, step: int | None) -> str:
+    """What a signal before the last step has left behind; None for a step that was not saved."""
+    if step is None and step_directories(run):
+        return f"interrupted; continue with: nntask train --resume {shlex.quote(str(run))}"
     if not step_directories(run):
         return "interrupted before the first step was done; nothing was saved yet, so there is nothing to continue"
     return f"interrupted after step {step}; continue with: nntask train --resume {shlex.quote(str(run))}"
@@ -164,14 +237,14 @@ def _left_behind(run: Path) -> str:
     return f"nothing more was saved, the newest checkpoint is {steps[-1]}; continue with: nntask train --resume {shlex.quote(str(run))}"
 
 
-def _loop(running: _Running, journal: Journal, tracer: Tracer, explainer: Explainer, steps: int, first: int) -> Loop:
+def _loop(running: _Running, journal: Journal, watchers: Watchers, steps: int, first: int) -> Loop:
     settings, prepared, dataset = running.settings, running.prepared, running.dataset
     optimizer, checkpoints = settings.optimizer, settings.checkpoints
     tokenizer = dataset.tokenizer
 
     def on_step(step: int | None) -> None:
-        tracer.on_step(step)
-        explainer.tell()
+        watchers.on_step(step)
+        watchers.tell()
 
     running.runtime.wait()  # initialisation ends first: the peak below is that of idle workers
     plan = Plan(
@@ -207,12 +280,16 @@ def _loop(running: _Running, journal: Journal, tracer: Tracer, explainer: Explai
         tokenizer=tokenizer,
         validate=partial(_validate, running),
         on_step=on_step,
-        starts_alone=tracer.is_edge,
+        starts_alone=watchers.starts_alone,
+        on_saved=watchers.on_saved,
     )
 
 
-def _stream(prepared: Prepared, dataset: Dataset) -> BatchStream:
+def _stream(prepared: Prepared, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:
     """Batches from where the run begins.
+
+    Args:
+        rows: see `BatchStream`.
 
     Raises:
         UsageError: the run that is continued learnt from other data, or --trace-steps names steps it does not do.
@@ -234,6 +311,7 @@ def _stream(prepared: Prepared, dataset: Dataset) -> BatchStream:
         seed=settings.data.seed,
         cursor=cursor,
         select=dataset.select_sequences,
+        rows=rows,
     )
     traced, first, last = trace_range(settings.observe.trace_steps), resumed.step + 1 if resumed else 1, _steps(settings, stream)[0]
     if traced is not None and not first <= traced[0] <= traced[1] <= last:
@@ -249,13 +327,13 @@ def _steps(settings: TrainSettings, stream: BatchStream) -> tuple[int, int]:
     return warmup + settings.run.nepochs * stream.batches_per_epoch, warmup
 
 
-def _counts(prepared: Prepared, engine: RecordedEngine) -> FlopCounts:
+def _counts(prepared: Prepared, engine: Trained) -> FlopCounts:
     config, model = prepared.config, prepared.settings.model
     num_adapter_weights = 0 if rank_of(prepared.settings) is None else engine.num_trained
     return flop_counts_of(config, model.seq_len or config.n_positions, flash=model.flashattention, num_adapter_weights=num_adapter_weights)
 
 
-def _print_header(running: _Running, order: PlannedOrder) -> None:
+def _print_header(running: _Running, order: PlannedOrder | None) -> None:
     """What is trained, on what, where."""
     prepared, settings, stats = running.prepared, running.settings, running.runtime.stats()
     config, cut = prepared.config, running.prepared.tiling
@@ -280,7 +358,7 @@ def _print_header(running: _Running, order: PlannedOrder) -> None:
     say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
     if running.fallbacks:
         say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(running.fallbacks.items())))
-    if order.forecasts:
+    if order is not None and order.forecasts:
         plain = order.forecasts[SUBMISSION]
         say(
             f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB and to take {order.seconds:.1f} s a step "
@@ -341,8 +419,7 @@ def _close(running: _Running, loop: Loop, journal: Journal) -> None:
     if is_worth_telling(journal.own, stats):
         printer.say("\n".join(traffic_report(journal.own, stats)))
     if settings.run.sample_tokens and not running.interrupts.pending():
-        length, tokenizer = running.stream.length, running.dataset.tokenizer
-        text = sample_text(settings, running.engine.model, running.runtime, tokenizer, length, running.interrupts.pending)
+        text = running.engine.sample(running.dataset, running.stream.length, running.interrupts.pending)
         printer.say(f"--- sample\n{text}\n---")
 
 

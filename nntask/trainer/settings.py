@@ -232,6 +232,18 @@ class ResourceSettings(MachineSettings):
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """On which machines it runs. Nothing here changes a loss."""
+
+    dask: str = ""
+    """train on a Dask cluster: the scheduler's address, or local:N for N workers on this machine; needs --lanes"""
+    nodes: int | None = None
+    """Dask workers to wait for, and to use (default: those that are there, at most one a lane)"""
+    link_bandwidth: str = ""
+    """bytes per second that each Dask worker sends to others at most, e.g. 100MB (default: as fast as the network)"""
+
+
+@dataclass(frozen=True, slots=True)
 class ObserveSettings:
     """What is recorded."""
 
@@ -256,6 +268,7 @@ class TrainSettings:
     run: RunSettings = field(default_factory=RunSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     resources: ResourceSettings = field(default_factory=ResourceSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
     observe: ObserveSettings = field(default_factory=ObserveSettings)
 
 

@@ -20,9 +20,10 @@ from ..models.language import LanguageModel
 from ..tensorfile import TensorFile, load_tensors
 from ..tiling import ModelTiling
 from .base import Base, base_of
+from .engine import Trained
 from .fitting import Sketch
 from .prepare import Prepared
-from .recorded import DTYPES, RecordedEngine, build_model
+from .recorded import DTYPES, build_model
 from .rules import rank_of
 from .settings import TrainSettings, from_dict
 
@@ -54,13 +55,13 @@ def check_weights(prepared: Prepared, base: Base | None, sketch: Sketch) -> None
         ModelDirectory.open(directory).check({name: tensor.shape for name, tensor in sketch.trained.items()})
 
 
-def load_weights(prepared: Prepared, engine: RecordedEngine) -> None:
+def load_weights(prepared: Prepared, engine: Trained) -> None:
     """Read the files of weights that are not read tile by tile."""
     for path, tensors, exact in _files(prepared, engine.model_tensors(), engine.optimizer_tensors()):
         load_tensors(path, tensors, exact=exact)
     files = prepared.settings.checkpoints
     if prepared.resumed is None and files.load_checkpoint and not files.load_optimizer:
-        engine.optimizer.reset()  # masters are copies of the weights
+        engine.reset_optimizer()  # masters are copies of the weights
 
 
 def _files(

@@ -92,11 +92,15 @@ class Dispatch:
             if step.window != ANY and order > self.residency.horizon.order + step.window:
                 heapq.heappush(self.held, (order, task.id, task, worker))
                 return
-        elif task.kinds[0] == "host":
+        self._hand_over(task, worker)
+
+    def _hand_over(self, task: Task, worker: Worker | None) -> None:
+        """Give a ready task to the policy; what needs no worker is admitted at once."""
+        if task.kinds[0] == "host":
             self._assign(task, self.host)
-            return
-        self.num_ready += 1
-        self.policy.push(task, worker)
+        else:
+            self.num_ready += 1
+            self.policy.push(task, worker)
 
     def let_in(self) -> None:
         """The planned order has advanced: let its next tasks into the policy."""
@@ -106,8 +110,7 @@ class Dispatch:
             if task.step is not None and task.order > order + task.step.window:
                 return
             heapq.heappop(held)
-            self.num_ready += 1
-            self.policy.push(task, worker)
+            self._hand_over(task, worker)
 
     def feed(self) -> None:
         """Give ready tasks to workers with room."""

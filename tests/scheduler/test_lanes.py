@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler import Codelet, DoesNotFit, InlineRuntime, RunStopped, Runtime
+from scheduler import Codelet, DoesNotFit, InlineRuntime, RunStopped, Runtime, contribution
 
 PARTS = np.random.default_rng(7).standard_normal((23, 16)).astype(np.float64) * 10.0 ** np.random.default_rng(8).integers(-8, 8, (23, 1))
 
@@ -162,3 +162,40 @@ def test_a_task_that_does_not_fit_changes_no_sum(kit) -> None:  # type: ignore[n
         emit(runtime, fresh, 2)
         with runtime.acquire(fresh, "R") as view:
             assert view.tobytes() == tree(2, 2).tobytes()
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 4, 5, 8])
+def test_parts_of_a_sum_made_apart_are_the_bits_of_the_whole(lanes: int, kit) -> None:  # type: ignore[no-untyped-def]
+    """Any way to give neighbouring lanes to several runtimes: each sums what it has, one of them puts the parts together."""
+    for count in (2, 3, 4, 7, 23):
+        used = min(lanes, count)
+        for cut in range(1, used):
+            apart = []
+            for mine in (range(cut), range(cut, used)):
+                runtime = InlineRuntime(lanes=lanes)
+                total = kit.handle(runtime, "total", 16)
+                for number in (n for n in range(count) if n % lanes in mine):
+                    with contribution(number):
+                        runtime.submit(CONTRIBUTE, [(total, "REDUX")], {"number": number})
+                apart.append((runtime, total, runtime.part_sums(total, used)))
+            (runtime, total, own), (there, _, others) = apart
+            for lane, part in {**own, **others}.items():
+                if lane in others:
+                    copy = kit.handle(runtime, "copy", 16)
+                    with runtime.acquire(copy, "W") as view, there.acquire(part, "R") as source:
+                        view[:] = source
+                    part = copy
+                runtime.add_part(total, lane, part)
+            with runtime.acquire(total, "R") as view:
+                assert view.tobytes() == tree(lanes, count).tobytes()
+
+
+def test_several_tasks_of_a_contribution_share_its_lane(kit) -> None:  # type: ignore[no-untyped-def]
+    """A numbered contribution is summed in one chain, however many tasks it has; outside, tasks are counted again."""
+    runtime = InlineRuntime(lanes=2)
+    total = kit.handle(runtime, "total", 16)
+    for number in range(4):
+        with contribution(number // 2):
+            runtime.submit(CONTRIBUTE, [(total, "REDUX")], {"number": number})
+    with runtime.acquire(total, "R") as view:
+        assert view.tobytes() == ((PARTS[0] + PARTS[1]) + (PARTS[2] + PARTS[3])).tobytes()

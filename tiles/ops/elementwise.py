@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy.typing as npt
 
 from scheduler import REDUX, Access, R, W
@@ -54,18 +56,18 @@ def copy(a: TileTensor) -> TileTensor:
     return copy_into(a, a.like(name="copy"))
 
 
-def copy_into(a: TileTensor, out: TileTensor) -> TileTensor:
-    """Overwrite `out` with `a`, converted to its element type; returns `out`."""
+def copy_into(a: TileTensor, out: TileTensor, tiles: Iterable[int] | None = None) -> TileTensor:
+    """Overwrite `out` with `a`, converted to its element type, or only the tiles of these numbers; returns `out`."""
     same_tiling(a, out)
-    for x, y in zip(a.handles, out.handles, strict=True):
-        emit(a.runtime, "copy", [(x, R), (y, W)])
+    for number in range(out.tiling.num_tiles) if tiles is None else tiles:
+        emit(a.runtime, "copy", [(a.handles[number], R), (out.handles[number], W)])
     return out
 
 
-def fill(a: TileTensor, value: float) -> TileTensor:
-    """Overwrite every element of `a`; returns `a`."""
-    for handle in a.handles:
-        emit(a.runtime, "fill", [(handle, W)], value=value)
+def fill(a: TileTensor, value: float, tiles: Iterable[int] | None = None) -> TileTensor:
+    """Overwrite every element of `a`, or only of the tiles of these numbers; returns `a`."""
+    for number in range(a.tiling.num_tiles) if tiles is None else tiles:
+        emit(a.runtime, "fill", [(a.handles[number], W)], value=value)
     return a
 
 

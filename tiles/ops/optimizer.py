@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 
-from scheduler import RW, SCRATCH, Access, R, W
+from scheduler import RW, SCRATCH, Access, Handle, R, TaskRuntime, W
 
 from ..kernels.cpu.optimizer import scratch_nbytes
 from ..kernels.registry import NARROW, emit, scratch
@@ -37,12 +37,28 @@ def sum_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
     Raises:
         ValueError: there are no tensors.
     """
-    handles = [handle for tensor in tensors for handle in tensor.handles]
-    if not handles:
+    if not tensors:
         raise ValueError("the sum of squares needs at least one tensor, got none")
-    parts = TileTensor(tensors[0].runtime, (len(handles),), (1,), np.float64, name="squares")
+    parts = parts_of_squares(tensors)
+    handles = [handle for tensor in tensors for handle in tensor.handles]
     for handle, part in zip(handles, parts.handles, strict=True):
-        emit(parts.runtime, "sum_squares", [(handle, R), (part, W)])
+        square(parts.runtime, handle, part)
+    return sum_squares(parts)
+
+
+def parts_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
+    """A number for each tile of the tensors, in order, for its sum of squares  # -> (n,) fp64."""
+    count = sum(tensor.tiling.num_tiles for tensor in tensors)
+    return TileTensor(tensors[0].runtime, (count,), (1,), np.float64, name="squares")
+
+
+def square(runtime: TaskRuntime, tile: Handle, part: Handle, *, priority: int = 0) -> None:
+    """Sum of squares of one tile."""
+    emit(runtime, "sum_squares", [(tile, R), (part, W)], priority=priority)
+
+
+def sum_squares(parts: TileTensor) -> TileTensor:
+    """The sum of squares from those of the tiles  # (n,) fp64 -> (1,) fp64."""
     return sum_scalars(parts, "sum of squares")
 
 
@@ -61,6 +77,8 @@ def adamw(
     norm: TileTensor | None = None,
     max_norm: float = 0.0,
     master: TileTensor | None = None,
+    tiles: Iterable[int] | None = None,
+    priority: int = 0,
 ) -> None:
     """One step of AdamW (`decoupled`) or of Adam with L2, as torch.optim computes it.
 
@@ -69,9 +87,11 @@ def adamw(
         hyper: (4,) fp64, (lr, 1 - beta1^t, 1 - beta2^t, unused), written before the step.
         norm: (1,) sum of squares of all gradients; with `max_norm` > 0 gradients are clipped by it.
         master: fp32 copy of a 16-bit parameter.
+        tiles: numbers of those that are updated; None for all.
+        priority: of the tasks.
     """
     constants = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants)
+    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants, tiles, priority)
 
 
 def sgd(
@@ -86,12 +106,14 @@ def sgd(
     norm: TileTensor | None = None,
     max_norm: float = 0.0,
     master: TileTensor | None = None,
+    tiles: Iterable[int] | None = None,
+    priority: int = 0,
 ) -> None:
-    """One step of SGD as torch.optim computes it; the momentum `buffer` starts at zero."""
+    """One step of SGD as torch.optim computes it; the momentum `buffer` starts at zero. Other arguments as of `adamw`."""
     if (buffer is None) != (momentum == 0.0):
         raise ValueError(f"SGD needs a buffer exactly when momentum is not 0, got momentum {momentum} and buffer {buffer!r}")
     constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, buffer)
+    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, tiles, priority, buffer)
 
 
 def _update(
@@ -104,6 +126,8 @@ def _update(
     max_norm: float,
     master: TileTensor | None,
     constants: dict[str, Any],
+    tiles: Iterable[int] | None,
+    priority: int,
     buffer: TileTensor | None = None,
 ) -> None:
     state = [tensor for tensor in (*moments, buffer, master) if tensor is not None]
@@ -113,7 +137,7 @@ def _update(
     clip = norm is not None and max_norm > 0
     penalty = bool(constants["weight_decay"]) and not constants.get("decoupled", False)
     constants |= {"max_norm": max_norm, "clip": clip, "master": master is not None}
-    for number in range(param.tiling.num_tiles):
+    for number in range(param.tiling.num_tiles) if tiles is None else tiles:
         accesses: list[Access] = [(param.handles[number], RW if master is None else W), (grad.handles[number], R)]
         accesses += [(moment.handles[number], RW) for moment in moments]
         accesses.append((hyper[0,], R))
@@ -127,4 +151,4 @@ def _update(
         nbytes = scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, penalty, clip, bool(constants.get("nesterov")))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
-        emit(param.runtime, op, accesses, **constants)
+        emit(param.runtime, op, accesses, priority=priority, **constants)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from nntask.trainer.settings import TrainSettings
 
 CONFIG: Final = "config"
+_ASKED_ANEW: Final = ("cluster", "observe")
+"""Groups of settings that a continued run does not take over."""
 _OF_A_START: Final = ("resume", "run-dir", "load-checkpoint", "load-optimizer")
 """Flags that say where a run begins, which a continued one knows."""
 
@@ -128,7 +130,7 @@ def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for flag in table.values():
         value = getattr(getattr(settings, flag.group), flag.field)
-        if value is not None and flag.group != "observe" and flag.name not in _OF_A_START:
+        if value is not None and flag.group not in _ASKED_ANEW and flag.name not in _OF_A_START:
             values[flag.name] = value
     return values
 

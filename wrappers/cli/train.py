@@ -35,4 +35,8 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
     # a loss that overflows ends the run with a sentence; NumPy's warnings from the workers would only hide it
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     with naming(asked.sources):
-        return train(asked.settings, asked.config, asked.resumed)
+        if not asked.settings.cluster.dask or asked.settings.run.dry_run:
+            return train(asked.settings, asked.config, asked.resumed)
+        from wrappers.dask.cluster_nodes import train_on
+
+        return train_on(asked.settings.cluster, lambda cluster: train(asked.settings, asked.config, asked.resumed, cluster), print)

@@ -153,7 +153,7 @@ class Board:
                 yield job, node, state
 
 
-class Dashboard(SchedulerPlugin):
+class Dashboard(SchedulerPlugin):  # type: ignore[misc]
     """The plugin that `install` registers: listens to the topic, and serves what it has heard.
 
     Attributes:
@@ -262,7 +262,7 @@ def _serve_page(board: Board, scheduler: Any) -> Any:
     if PAGE not in variables["pages"]:
         variables["pages"].append(PAGE)
     pages = {f"/{PAGE}": lambda _, extra, doc: document(board, extra, doc)}
-    served: Any = BokehApplication(pages, scheduler, prefix=own.prefix, template_variables=variables)  # type: ignore[no-untyped-call]
+    served: Any = BokehApplication(pages, scheduler, prefix=own.prefix, template_variables=variables)
     served.initialize(IOLoop.current())
     scheduler.http_application.add_application(served)
     served.start()

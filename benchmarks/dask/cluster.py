@@ -1,0 +1,410 @@
+"""What training on a Dask cluster costs and keeps, on worker processes of this machine: one suite for each claim.
+
+    python benchmarks/dask/cluster.py --suite same      # 20 losses on 1 to 4 nodes, each twice, beside one machine's
+    python benchmarks/dask/cluster.py --suite cost      # a step of 2 nodes through Dask, and of the same 2 nodes without it
+    python benchmarks/dask/cluster.py --suite traffic   # bytes that a node sends a step, beside (n - 1) / n of gradient and parameters
+    python benchmarks/dask/cluster.py --suite overlap   # a link so slow that the exchange alone takes half as long as the computation
+    python benchmarks/dask/cluster.py --suite faults    # random kills
+    python benchmarks/dask/cluster.py --suite scale     # virtual time from measured costs: 2 and 4 nodes here, then up to 1,024
+
+Each writes benchmarks/results/dask_SUITE.json; `--output=` writes nothing, `--tiny` is a quick look. Nodes compute on one core each. `cost` drives two
+processes with the same engine and the same connections in a loop of their own: what is left between the two is Dask, the client and the trainer's loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from time import monotonic, perf_counter
+from typing import Any, Final
+
+HERE: Final = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1]))
+import common
+
+WARM: Final = 5
+"""First steps, which are not timed."""
+
+Row = dict[str, Any]
+
+
+def flags(arguments: argparse.Namespace, *, nodes: int = 4) -> list[str]:
+    """The training that is measured: four minibatches in four lanes, or one a node."""
+    length, batch = (32, 4) if arguments.tiny else (128, 8)
+    size = batch // nodes
+    return f"--model tiny --batch {batch} --minibatch {size} --seq-len {length} --lanes {nodes} --ncpu 1 --sample-tokens 0".split()
+
+
+def train(folder: Path, name: str, steps: int, *more: str) -> list[Row]:
+    """Run `nntask train`; returns the lines of metrics.jsonl.
+
+    Raises:
+        SystemExit: it failed; its output has been printed.
+    """
+    argv = [sys.executable, "-m", "nntask", "train", "--run-dir", str(folder / name), "--steps", str(steps), *more]
+    done = subprocess.run(argv, cwd=common.ROOT, env={**os.environ, **common.one_thread_blas()}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(argv)} ended with code {done.returncode}\n{done.stdout}{done.stderr}")
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """What must be the same bits."""
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def same(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Runs whose losses equal one machine's."""
+    steps = 3 if arguments.tiny else 20
+    train(folder, "warm", 1, *flags(arguments))  # a cold cache of compiled loops may be other code
+    truth = losses(train(folder, "alone", steps, *flags(arguments)))
+    equal, counts = 0, (1, 2) if arguments.tiny else (1, 2, 3, 4)
+    for number in range(arguments.rounds):
+        for count in counts:
+            found = losses(train(folder, f"{count}-{number}", steps, *flags(arguments), "--dask", f"local:{count}"))
+            equal += found == truth
+            print(f"round {number + 1}/{arguments.rounds}  {count} nodes: {'equal' if found == truth else 'DIFFERENT'}", file=sys.stderr)
+    total = arguments.rounds * len(counts)
+    what = f"runs of {steps} steps on {counts[0]} to {counts[-1]} nodes whose losses and norms are one machine's, bit by bit"
+    return [common.compare(what, "runs", equal, "all", total, better="equal", bar="ratio >= 1")], {"losses": truth}
+
+
+def traffic(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Bytes that each node sends a step."""
+    from nntask.models.config import PRESETS
+
+    steps = 3 if arguments.tiny else 10
+    model_bytes = 4 * PRESETS["tiny"].num_parameters
+    rows, details = [], {}
+    for count in (2,) if arguments.tiny else (2, 3, 4):
+        found = train(folder, f"{count}", steps, *flags(arguments), "--dask", f"local:{count}")[1:]
+        sent = [
+            sum(nbytes for row in found for link, nbytes in row["moved_bytes"].items() if link.startswith(f"{rank}=>")) / len(found)
+            for rank in range(count)
+        ]
+        theory = (count - 1) / count * 2 * model_bytes
+        details[f"{count} nodes"] = sent
+        worst = max(sent, key=lambda nbytes: abs(nbytes - theory))
+        what = f"tiny on {count} nodes: bytes sent per node and step, the node farthest from theory"
+        rows.append(common.compare(what, "bytes", worst, "(n - 1) / n of gradient and parameters", theory, better="equal", bar="ratio in 0.9..1.1"))
+    return rows, details
+
+
+def seconds_of(rows: Sequence[Row]) -> float:
+    """Median of a step behind the first ones."""
+    return median(row["seconds"] for row in rows[WARM:] or rows[-1:])
+
+
+def cost(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """A step of 2 nodes with Dask and without."""
+    steps = WARM + (2 if arguments.tiny else 30)
+    through, bare, messages = [], [], []
+    for number in range(arguments.rounds):
+        with counted_cluster(2) as (address, count):
+            before = count()
+            begin = monotonic()
+            found = train(folder, f"{number}", steps, *flags(arguments), "--dask", address, "--nodes", "2")
+            first = train_messages(count(), before, monotonic() - begin, steps)
+        through.append(seconds_of(found))
+        messages.append(first)
+        bare.append(run_bare(arguments, steps))
+        print(f"round {number + 1}/{arguments.rounds}  through Dask {through[-1]:.4f} s, bare {bare[-1]:.4f} s, {first}", file=sys.stderr)
+    extra = 1e3 * (median(through) - median(bare))
+    per_step = median(each["per_node_and_step"] for each in messages)
+    rows = [
+        common.compare(
+            "tiny on 2 nodes: what Dask adds to a step", "ms", extra, "a step without it, ms", 1e3 * median(bare), better="less", bar="ours <= 5"
+        ),
+        common.compare("messages that the scheduler sees per node and step", "messages", per_step, "bar", 2, better="less", bar="ours <= 2"),
+    ]
+    return rows, {"through_seconds": through, "bare_seconds": bare, "messages": messages}
+
+
+def train_messages(after: dict[str, int], before: dict[str, int], seconds: float, steps: int) -> dict[str, Any]:
+    """Messages of a run at the scheduler; heartbeats, which follow time and not steps, are told apart."""
+    new = {op: number - before.get(op, 0) for op, number in after.items() if number > before.get(op, 0)}
+    beats = sum(number for op, number in new.items() if "heartbeat" in op)
+    own = sum(new.values()) - beats
+    return {"per_node_and_step": own / (2 * steps), "heartbeats_per_second": beats / seconds, "by_name": new}
+
+
+class counted_cluster:
+    """A cluster on this machine whose scheduler counts the messages it handles.
+
+    Args:
+        workers: how many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def __enter__(self) -> tuple[str, Callable[[], dict[str, int]]]:
+        from distributed import Client, LocalCluster
+
+        self.cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, dashboard_address=None, silence_logs=50)
+        self.client = Client(self.cluster)
+        self.client.run_on_scheduler(_count_messages)
+        return self.cluster.scheduler_address, lambda: self.client.run_on_scheduler(_counted)
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
+        self.cluster.close()
+
+
+def _count_messages(dask_scheduler: Any) -> None:
+    """Let every handler of the scheduler count its calls; runs there."""
+    import functools
+    import inspect
+
+    counts = dask_scheduler.counted = {}
+
+    def counting(name: str, handler: Any) -> Any:
+        @functools.wraps(handler)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return handler(*args, **kwargs)
+
+        @functools.wraps(handler)
+        async def count_async(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return await handler(*args, **kwargs)
+
+        return count_async if inspect.iscoroutinefunction(handler) else count
+
+    for table in (dask_scheduler.handlers, dask_scheduler.stream_handlers):
+        for name, handler in list(table.items()):
+            table[name] = counting(name, handler)
+
+
+def _counted(dask_scheduler: Any) -> dict[str, int]:
+    return dict(dask_scheduler.counted)
+
+
+def run_bare(arguments: argparse.Namespace, steps: int, link: float | None = None) -> float:
+    """Seconds of a step of two nodes that are driven by nothing but a loop, in processes of their own."""
+    own = [sys.executable, str(HERE), "--suite", "bare", "--steps", str(steps), *(["--tiny"] if arguments.tiny else [])]
+    if link is not None:
+        own += ["--link", str(link)]
+    environment = {**os.environ, **common.one_thread_blas()}
+    processes = [
+        subprocess.Popen([*own, "--rank", str(rank)], cwd=common.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        addresses = [process.stdout.readline().strip() for process in processes if process.stdout]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(" ".join(addresses) + "\n")
+            process.stdin.flush()
+        return max(float((process.communicate()[0] or "nan").split()[-1]) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def be_bare(arguments: argparse.Namespace) -> None:
+    """One of the two processes of `run_bare`: two steps in flight, as the trainer has them."""
+    import numpy as np
+
+    from nntask.data import Batch
+    from nntask.models.config import PRESETS
+    from nntask.sharding import shares
+    from nntask.trainer.machine import open_runtime
+    from nntask.trainer.prepare import with_tiles
+    from nntask.trainer.recorded import RecordedEngine
+    from nntask.trainer.rules import resolve
+    from wrappers.cli.layers import request
+    from wrappers.dask.exchange import PeerComms
+
+    asked = request(flags(arguments), {})
+    settings, tiling = with_tiles(resolve(asked.settings, asked.config), PRESETS["tiny"])
+    settings = replace(settings, resources=replace(settings.resources, ram="2GiB"))
+    share = shares(4, 4, 2)[arguments.rank]
+    comms = PeerComms("bare", arguments.rank, listen_on="tcp://127.0.0.1:0", bandwidth=arguments.link)
+    print(comms.listen(), flush=True)
+    comms.connect(sys.stdin.readline().split())
+    with open_runtime(settings) as runtime:
+        engine = RecordedEngine(PRESETS["tiny"], tiling, runtime, settings, share=share, transport=comms)
+        rows = len(share.minibatches) * settings.tiling.minibatch
+        batch = Batch(*np.random.default_rng(0).integers(0, 4096, (2, rows, settings.model.seq_len), np.int32))
+        ends, flying = [], None
+        for number in range(1, arguments.steps + 1):
+            started = engine.start(number, 1e-3, batch)
+            if flying is not None:
+                flying.part()
+                ends.append(perf_counter())
+            flying = started
+        assert flying is not None
+        flying.part()
+        ends.append(perf_counter())
+    comms.close()
+    laps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    print(median(laps[WARM:] or laps[-1:]))
+
+
+def overlap(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Two nodes with a minibatch each, and a link on which the exchange alone takes half of the computation."""
+    steps = WARM + (2 if arguments.tiny else 15)
+    both, computing, links = [], [], []
+    own = flags(arguments, nodes=2)
+    half = [*own, "--batch", own[own.index("--minibatch") + 1]]
+    for number in range(arguments.rounds):
+        computing.append(at_once(2, lambda which, number=number: seconds_of(train(folder, f"compute-{which}-{number}", steps, *half))))
+        found = train(folder, f"free-{number}", 3, *own, "--dask", "local:2")
+        nbytes = max(sum(row["moved_bytes"].get(link, 0) for row in found[1:]) / 2 for link in ("0=>1", "1=>0"))
+        links.append(nbytes / (computing[-1] / 2))
+        both.append(seconds_of(train(folder, f"limited-{number}", steps, *own, "--dask", "local:2", "--link-bandwidth", f"{int(links[-1])}B")))
+        print(
+            f"round {number + 1}/{arguments.rounds}  compute {computing[-1]:.4f} s, step {both[-1]:.4f} s, link {links[-1] / 1e6:.1f} MB/s",
+            file=sys.stderr,
+        )
+    what = "tiny on 2 nodes, exchange alone half of the computation: a step"
+    row = common.compare(what, "s", median(both), "computation alone", median(computing), better="less", bar="ratio <= 1.2")
+    return [row], {"step_seconds": both, "compute_seconds": computing, "link_bytes_per_second": links}
+
+
+def at_once(count: int, run: Callable[[int], float]) -> float:
+    """The largest result of `run(0)`, `run(1)`, ... side by side, as nodes are on this machine."""
+    found: list[float] = []
+    threads = [threading.Thread(target=lambda which=which: found.append(run(which))) for which in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(found) < count:
+        raise SystemExit("one of the runs failed")
+    return max(found)
+
+
+def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Kills at random moments over a run on 3 nodes."""
+    import psutil
+    from distributed import Client, LocalCluster
+
+    steps, kills = (30, 2) if arguments.tiny else (200, 20)
+    chance = random.Random(0)
+    own = [*flags(arguments), "--steps", str(steps)]
+    truth = losses(train(folder, "alone", steps, *flags(arguments)))
+    before = {process.pid for process in psutil.process_iter()}
+    killed: list[float] = []
+    lines: list[tuple[float, str]] = []
+    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster, Client(cluster) as client:
+        argv = [
+            sys.executable,
+            "-m",
+            "nntask",
+            "train",
+            "--run-dir",
+            str(folder / "run"),
+            "--save-every",
+            "5",
+            "--dask",
+            cluster.scheduler_address,
+            *own,
+        ]
+        environment = {**os.environ, **common.one_thread_blas(), "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(argv, cwd=common.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        over = threading.Event()
+
+        def kill_some() -> None:
+            while len(killed) < kills and not over.wait(chance.uniform(0.5, 4.0)):
+                if any(re.match(r"step [1-9]", line) for _, line in lines[-3:]):  # training, not starting
+                    victim = chance.choice(list(client.run(os.getpid).values()))
+                    os.kill(victim, signal.SIGKILL)
+                    killed.append(monotonic())
+
+        killer = threading.Thread(target=kill_some)
+        killer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append((monotonic(), line))
+            if line.startswith(("lost", "worker")):
+                print(f"kill {len(killed)}: {line}", end="", file=sys.stderr)
+        over.set()
+        killer.join()
+        code = process.wait()
+        errors = process.stderr.read() if process.stderr else ""
+    if code:
+        raise SystemExit(f"the run ended with code {code}\n{errors}")
+    found = losses([json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()])
+    steps_at = [at for at, line in lines if line.startswith("step ")]
+    recovery = [min((at for at in steps_at if at > moment), default=moment) - moment for moment in killed]
+    recovery = [seconds for moment, seconds in zip(killed, recovery, strict=True) if any(at > moment for at, line in lines if "lost" in line)]
+    orphans = [each for each in psutil.process_iter() if each.pid not in before and _is_worker(each)]
+    rows = [
+        common.compare(
+            f"{kills} random kills over {steps} steps on 3 nodes: kills survived",
+            "kills",
+            len(killed),
+            "asked for",
+            kills,
+            better="equal",
+            bar="ratio >= 1",
+        ),
+        common.compare(
+            "steps whose loss and norm are an undisturbed run's",
+            "steps",
+            sum(a == b for a, b in zip(found, truth, strict=False)),
+            "all",
+            steps,
+            better="equal",
+            bar="ratio >= 1",
+        ),
+        common.compare("longest time from a kill to the next step", "s", max(recovery, default=0.0), "bar", 60, better="less", bar="ours <= 60"),
+        common.compare("processes left over", "processes", len(orphans), "none", 0, better="equal", bar="ours <= 0"),
+    ]
+    return rows, {"recovery_seconds": recovery, "lines": [line for _, line in lines if "going on" in line]}
+
+
+def _is_worker(process: Any) -> bool:
+    try:
+        return any("multiprocessing" in word or "nntask" in word for word in process.cmdline())
+    except Exception:  # it has ended meanwhile
+        return False
+
+
+def main() -> None:
+    """Run a suite."""
+    suites = {"same": same, "cost": cost, "traffic": traffic, "overlap": overlap, "faults": faults}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=[*suites, "bare"], required=True)
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--output", default=None)
+    parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--link", type=float, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(common.ROOT))
+    if arguments.suite == "bare":
+        be_bare(arguments)
+        return
+    arguments.rounds = arguments.rounds or (1 if arguments.suite in ("traffic", "faults") else 2 if arguments.suite == "same" else 3)
+    machine = common.machine()
+    with tempfile.TemporaryDirectory() as folder:
+        rows, details = suites[arguments.suite](arguments, Path(folder))
+    result = {
+        "machine": machine,
+        "versions": common.versions("numpy", "dask", "distributed"),
+        "settings": {"rounds": arguments.rounds, "suite": arguments.suite},
+        "comparisons": rows,
+        "details": details,
+    }
+    name = f"dask_{arguments.suite}" if arguments.output is None else arguments.output
+    common.finish(name, result, measured=not arguments.tiny)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Training on a Dask cluster of worker processes on loopback: the bits of one machine, checkpoints that go anywhere, kills, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+from test_cli_train import ROOT, numbers, same_state, start
+
+from wrappers.cli import main
+from wrappers.dask import cluster as cluster_module
+
+CONFIG = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+FLAGS = "--config-path=small.json --dataset=text --dataset-path=text --tokenizer=bytes --batch=8 --minibatch=2 --lanes=4 --lr=1e-3 --ncpu=1"
+TRAIN = ["train", *FLAGS.split(), "--sample-tokens=0"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """Three workers, each a process."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(ROOT)
+    try:
+        with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None, silence_logs=50) as found:
+            yield found
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def here(folder: Path, text: Path) -> Path:
+    """A directory with a small config and some text."""
+    (folder / "small.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def test_nodes_give_the_bits_of_one_machine_and_checkpoints_go_anywhere(here: Path, cluster: LocalCluster, capsys: Any) -> None:
+    """A run without Dask, one on 3 nodes, and one that goes from 3 nodes to none to 2: equal numbers, equal files."""
+    on = f"--dask={cluster.scheduler_address}"
+    assert main([*TRAIN, "--steps=6", "--run-dir=alone", "--eval-every=3"]) == 0
+    alone = capsys.readouterr().out
+    assert main([*TRAIN, "--steps=6", "--run-dir=three", "--eval-every=3", on]) == 0
+    three = capsys.readouterr().out
+    assert [line for line in alone.splitlines() if "validation" in line] == [line for line in three.splitlines() if "validation" in line]
+    assert main([*TRAIN, "--steps=2", "--run-dir=moving", on, "--nodes=3"]) == 0
+    assert main(["train", "--resume=moving", "--steps=4"]) == 0
+    assert main(["train", "--resume=moving", "--steps=6", on, "--nodes=2"]) == 0
+    assert numbers(here / "alone") == numbers(here / "three") == numbers(here / "moving")
+    for other in ("three", "moving"):
+        assert same_state(here / "alone/checkpoints/step-000006", here / other / "checkpoints/step-000006")
+    summary = json.loads((here / "three/summary.json").read_text())
+    assert summary["workers"] == ["0/cpu:0", "1/cpu:0", "2/cpu:0"]
+    assert summary["moved_bytes"]["0=>1"] > 0
+
+
+def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
+    """kill -9 in the middle: one line says what happened, and the run goes on by itself from its last checkpoint. A worker that comes late is taken
+    in at a later one. The numbers are those of an undisturbed run."""
+    lines, victim = [], ""
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster, Client(cluster) as client:
+        process = start(*TRAIN, "--steps=100000", "--save-every=20", "--run-dir=run", f"--dask={cluster.scheduler_address}")
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 30/") and not victim:
+                victim = next(text for text in lines if text.startswith("node 1: ")).split()[2]
+                os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
+            elif line.startswith("step 45/"):
+                cluster.scale(4)
+            elif " joined; going on after step " in line:
+                break
+        for line in process.stdout:
+            if line.startswith("step "):
+                process.send_signal(signal.SIGTERM)
+                break
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert [line for line in lines if "lost" in line] == [f"lost worker {victim}; going on after step 20\n"]
+    found = numbers(here / "run")
+    assert main([*TRAIN, f"--steps={len(found)}", "--run-dir=alone"]) == 0
+    assert found == numbers(here / "alone")
+    (last,) = (here / "alone/checkpoints").iterdir()
+    assert same_state(here / "run/checkpoints" / last.name, last)
+
+
+@pytest.mark.long
+def test_a_hung_worker_is_given_up(here: Path, cluster: LocalCluster) -> None:
+    """SIGSTOP: after 30 silent seconds the run goes on without it, and takes it back when it answers again."""
+    process = start(*TRAIN, "--steps=100000", "--save-every=20", "--run-dir=run", f"--dask={cluster.scheduler_address}")
+    assert process.stdout is not None
+    lines: list[str] = []
+    with Client(cluster.scheduler_address) as client:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 30/") and len([each for each in lines if each.startswith("node ")]) == 3:
+                victim = next(text for text in lines if text.startswith("node 1: ")).split()[2]
+                pid = client.run(os.getpid, workers=[victim])[victim]
+                os.kill(pid, signal.SIGSTOP)
+            if "did not answer for" in line:
+                os.kill(pid, signal.SIGCONT)
+            if " joined; going on after step " in line:
+                process.send_signal(signal.SIGTERM)
+                break
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert [line for line in lines if "did not answer" in line] == [f"worker {victim} did not answer for 30 s; going on after step 20\n"]
+
+
+def test_a_scheduler_that_is_lost_leaves_the_checkpoint(here: Path) -> None:
+    """Exit code 6, one sentence with what to do, and a run that continues without the cluster."""
+    process = start(*TRAIN, "--steps=100000", "--save-every=2", "--run-dir=run", "--dask=local:2", script=_NAME_SCHEDULER)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 6/"):
+            os.kill(int((here / "scheduler.pid").read_text()), signal.SIGKILL)
+            break
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 6
+    assert errors.startswith("nntask: the Dask scheduler at ")
+    assert "--resume run" in errors
+    assert main(["train", "--resume=run", "--steps=100000", "--dry-run"]) == 0
+
+
+_NAME_SCHEDULER = """
+import os, subprocess, sys
+from wrappers.dask import cluster
+def by_hand(number):
+    host = "127.0.0.1"
+    dask = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", host, "--port", "0", "--no-dashboard", "--scheduler-file", "where"]
+    scheduler = subprocess.Popen(dask, stderr=subprocess.DEVNULL)
+    open("scheduler.pid", "w").write(str(scheduler.pid))
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", "--scheduler-file", "where", "--no-dashboard", "--nthreads", "1"]
+    for _ in range(number):
+        subprocess.Popen([*worker, "--death-timeout", "20"], stderr=subprocess.DEVNULL)
+    import json, pathlib
+    while not pathlib.Path("where").exists() or not open("where").read().strip().endswith("}"):
+        if scheduler.poll() is not None: raise SystemExit("no scheduler")
+    class Here:
+        scheduler_address = json.load(open("where"))["address"]
+        def close(self, timeout): pass
+    return Here.scheduler_address
+cluster._local_cluster = by_hand
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        ("--dask=tcp://127.0.0.1:9", 6, "no Dask scheduler answers at tcp://127.0.0.1:9 within 5 s"),
+        ("--dask=nowhere", 6, "--dask must be the address of a Dask scheduler"),
+        ("--dask=local:0", 2, "--dask local:N takes 1 to 256 workers"),
+        ("--dask=local:2 --nodes=3", 2, "--nodes must be at most the 2 workers"),
+        ("--nodes=2", 2, "add --dask ADDRESS or --dask local:2"),
+        ("--dask=local:2 --trace=t.json", 2, "--trace looks at one machine"),
+    ],
+)
+def test_mistakes_are_one_sentence(here: Path, capsys: Any, flags: str, code: int, said: str) -> None:
+    """Before anything is computed: the rule, the value, the exit code."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=run", *flags.split()]) == code
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+def test_too_few_workers_other_data_other_versions(here: Path, cluster: LocalCluster, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only the cluster can tell: 6 for workers that are missing or other, 4 for data they do not have, 2 for a step that cannot be shared."""
+    on = f"--dask={cluster.scheduler_address}"
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster_module, "WAIT_SECONDS", 1.0)
+        assert main([*TRAIN, "--steps=2", "--run-dir=run", on, "--nodes=4"]) == 6
+        assert "--nodes 4 asks for 4 workers of" in capsys.readouterr().err
+    own = "/proc/self/cwd/text"  # names the client's directory here and another one there
+    assert main([*TRAIN, "--steps=2", "--run-dir=run", on, f"--dataset-path={own}"]) == 4
+    assert own in capsys.readouterr().err
+    assert main([*TRAIN, "--steps=2", "--run-dir=run", on, "--nodes=2", "--lanes=1"]) == 2
+    assert "--lanes 2 or more" in capsys.readouterr().err
+    versions = cluster_module.versions()
+    monkeypatch.setattr(cluster_module, "versions", lambda: {**versions, "distributed": "1.0"})
+    assert main([*TRAIN, "--steps=2", "--run-dir=run", on]) == 6
+    assert "and this client 1.0; install the same versions" in capsys.readouterr().err
+
+
+def test_plain_text_to_a_cluster_that_speaks_tls(here: Path, capsys: Any) -> None:
+    """The address is right and the protocol is not: says so, instead of a time-out."""
+    key = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-out", "cert.pem", "-days", "2", "-subj", "/CN=here"]
+    if subprocess.run(["which", "openssl"], capture_output=True).returncode:
+        pytest.skip("needs openssl to make a certificate")
+    subprocess.run(key, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain("cert.pem", "key.pem")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    plain, _ = server.accept()
+                except OSError:
+                    return
+                try:
+                    context.wrap_socket(plain, server_side=True).close()
+                except OSError:
+                    plain.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        port = server.getsockname()[1]
+        assert main([*TRAIN, "--steps=2", "--run-dir=run", f"--dask=tcp://127.0.0.1:{port}"]) == 6
+        server.shutdown(socket.SHUT_RDWR)
+    assert f"speaks TLS and --dask is in plain text; use --dask tls://127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_nothing_is_left_when_the_client_dies(here: Path, cluster: LocalCluster) -> None:
+    """kill -9 of the client: its actors go, their memory and their claims with them, and another training can use the workers at once."""
+    process = start(*TRAIN, "--steps=100000", "--run-dir=first", f"--dask={cluster.scheduler_address}", "--nodes=3")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    busy = subprocess.run(
+        [sys.executable, "-c", _BUSY.format(flags=[*TRAIN, "--steps=1", "--run-dir=second", f"--dask={cluster.scheduler_address}"])],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert busy.returncode == 6
+    assert "3 belong to another training" in busy.stderr
+    process.kill()
+    process.communicate()
+    assert main([*TRAIN, "--steps=1", "--run-dir=third", f"--dask={cluster.scheduler_address}", "--nodes=3"]) == 0
+
+
+_BUSY = """
+import sys
+from wrappers.cli import main
+from wrappers.dask import cluster
+cluster.WAIT_SECONDS = 1.0
+sys.exit(main({flags!r}))
+"""

@@ -1,0 +1,179 @@
+"""Several nodes in one process, each with its runtime, over real connections on loopback: the numbers of one node, the bytes that theory says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from nntask.data import Batch
+from nntask.errors import UsageError
+from nntask.models.config import GPT2Config
+from nntask.sharding import buckets_of, most_nodes, shares
+from nntask.trainer.prepare import with_tiles
+from nntask.trainer.recorded import RecordedEngine, outcome_of
+from nntask.trainer.rules import resolve
+from nntask.trainer.settings import TrainSettings
+from scheduler import InlineRuntime, Runtime
+from tiles import TileTensor
+from wrappers.dask.exchange import PeerComms, PeerLost
+
+CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
+BATCH, LENGTH = 8, 16
+
+
+def settings_of(lanes: int, *, clip: float = 0.0, dtype: str = "fp32", minibatch: int = 1, **resources: object) -> TrainSettings:
+    """A little training."""
+    asked = TrainSettings()
+    asked = replace(
+        asked,
+        tiling=replace(asked.tiling, batch=BATCH, minibatch=minibatch, lanes=lanes, vocab_tile=64, embd_tile=16),
+        model=replace(asked.model, dtype=dtype, seq_len=LENGTH),  # type: ignore[arg-type]
+        optimizer=replace(asked.optimizer, lr=1e-2, grad_clip=clip, weight_decay=0.1),
+        resources=replace(asked.resources, **resources),  # type: ignore[arg-type]
+    )
+    return resolve(asked, CONFIG)
+
+
+@contextmanager
+def nodes(count: int) -> Iterator[list[PeerComms]]:
+    """Connected nodes."""
+    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0") for rank in range(count)]
+    try:
+        addresses = [each.listen() for each in comms]
+        for rank in range(count):  # a node waits for those above it, which connect to those below
+            comms[rank].begin_to_connect(addresses)
+        for each in comms:
+            each.wait_connected()
+        yield comms
+    finally:
+        for each in comms:
+            each.close()
+
+
+@dataclass
+class Result:
+    """What training leaves."""
+
+    outcomes: list[tuple[float, float]]
+    weights: dict[str, bytes]
+    sent: list[int]
+    state_bytes: list[int]
+
+
+def train(count: int, settings: TrainSettings, *, steps: int = 3, ram: int = 1 << 26, workers: int = 1) -> Result:
+    """Train on `count` nodes."""
+    settings, tiling = with_tiles(settings, CONFIG)
+    rng = np.random.default_rng(0)
+    batches = [Batch(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
+    size = settings.tiling.minibatch
+    every = shares(BATCH // size, settings.tiling.lanes or 1, count)
+    with nodes(count) as comms:
+        runtimes = [Runtime(workers, lanes=settings.tiling.lanes or 1, ram=ram) for _ in range(count)]
+        try:
+            engines = [
+                RecordedEngine(CONFIG, tiling, runtime, settings, share=share, transport=each if count > 1 else None)
+                for runtime, share, each in zip(runtimes, every, comms, strict=True)
+            ]
+            outcomes = []
+            for number, batch in enumerate(batches, 1):
+                rows = [[m * size + row for m in share.minibatches for row in range(size)] for share in every]
+                flights = [
+                    engine.start(number, 1e-2, Batch(batch.tokens[own], batch.targets[own])) for engine, own in zip(engines, rows, strict=True)
+                ]
+                parts = [flight.part() for flight in flights]
+                losses = {m: loss for share, (found, _) in zip(every, parts, strict=True) for m, loss in zip(share.minibatches, found, strict=True)}
+                squares = parts[0][1]
+                assert squares is not None
+                outcome = outcome_of([losses[m] for m in range(BATCH // size)], squares)
+                outcomes.append((outcome.loss, outcome.grad_norm))
+            weights = [{name: tensor.read().tobytes() for name, tensor in engine.model_tensors().items()} for engine in engines]
+            assert all(each == weights[0] for each in weights)
+            state = [runtime.stats()["peak_bytes_by_class"]["ram"].get("optimizer", 0) for runtime in runtimes]
+            return Result(outcomes, weights[0], [sum(each.sent_bytes.values()) for each in comms], state)
+        finally:
+            for runtime in runtimes:
+                runtime.close()
+
+
+@pytest.mark.parametrize("how", [{}, {"clip": 0.5}, {"dtype": "bf16"}, {"minibatch": 2}])
+def test_any_number_of_nodes_gives_the_bits_of_one(how: dict[str, object]) -> None:
+    """Losses, norms and weights with 4 lanes: 1, 2, 3 and 4 nodes, dropout on, with clipping, in bf16, with larger minibatches."""
+    settings = settings_of(4, **how)  # type: ignore[arg-type]
+    alone = train(1, settings)
+    for count in (2, 3, 4):
+        together = train(count, settings)
+        assert together.outcomes == alone.outcomes
+        assert together.weights == alone.weights
+
+
+def test_lanes_that_nodes_cannot_share_evenly() -> None:
+    """5 lanes on 2 and 3 nodes: a node's lanes are several parts of the tree."""
+    settings = settings_of(5)
+    alone = train(1, settings, steps=2)
+    assert [train(count, settings, steps=2).outcomes for count in (2, 3)] == [alone.outcomes] * 2
+
+
+def test_each_node_sends_what_theory_says_and_keeps_its_own_state() -> None:
+    """(n - 1) / n of the gradient's and the parameters' bytes per node and step; the optimizer's state is spread."""
+    settings, steps = settings_of(4), 8
+    alone = train(1, settings, steps=1)
+    model_bytes = sum(map(len, alone.weights.values()))
+    for count in (2, 4):
+        found = train(count, settings, steps=steps)
+        theory = (count - 1) / count * 2 * model_bytes * steps
+        assert sum(found.sent) / count == pytest.approx(theory, rel=0.1)
+        assert max(found.state_bytes) < 0.75 * alone.state_bytes[0]
+
+
+def test_a_lost_peer_fails_what_waits_for_it() -> None:
+    """A step that needs a node that is gone ends with its name, on every other node, instead of waiting."""
+    settings, tiling = with_tiles(settings_of(4), CONFIG)
+    with nodes(2) as comms, Runtime(1, lanes=4, ram=1 << 26) as runtime:
+        engine = RecordedEngine(CONFIG, tiling, runtime, settings, share=shares(8, 4, 2)[0], transport=comms[0])
+        own = [0, 1, 4, 5]
+        batch = Batch(*np.zeros((2, BATCH, LENGTH), np.int32))
+        flight = engine.start(1, 1e-2, Batch(batch.tokens[own], batch.targets[own]))
+        comms[1].close()
+        with pytest.raises(PeerLost, match="node 1") as failure:
+            flight.part()
+        assert failure.value.rank == 1
+
+
+def test_connections_of_another_training_are_refused() -> None:
+    """Two trainings on the same machines cannot mix, whatever addresses they get hold of."""
+    ours = [PeerComms("ours", rank, listen_on="tcp://127.0.0.1:0") for rank in range(2)]
+    theirs = PeerComms("theirs", 1, listen_on="tcp://127.0.0.1:0")
+    try:
+        addresses = [each.listen() for each in ours]
+        with pytest.raises(PeerLost, match="node 0"):
+            theirs.connect([addresses[0], theirs.listen()])
+    finally:
+        for each in (*ours, theirs):
+            each.close()
+
+
+def test_shares_are_whole_lanes_and_cover_every_minibatch_once() -> None:
+    """For any numbers: neighbouring lanes, in whole, none without a minibatch."""
+    for num_minibatches in range(1, 13):
+        for lanes in range(1, 9):
+            most = most_nodes(num_minibatches, lanes)
+            for count in range(1, most + 1):
+                found = shares(num_minibatches, lanes, count)
+                assert sorted(m for share in found for m in share.minibatches) == list(range(num_minibatches))
+                assert all({m % lanes for m in share.minibatches} == set(share.lanes[share.rank]) for share in found)
+            with pytest.raises(UsageError, match="shared by 1 to"):
+                shares(num_minibatches, lanes, most + 1)
+
+
+def test_buckets_spread_bytes_evenly() -> None:
+    """Every tile has one owner; with tiles far smaller than a node's share, owners differ by little."""
+    tensors = [TileTensor(InlineRuntime(), (256, 256), (64, 64), np.float32) for _ in range(6)]
+    for count in (1, 2, 3, 4, 7):
+        buckets = buckets_of(tensors, count)
+        assert sorted(tile for bucket in buckets for tile in bucket.tiles) == [(which, number) for which in range(6) for number in range(16)]
+        loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(count)]
+        assert max(loads) <= 1.2 * sum(loads) / count

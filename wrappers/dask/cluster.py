@@ -1,0 +1,285 @@
+"""A Dask cluster as a place to train: how it is reached, who its workers are, and what is wrong when it cannot be used.
+
+Everything that a user can get wrong is one sentence here: an address that does not answer or answers in TLS, other versions on the workers, too few
+of them. `cluster_nodes` makes a training of the workers, and notices when they change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final
+
+from nntask.errors import ClusterError
+from nntask.trainer.rules import local_nodes
+from nntask.trainer.settings import ClusterSettings
+
+ANSWER_SECONDS: Final = 5.0
+"""How long a scheduler may take to answer."""
+
+PING_SECONDS: Final = 3.0
+"""How long the event loop of a worker may take to answer."""
+
+WAIT_SECONDS: Final = 30.0
+"""How long workers that were asked for may take to appear."""
+
+_MUST_AGREE: Final = ("python", "nntask", "numpy", "dask", "distributed")
+"""Software whose versions must be the same on the client and on every worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A Dask worker.
+
+    Attributes:
+        address: of the worker.
+        host: the machine it runs on.
+        busy: whether it belongs to another training.
+    """
+
+    address: str
+    host: str
+    busy: bool
+
+
+class Connection:
+    """A client of a Dask cluster, and the cluster itself where it is local.
+
+    Args:
+        settings: which cluster.
+        say: prints a line.
+
+    Raises:
+        ClusterError: it does not answer.
+    """
+
+    def __init__(self, settings: ClusterSettings, say: Callable[[str], None]) -> None:
+        self.address = settings.dask
+        self._cluster: Any = None
+        _silence()
+        number = local_nodes(settings.dask)
+        if number is not None:
+            say(f"dask: starting {number} worker{'s' if number > 1 else ''} on this machine")
+            self._cluster = _local_cluster(number)
+        try:
+            self.client = _connect(self._cluster or settings.dask)
+        except BaseException:
+            self._close_cluster()
+            raise
+
+    def close(self) -> None:
+        """Leave the cluster; a local one ends."""
+        with contextlib.suppress(Exception):  # it may be gone already
+            self.client.close(timeout=2)
+        self._close_cluster()
+
+    def _close_cluster(self) -> None:
+        if self._cluster is not None:
+            with contextlib.suppress(Exception):
+                self._cluster.close(timeout=10)
+            self._cluster = None
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """What the scheduler knows of each worker, by address.
+
+        Raises:
+            ClusterError: the scheduler is gone.
+        """
+        try:
+            identity = self.client.sync(self.client.scheduler.identity, n_workers=-1, callback_timeout=ANSWER_SECONDS)
+        except Exception as error:
+            raise ClusterError(f"the Dask scheduler at {self.address} is gone ({type(error).__name__})") from error
+        found: dict[str, dict[str, Any]] = identity["workers"]
+        return found
+
+    def machines(self, wanted: int | None, unusable: Mapping[str, str]) -> list[Machine]:
+        """Workers that can train, sorted by address; waits for as many as are wanted.
+
+        Args:
+            wanted: None for those that there are, at least one.
+            unusable: workers that are left out, with why.
+
+        Raises:
+            ClusterError: there are fewer, or a worker runs other software.
+        """
+        deadline = monotonic() + WAIT_SECONDS
+        while True:
+            addresses = [address for address in self.workers() if address not in unusable]
+            found = self.ask(addresses) if addresses and (len(addresses) >= (wanted or 1) or monotonic() > deadline) else []
+            free = [machine for machine in found if not machine.busy]
+            if free and len(free) >= (wanted or 1):
+                return free
+            if monotonic() > deadline:
+                raise ClusterError(self._too_few(wanted, len(free), len(found) - len(free), unusable))
+            with contextlib.suppress(Exception):  # asked again above
+                self.client.wait_for_workers(max(len(addresses) + 1, wanted or 1), timeout=1)
+
+    def silent(self, addresses: Sequence[str]) -> list[str]:
+        """Those of the workers that do not answer at once."""
+        client = self.client
+
+        async def ask(address: str) -> None:
+            await asyncio.wait_for(client.rpc(address).identity(), PING_SECONDS)
+
+        async def ask_all() -> list[str]:
+            answers = await asyncio.gather(*map(ask, addresses), return_exceptions=True)
+            return [address for address, answer in zip(addresses, answers, strict=True) if isinstance(answer, BaseException)]
+
+        found: list[str] = client.sync(ask_all)
+        return found
+
+    def _too_few(self, wanted: int | None, num_free: int, num_busy: int, unusable: Mapping[str, str]) -> str:
+        others = [f"{num_busy} belong to another training"] if num_busy else []
+        others += [f"{address} {why}" for address, why in unusable.items()]
+        there = f"{num_free} can be used after {WAIT_SECONDS:g} s" + (f" ({', '.join(others)})" if others else "")
+        if wanted is None:
+            return f"the cluster at {self.address} must have a worker, and {there}; start one with: dask worker {self.address}"
+        return f"--nodes {wanted} asks for {wanted} workers of {self.address}, and {there}; start more with dask worker, or lower --nodes"
+
+    def ask(self, addresses: list[str]) -> list[Machine]:
+        """What workers say of themselves; those that do not answer are left out.
+
+        Raises:
+            ClusterError: one runs other software than the client.
+        """
+        own = versions()
+        found = []
+        for address, said in self._probe(addresses).items():
+            if isinstance(said, OSError):  # it is going
+                continue
+            if not isinstance(said, dict):
+                raise ClusterError(f"worker {address} cannot say what it is: {type(said).__name__}: {said}; install the same nntask there as here")
+            for name in _MUST_AGREE:
+                if said["versions"].get(name) != own.get(name):
+                    raise ClusterError(
+                        f"worker {address} has {name} {said['versions'].get(name) or 'not installed'} and this client {own.get(name)}; "
+                        "install the same versions on every machine"
+                    )
+            found.append(Machine(address, said["host"], said["busy"]))
+        return sorted(found, key=lambda machine: machine.address)
+
+    def _probe(self, addresses: list[str]) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = self.client.run(_probe_function(), workers=addresses, on_error="return")
+        except Exception as error:
+            raise ClusterError(f"the workers of {self.address} cannot be asked what they are: {type(error).__name__}: {error}") from error
+        return found
+
+
+def _probe_function() -> Callable[..., dict[str, Any]]:
+    """What each worker is asked; a function inside a function travels as code, so that workers without nntask can answer, too."""
+
+    def probe(dask_worker: Any) -> dict[str, Any]:
+        import platform
+        import socket
+        from importlib import metadata
+
+        found: dict[str, Any] = {"python": ".".join(platform.python_version_tuple()[:2])}
+        for name in ("nntask", "numpy", "dask", "distributed"):
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = ""
+        busy = False
+        try:
+            from wrappers.dask.node import is_claimed
+
+            found["nntask"] = found["nntask"] or "in the source tree"
+            busy = is_claimed(dask_worker.address)
+        except ImportError:
+            found["nntask"] = ""
+        return {"versions": found, "host": socket.gethostname(), "busy": busy}
+
+    return probe
+
+
+def versions() -> dict[str, str]:
+    """Versions of this process, under the names of `_MUST_AGREE`."""
+    from importlib import metadata
+
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in _MUST_AGREE[1:]:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "in the source tree"
+    return found
+
+
+def _silence() -> None:
+    """What Dask's loggers have to say of a cluster in trouble is said in a sentence of ours."""
+    import distributed  # noqa: F401 - sets the levels of its loggers
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "distributed":
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _local_cluster(number: int) -> Any:
+    """A cluster of processes on this machine, which end with this process; the cores are shared out."""
+    from distributed import LocalCluster
+
+    from scheduler import usable_cores
+
+    try:
+        return LocalCluster(
+            n_workers=number,
+            threads_per_worker=max(usable_cores() // number, 1),
+            processes=True,
+            dashboard_address=None,
+            silence_logs=logging.CRITICAL,
+        )
+    except Exception as error:
+        raise ClusterError(f"--dask local:{number} could not start its workers: {type(error).__name__}: {error}") from error
+
+
+def _connect(place: Any) -> Any:
+    """A client of a cluster, or of the scheduler at an address.
+
+    Raises:
+        ClusterError: nobody answers there, or somebody else.
+    """
+    from distributed import Client
+
+    try:
+        return Client(place, timeout=ANSWER_SECONDS, direct_to_workers=True, set_as_default=False)
+    except Exception as error:
+        if isinstance(place, str):
+            raise ClusterError(_why_not(place, error)) from error
+        raise ClusterError(f"the local cluster does not answer: {type(error).__name__}: {error}") from error
+
+
+def _why_not(address: str, error: Exception) -> str:
+    """Why a scheduler's address does not answer, and what to do."""
+    scheme, _, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        return f"--dask must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}"
+    if scheme != "tls" and _speaks_tls(host, int(port)):
+        return (
+            f"the Dask cluster at {address} speaks TLS and --dask is in plain text; use --dask tls://{place}, with the certificates named in Dask's "
+            "configuration (distributed.comm.tls)"
+        )
+    if isinstance(error, ValueError | TypeError | FileNotFoundError):
+        return f"--dask {address} cannot be used: {error}"
+    return f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s; check that it runs (dask scheduler) and that this machine reaches it"
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    """Whether somebody at an address begins a TLS handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=2) as plain, context.wrap_socket(plain):
+            return True
+    except ssl.SSLError as error:
+        return "WRONG_VERSION" not in str(error) and "UNEXPECTED_EOF" not in str(error) and "RECORD_LAYER" not in str(error)
+    except OSError:
+        return False

@@ -1,0 +1,350 @@
+"""Bytes between the nodes of a training, over connections of Dask's comm layer: the `Transport` of `nntask.sharding`.
+
+Each node listens on an address of its own and has one connection to every other node. What a task sends stays in its tile until the receiver's task
+has taken memory for it and asked: no bytes wait anywhere but in tiles, which budgets count, and at most `WINDOW` on the way to each peer. One message
+carries whatever there is for a peer at that moment: keys it wants, keys and bytes that the peer wanted, and how many of the peer's it has got.
+
+Tasks begin and end through the scheduler's host tasks. All state belongs to one thread with an event loop; other threads only append to its inbox. A
+connection that breaks, or bytes that nobody can expect, fail every task that waits for that peer, now and later, with `PeerLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import Codelet
+from scheduler.core.errors import SchedulerError
+
+WINDOW: Final = 4 << 20
+"""Bytes on the way to a peer after which no further bucket is sent before the peer has got some."""
+
+CONNECT_SECONDS: Final = 20.0
+"""How long nodes wait for each other when they connect."""
+
+Done = Callable[[BaseException | None], None]
+Waiting = tuple[Sequence[npt.NDArray[Any]], Done]
+
+
+class PeerLost(SchedulerError):
+    """The connection to another node broke.
+
+    Attributes:
+        rank: of that node.
+    """
+
+    def __init__(self, rank: int, why: object) -> None:
+        super().__init__(f"node {rank} does not answer any more: {why}")
+        self.rank = rank
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.rank, str(self).partition(": ")[2])
+
+
+class _Peer:
+    """What a node knows of another one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.comm: Any = None
+        self.lost: PeerLost | None = None
+        self.wake = asyncio.Event()
+        self.offers: defaultdict[str, deque[Waiting]] = defaultdict(deque)  # what tasks of ours send, not yet wanted
+        self.wanted: Counter[str] = Counter()  # what the peer wants and no task of ours has sent yet
+        self.expected: defaultdict[str, deque[Waiting]] = defaultdict(deque)  # what tasks of ours receive
+        self.asks: list[str] = []  # what to ask for in the next message
+        self.ready: deque[tuple[str, Waiting]] = deque()  # wanted and offered
+        self.on_the_way: deque[tuple[int, Done]] = deque()
+        self.on_the_way_nbytes = 0
+        self.num_got = 0  # to tell in the next message
+
+    def match(self, key: str) -> None:
+        """The peer wants `key`, or a task sends it: if both, it is ready."""
+        offers = self.offers[key]
+        while offers and self.wanted[key]:
+            self.wanted[key] -= 1
+            self.ready.append((key, offers.popleft()))
+            self.wake.set()
+
+    def waiting(self) -> list[Done]:
+        """Everybody who waits for this peer; nobody does any more."""
+        found = [done for table in (self.offers, self.expected) for queue in table.values() for _, done in queue]
+        found += [done for _, (_, done) in self.ready] + [done for _, done in self.on_the_way]
+        self.offers.clear()
+        self.expected.clear()
+        self.ready.clear()
+        self.on_the_way.clear()
+        return found
+
+
+class PeerComms:
+    """The connections of one node.
+
+    Args:
+        job: a word that only nodes of the same training know; connections without it are refused.
+        rank: of this node.
+        listen_on: address to listen on, such as "tls://10.0.0.2:0".
+        connect_args, listen_args: of Dask's comm layer: the cluster's TLS.
+        bandwidth: bytes per second that this node sends at most; None for as many as the network takes.
+
+    Attributes:
+        send, receive: see `nntask.sharding.Transport`.
+        sent_bytes: to each peer so far, framing included; `num_messages` likewise.
+        sending_seconds: while there were bytes on the way to any peer.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        *,
+        listen_on: str,
+        connect_args: Mapping[str, Any] | None = None,
+        listen_args: Mapping[str, Any] | None = None,
+        bandwidth: float | None = None,
+    ) -> None:
+        self._job, self._rank, self._listen_on = job, rank, listen_on
+        self._connect_args, self._listen_args = dict(connect_args or {}), dict(listen_args or {})
+        self._bandwidth, self._free_at = bandwidth, 0.0
+        self.send = Codelet("send", host=self._begin_send)
+        self.receive = Codelet("receive", host=self._begin_receive)
+        self.sent_bytes: Counter[int] = Counter()
+        self.num_messages = 0
+        self._peers: dict[int, _Peer] = {}
+        self._inbox: deque[tuple[bool, int, str, Waiting]] = deque()
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: Any = None
+        self._all_here = asyncio.Event()
+        self._num_nodes = 0
+        self._connecting: Future[None] | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="nntask exchange", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _call(self, coroutine: Any, timeout: float) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def listen(self) -> str:
+        """Begin to listen; returns the address that peers connect to."""
+        address: str = self._call(self._listen(), CONNECT_SECONDS)
+        return address
+
+    async def _listen(self) -> str:
+        from distributed.comm import listen
+
+        self._listener = await listen(self._listen_on, self._answer, **self._listen_args)
+        address: str = self._listener.contact_address
+        return address
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to all peers; returns when every one of them has a connection.
+
+        Args:
+            addresses: of all nodes by rank, as their `listen` has returned them.
+
+        Raises:
+            PeerLost: one did not answer.
+        """
+        self.begin_to_connect(addresses)
+        self.wait_connected()
+
+    def begin_to_connect(self, addresses: Sequence[str]) -> None:
+        """The first half of `connect`, which waits for nobody."""
+        self._connecting = asyncio.run_coroutine_threadsafe(self._connect(addresses), self._loop)
+
+    def wait_connected(self) -> None:
+        """The second half of `connect`."""
+        assert self._connecting is not None  # begin_to_connect() comes first
+        self._connecting.result(2 * CONNECT_SECONDS)
+
+    async def _connect(self, addresses: Sequence[str]) -> None:
+        from distributed.comm import connect
+
+        self._num_nodes = len(addresses)
+        for rank in range(self._rank):
+            try:
+                comm = await connect(addresses[rank], timeout=CONNECT_SECONDS, **self._connect_args)
+                await comm.write({"job": self._job, "rank": self._rank})
+                if await asyncio.wait_for(comm.read(), CONNECT_SECONDS) != self._job:
+                    raise OSError("it belongs to another training")
+            except (TimeoutError, OSError) as error:
+                raise PeerLost(rank, error) from error
+            self._welcome(rank, comm)
+        try:
+            if len(self._peers) < self._num_nodes - 1:
+                await asyncio.wait_for(self._all_here.wait(), CONNECT_SECONDS)
+        except TimeoutError:
+            missing = min(set(range(self._num_nodes)) - set(self._peers) - {self._rank})
+            raise PeerLost(missing, f"it did not connect within {CONNECT_SECONDS:g} s") from None
+
+    async def _answer(self, comm: Any) -> None:
+        """Somebody has connected."""
+        try:
+            hello = await asyncio.wait_for(comm.read(), CONNECT_SECONDS)
+        except (TimeoutError, OSError):
+            comm.abort()
+            return
+        if not isinstance(hello, dict) or hello.get("job") != self._job:
+            await comm.close()
+            return
+        await comm.write(self._job)
+        self._welcome(hello["rank"], comm)
+
+    def _welcome(self, rank: int, comm: Any) -> None:
+        peer = self._peers[rank] = self._peers.get(rank) or _Peer(rank)
+        peer.comm = comm
+        for loop in (self._read(peer), self._write(peer)):
+            task = self._loop.create_task(loop)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if len(self._peers) == self._num_nodes - 1:
+            self._all_here.set()
+
+    def _begin_send(self, done: Done, *tiles: npt.NDArray[Any], peer: int, key: str) -> None:
+        self._begin(True, peer, key, (tiles, done))
+
+    def _begin_receive(self, done: Done, *tiles: npt.NDArray[Any], peer: int, key: str, count: int) -> None:
+        self._begin(False, peer, key, (tiles[:count], done))
+
+    def _begin(self, is_send: bool, peer: int, key: str, waiting: Waiting) -> None:
+        """Called under the runtime's lock."""
+        is_first = not self._inbox
+        self._inbox.append((is_send, peer, key, waiting))
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits for this training any more
+                self._loop.call_soon_threadsafe(self._take_in)
+
+    def _take_in(self) -> None:
+        inbox = self._inbox
+        while inbox:
+            is_send, rank, key, waiting = inbox.popleft()
+            peer = self._peers[rank]
+            if peer.lost is not None:
+                waiting[1](peer.lost)
+            elif is_send:
+                peer.offers[key].append(waiting)
+                peer.match(key)
+            else:
+                peer.expected[key].append(waiting)
+                peer.asks.append(key)
+                peer.wake.set()
+
+    async def _write(self, peer: _Peer) -> None:
+        """Send whatever there is for a peer."""
+        try:
+            while True:
+                await peer.wake.wait()
+                peer.wake.clear()
+                while (message := self._next_message(peer)) is not None:
+                    nbytes = await peer.comm.write(message)
+                    self.sent_bytes[peer.rank] += nbytes
+                    self.num_messages += 1
+                    if self._bandwidth is not None:
+                        now = perf_counter()
+                        self._free_at = max(self._free_at, now) + nbytes / self._bandwidth
+                        await asyncio.sleep(self._free_at - now)
+        except Exception as error:
+            self._lose(peer, error)
+
+    @staticmethod
+    def _next_message(peer: _Peer) -> dict[str, Any] | None:
+        from distributed.protocol import to_serialize
+
+        if not (peer.asks or peer.num_got or (peer.ready and peer.on_the_way_nbytes < WINDOW)):
+            return None
+        keys, data = [], []
+        while peer.ready and peer.on_the_way_nbytes < WINDOW:
+            key, (tiles, done) = peer.ready.popleft()
+            packed = _pack(tiles)
+            keys.append(key)
+            data.append(to_serialize(packed))
+            peer.on_the_way.append((packed.nbytes, done))
+            peer.on_the_way_nbytes += packed.nbytes
+        message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": data}
+        peer.asks, peer.num_got = [], 0
+        return message
+
+    async def _read(self, peer: _Peer) -> None:
+        """Take what a peer sends."""
+        try:
+            while True:
+                message = await peer.comm.read()
+                for key, packed in zip(message["keys"], message["data"], strict=True):
+                    tiles, done = peer.expected[key].popleft()
+                    _unpack(packed, tiles)
+                    done(None)
+                    peer.num_got += 1
+                    peer.wake.set()
+                for _ in range(message["got"]):
+                    nbytes, done = peer.on_the_way.popleft()
+                    peer.on_the_way_nbytes -= nbytes
+                    done(None)
+                    peer.wake.set()
+                for key in message["want"]:
+                    peer.wanted[key] += 1
+                    peer.match(key)
+        except Exception as error:
+            self._lose(peer, error)
+
+    def _lose(self, peer: _Peer, error: BaseException) -> None:
+        """A connection broke."""
+        if self._closed or peer.lost is not None:
+            return
+        peer.lost = PeerLost(peer.rank, error)
+        peer.comm.abort()
+        for done in peer.waiting():
+            done(peer.lost)
+
+    def close(self) -> None:
+        """Close all connections and end the thread; tasks under way never end. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(Exception):  # nothing that fails here is of interest
+                self._call(self._close(), CONNECT_SECONDS)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CONNECT_SECONDS)
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for peer in self._peers.values():
+            peer.comm.abort()
+        if self._listener is not None:
+            self._listener.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _pack(tiles: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+    """The bytes of tiles, one after another; of a single one without a copy."""
+    flat = [_bytes_of(tile) for tile in tiles]
+    return flat[0] if len(flat) == 1 else np.concatenate(flat)
+
+
+def _unpack(packed: Any, tiles: Sequence[npt.NDArray[Any]]) -> None:
+    """Fill tiles with bytes that lie one after another."""
+    source, offset = np.frombuffer(packed, np.uint8), 0
+    for tile in tiles:
+        target = _bytes_of(tile)
+        target[:] = source[offset : offset + target.nbytes]
+        offset += target.nbytes
+    if offset != source.nbytes:
+        raise ValueError(f"{source.nbytes} bytes came where {offset} were expected")
+
+
+def _bytes_of(tile: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return tile.reshape(-1).view(np.uint8)

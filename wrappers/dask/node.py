@@ -1,0 +1,338 @@
+"""One node of a training on a Dask cluster: the actor that lives on a Dask worker, with a runtime, the model, and its share of the optimizer's state.
+
+The client makes one `Node` per worker, lets each listen and open its share, connects them, and calls `step` once per step. `step` is a coroutine on
+the worker's event loop, so that two steps can be under way; what takes time runs on the node's own threads. Whatever becomes of the client or the
+scheduler, Dask drops the actor, and with it go its connections, its threads and its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from nntask.data import Cursor
+    from nntask.sharding import Share
+    from nntask.trainer.base import Base
+    from nntask.trainer.prepare import Prepared
+    from scheduler.runtime import Runtime
+
+T = TypeVar("T")
+_CLAIMS: Final[dict[str, str]] = {}
+"""Which training the workers of this process belong to: name of a worker -> job."""
+
+
+def is_claimed(worker: str) -> bool:
+    """Whether a worker of this process, by address, belongs to a training."""
+    return worker in _CLAIMS
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a node is told when it opens.
+
+    Attributes:
+        prepared: the run.
+        base: the frozen weights of a run with adapters.
+        share: what this node does of each step.
+        fingerprint: of the data, as the client has it.
+        on_host: nodes of this training that share the node's machine, this one included.
+        bandwidth: bytes per second that it sends at most; None for no limit.
+    """
+
+    prepared: Prepared
+    base: Base | None
+    share: Share
+    fingerprint: str
+    on_host: int = 1
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a node has to say of a step: its losses, the sum of squares of the gradient if it was told, and its counters so far."""
+
+    losses: list[float]
+    squares: float | None
+    stats: dict[str, Any]
+
+
+class Node:
+    """The actor.
+
+    Args:
+        job: the training that it belongs to.
+        rank: its number.
+
+    Raises:
+        RuntimeError: the worker belongs to another training.
+    """
+
+    def __init__(self, job: str, rank: int) -> None:
+        from distributed import get_worker
+
+        self.job, self.rank = job, rank
+        self._worker = get_worker()
+        self._name = str(self._worker.address)
+        if _CLAIMS.setdefault(self._name, job) != job:
+            raise RuntimeError(f"worker {self._name} is busy with another training")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        self._starts = ThreadPoolExecutor(1, "nntask steps")  # in their order
+        self._results = ThreadPoolExecutor(2, "nntask results")
+        self._comms: Any = None
+        self._runtime: Runtime | None = None
+        self._engine: Any = None
+        self._closed = False
+
+    async def listen(self, bandwidth: float | None = None) -> str:
+        """Begin to listen for peers; returns the address."""
+        return await self._run(self._starts, self._listen, bandwidth)
+
+    def _listen(self, bandwidth: float | None) -> str:
+        from .exchange import PeerComms
+
+        scheme, _, place = self._name.partition("://")
+        host = place.rpartition(":")[0] if scheme != "inproc" else "127.0.0.1"
+        scheme = scheme if scheme != "inproc" else "tcp"
+        security = self._worker.security
+        self._comms = PeerComms(
+            self.job,
+            self.rank,
+            listen_on=f"{scheme}://{host}:0",
+            connect_args=security.get_connection_args("worker"),
+            listen_args=security.get_listen_args("worker"),
+            bandwidth=bandwidth,
+        )
+        address: str = self._comms.listen()
+        return address
+
+    async def open(self, order: Order, addresses: Sequence[str]) -> dict[str, Any]:
+        """Connect to the peers and make runtime, model and data ready; returns what the client shows of the node."""
+        return await self._run(self._starts, self._open, order, addresses)
+
+    def _open(self, order: Order, addresses: Sequence[str]) -> dict[str, Any]:
+        from nntask.data import BatchStream, open_dataset
+        from nntask.errors import DataError
+        from nntask.trainer.machine import open_runtime
+        from nntask.trainer.recorded import RecordedEngine
+        from nntask.trainer.weights import model_to_start_from
+
+        prepared, share = order.prepared, order.share
+        dataset = open_dataset(prepared.data)
+        if dataset.fingerprint != order.fingerprint:
+            raise DataError(
+                f"worker {self._name} holds other data at {dataset.train.path} than the client; copy the same files to every worker, or use a place "
+                "that they share"
+            )
+        settings = prepared.settings
+        resources = replace(settings.resources, ncpu=self._num_cpu(settings.resources), ram=self._ram(settings.resources, order))
+        settings = replace(settings, resources=resources)
+        self._settings, self._dataset = settings, dataset
+        minibatch = settings.tiling.minibatch
+        self._stream = BatchStream(
+            dataset.train,
+            settings.model.seq_len or prepared.config.n_positions,
+            settings.tiling.batch or 1,
+            seed=settings.data.seed,
+            select=dataset.select_sequences,
+            rows=[m * minibatch + row for m in share.minibatches for row in range(minibatch)],
+        )
+        runtime = self._runtime = open_runtime(settings)
+        start = model_to_start_from(prepared, order.base, runtime)
+        transport = self._comms if share.num_nodes > 1 else None
+        engine = self._engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, share=share, transport=transport)
+        num_tasks = engine.num_tasks
+        self._check_room()
+        runtime.wait()
+        self._comms.connect(addresses)
+        return {"num_tasks": num_tasks, "num_trained": engine.num_trained, "stats": self._stats(), "worker": self._name}
+
+    def _check_room(self) -> None:
+        """Refuse a step that could wait for room forever: below its minimum, what arrives from peers may keep out what they wait for.
+
+        Raises:
+            DoesNotFit: a budget of this node is too small.
+        """
+        from nntask.errors import DoesNotFit
+        from nntask.trainer.fitting import needs_of, shortage
+        from nntask.trainer.places import this_machine
+
+        target, needs = this_machine(self._settings), needs_of(self._engine.order.plan)
+        if not needs.fit(target):
+            raise DoesNotFit(
+                f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, lower --minibatch, add "
+                "--disk DIR, or use more nodes"
+            )
+
+    def _num_cpu(self, resources: Any) -> int:
+        """CPU workers: as asked for, else the threads that the Dask worker has."""
+        return int(self._worker.state.nthreads) if resources.ncpu is None else int(resources.ncpu)
+
+    def _ram(self, resources: Any, order: Order) -> str:
+        """The budget of host memory, without what is on its way between nodes.
+
+        As asked for; else what the Dask worker may use, or this node's part of what the machine has.
+        """
+        from nntask.sizes import parse_size
+        from scheduler.storage.limits import default_ram_budget
+
+        from .exchange import WINDOW
+
+        if resources.ram:
+            nbytes = parse_size(resources.ram, "--ram")
+        else:
+            nbytes = default_ram_budget() // order.on_host
+            limit = self._worker.memory_manager.memory_limit
+            if limit:
+                import psutil
+
+                nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
+            nbytes //= 1 + resources.sim_gpu
+        passing = (order.share.num_nodes - 1) * WINDOW
+        return f"{max(nbytes - passing, 1)}B"
+
+    async def step(self, number: int, lr: float, begin: Cursor) -> Part:
+        """Do this node's part of step `number` (from 1), whose batch begins at a place in the data; at most two are under way."""
+        flight = await self._run(self._starts, self._start, number, lr, begin)
+        return await self._run(self._results, self._finish, flight)
+
+    def _start(self, number: int, lr: float, begin: Cursor) -> Any:
+        self._stream.cursor = begin
+        return self._engine.start(number, lr, self._stream.next())
+
+    def _finish(self, flight: Any) -> Part:
+        losses, squares = flight.part()
+        return Part(losses, squares, self._stats())
+
+    def _stats(self) -> dict[str, Any]:
+        assert self._runtime is not None  # open() comes first
+        found = self._runtime.stats(forget_recent_peak=True)
+        found["sent_bytes"] = dict(self._comms.sent_bytes)
+        found["num_messages"] = self._comms.num_messages
+        return found
+
+    async def evaluate(self, tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> float:
+        """Sum of the token losses of a batch; changes nothing."""
+        from nntask.data import Batch
+
+        return await self._run(self._starts, lambda: float(self._engine.evaluate(Batch(tokens, targets))))
+
+    async def read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of tiles of a tensor of the model or the optimizer.
+
+        Args:
+            table: "model" or "optimizer".
+        """
+        return await self._run(self._results, self._read, table, name, numbers)
+
+    def _read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        tensor = self._table(table)[name]
+        found = []
+        for number in numbers:
+            with tensor.runtime.acquire(tensor.handles[number], "R") as view:
+                found.append(view.reshape(-1).view(np.uint8).copy())
+        return found
+
+    async def write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+        """Overwrite tiles of a tensor of the model or the optimizer."""
+        await self._run(self._starts, self._write, table, name, tiles)
+
+    def _write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+        tensor = self._table(table)[name]
+        for number, packed in tiles.items():
+            with tensor.runtime.acquire(tensor.handles[number], "W") as view:
+                view.reshape(-1).view(np.uint8)[:] = packed
+
+    def _table(self, table: str) -> Mapping[str, Any]:
+        return self._engine.model_tensors() if table == "model" else self._engine.optimizer_tensors()  # type: ignore[no-any-return]
+
+    async def reset_optimizer(self) -> None:
+        """Begin anew with the weights as they are now."""
+        await self._run(self._starts, lambda: self._engine.optimizer.reset())
+
+    async def sample(self) -> str:
+        """The text that the training ends with."""
+        return await self._run(self._starts, self._sample)
+
+    def _sample(self) -> str:
+        from nntask.trainer.sample import sample_text
+
+        assert self._runtime is not None  # open() comes first
+        return sample_text(self._settings, self._engine.model, self._runtime, self._dataset.tokenizer, self._stream.length, lambda: self._closed)
+
+    async def ping(self) -> int:
+        """The rank: the worker's event loop answers whatever the node is doing."""
+        return self.rank
+
+    async def close(self) -> None:
+        """End connections, threads and memory. Idempotent."""
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._comms is not None:
+            self._comms.close()
+        if self._runtime is not None:
+            with contextlib.suppress(Exception):  # it is broken already
+                self._runtime.close()
+        self._engine = self._runtime = None
+        self._starts.shutdown(wait=False, cancel_futures=True)
+        self._results.shutdown(wait=False, cancel_futures=True)
+        if _CLAIMS.get(self._name) == self.job:
+            del _CLAIMS[self._name]
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # Dask has dropped it, because its client is gone
+            self._close()
+
+    async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+        """Call a function on the node's own threads; errors come without the objects that they name, which stay on this worker."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
+        except Exception as error:
+            raise portable(self._told(error)) from None
+
+    def _told(self, error: Exception) -> Exception:
+        """What a runtime's failure means to the user."""
+        from nntask.trainer.machine import FAILURES, told
+
+        if self._runtime is None or not isinstance(error, FAILURES):
+            return error
+        return told(error, self._runtime, self._settings.resources, "the last checkpoint is safe")
+
+
+def portable(error: BaseException) -> Exception:
+    """An error as it can travel: its own type where that is one of ours that is made of a sentence, with what caused it as a chain of sentences."""
+    from nntask.errors import NntaskError
+
+    from .exchange import PeerLost
+
+    for cause in _chain(error):
+        if isinstance(cause, PeerLost):
+            return cause
+    if isinstance(error, NntaskError):
+        return type(error)(str(error))
+    return NodeFailed("; because ".join(f"{type(cause).__name__}: {cause}" for cause in _chain(error)))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in found:
+        found.append(at)
+        at = at.__cause__
+    return found
+
+
+class NodeFailed(Exception):
+    """Something failed on a node that is no loss of a peer and no mistake of the user's."""
