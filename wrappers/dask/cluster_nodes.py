@@ -269,7 +269,16 @@ class ClusterEngine:
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """Counters of all nodes as of their last step; names of memories, links and workers begin with the node's rank."""
-        tables = ("moved_bytes", "resident_bytes", "peak_bytes", "peak_bytes_by_class", "recent_peak_bytes", "budget_bytes", "busy_seconds")
+        tables = (
+            "moved_bytes",
+            "resident_bytes",
+            "peak_bytes",
+            "peak_bytes_by_class",
+            "recent_peak_bytes",
+            "budget_bytes",
+            "busy_seconds",
+            "worker_stall_seconds",
+        )
         merged: dict[str, Any] = {name: {} for name in tables}
         for rank, stats in enumerate(self._stats):
             for name in tables:
