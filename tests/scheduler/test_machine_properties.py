@@ -258,7 +258,7 @@ honest_free = ExtentAllocator.free
 def free_twice(self: ExtentAllocator, offset: int, size: int) -> None:
     """`ExtentAllocator.free` that hands an extent out twice."""
     honest_free(self, offset, size)
-    self._bins[size].append(offset)
+    self._bins[size][offset] = None
 
 
 MUTANTS = {
