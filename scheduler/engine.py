@@ -104,7 +104,8 @@ class Engine:
         self.inbox: deque[HandleRecord] = deque()
         self.closing = False
         self.room = WaitingRoom()
-        nodes = [MemoryNode(name, budget) for name, budget in budgets]
+        num_host = len(budgets) - len(gpus)
+        nodes = [MemoryNode(name, budget, keeps_places=number >= num_host) for number, (name, budget) in enumerate(budgets)]
         if disk is not None:
             nodes.append(MemoryNode("disk", disk[1] or disk[0].free_bytes(), is_storage=True))
         self.models = Models()
@@ -117,7 +118,6 @@ class Engine:
         self._copies = self.machine.residency.copies
         self._stalls = Stalls(self._dispatch)
         self._gpus = list(gpus)
-        num_host = len(budgets) - len(self._gpus)
         hosts = [HostArena(budget) for _, budget in budgets[:num_host]]
         self.arenas: list[Arena] = [*hosts]
         self._pinned = PinnedRange(self._gpus[0], hosts[RAM], budgets[RAM][1]) if self._gpus else None

@@ -17,6 +17,7 @@ from .codelet import Codelet
 from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
+from .core.memory import MemoryNode
 from .core.policies import POLICIES, Placement, choose
 from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
 from .core.steps import StepPlan
@@ -30,6 +31,7 @@ from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
 from .storage.device import STAGE_NBYTES
 from .storage.limits import memory_budgets
+from .stretches import stretched
 from .trace import Trace
 from .waiting import Waiter
 from .watching import OnTask
@@ -54,6 +56,7 @@ class Runtime(RecordingRuntime):
         prefetch: whether data moves ahead of the tasks that ask for it.
         lanes: L of REDUX accesses.
         trace: records what runs when; None for no tracing.
+        graphs: whether tasks that follow each other on a GPU, in a recorded step that fits it, run as one (see `stretches`).
         kernels: versions of what computes; durations that earlier runs have measured with others are not used.
 
     Attributes:
@@ -81,6 +84,7 @@ class Runtime(RecordingRuntime):
         prefetch: bool = True,
         lanes: int = 1,
         trace: Trace | None = None,
+        graphs: bool = True,
         kernels: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(lanes)
@@ -97,6 +101,7 @@ class Runtime(RecordingRuntime):
             raise DoesNotFit(f"the budget of host memory is below the {THREADS * STAGE_NBYTES:,} B between the disk and GPUs; raise it", "ram")
         self.gpus = list(gpus)
         self.has_gpus = bool(gpus)
+        self._graphs = graphs and self.has_gpus
         devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
         budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
         self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched
@@ -298,7 +303,7 @@ class Runtime(RecordingRuntime):
         nodes, last, readers = self._engine.machine.nodes, self._engine.machine.residency.last, self._engine.machine.residency.readers_bytes
         reach = reach_of(self._engine.machine, self._engine.models)
         try:
-            return plan_order(
+            found = plan_order(
                 plan,
                 order,
                 memory=reach.memory,
@@ -309,6 +314,16 @@ class Runtime(RecordingRuntime):
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
+        return self._stretch(found, nodes) if self._graphs and not found.forecasts else found
+
+    def _stretch(self, found: PlannedOrder, nodes: Sequence[MemoryNode]) -> PlannedOrder:
+        """A step that fits its devices, with its tasks joined where that leaves enough room; none where somebody watches single tasks."""
+        gpus = [node for node in nodes if node.name.startswith("cuda")]
+        if self._engine.watch.callback is not None:
+            return found
+        budget = min(node.budget for node in gpus)
+        room = (budget - found.plan.needed_bytes() // len(gpus)) // 4
+        return PlannedOrder(found.name, stretched(found.plan, room, budget // 4), {}) if room > 0 else found
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
         """Seconds that no schedule of a step falls below here, by bound (`scheduler.bounds`), from the seconds of each task of its plan."""

@@ -109,7 +109,8 @@ class Work:
             "seconds": statistics.median(line["seconds"] for line in timed),
             "tokens_per_second": statistics.median(line["tokens_per_second"] for line in timed),
             "losses": [line["loss"] for line in lines],
-            "tasks_per_step": summary["tasks"] / len(lines),
+            "tasks_per_step": summary["tasks_per_step"],
+            "started_per_step": summary["tasks"] / len(lines),
             "moved_bytes_per_step": {link: nbytes / len(lines) for link, nbytes in summary["moved_bytes"].items()},
             "peak_bytes": summary["peak_bytes"],
         }
@@ -184,16 +185,19 @@ def launch(work: Work, card: str) -> Row:
     tiny = replace(gpt2("tiny"), n_layer=24)
     flags = "--batch=4 --minibatch=1 --minibatch-tile=1 --seq-tile=256 --embd-tile=-1 --inner-tile=-1 --head-tile=-1 --vocab-tile=-1 --ngpu=1"
     found = work.train(tiny, f"{flags} --dtype=bf16", 40)
+    single = work.train(tiny, f"{flags} --dtype=bf16 --no-graphs", 20)
     per_task = found["seconds"] / found["tasks_per_step"]
+    alone = single["seconds"] / single["tasks_per_step"]
     small = work.train(gpt2("gpt2"), f"{COARSE} --dtype=bf16 --batch=16 --minibatch=16 --minibatch-tile=16", 10)
     share = per_task * small["tasks_per_step"] / small["seconds"]
-    text = f"{per_task * 1e6:.1f} us a task (an upper bound: the step of a small model over its tasks), {share:.1%} of a step of GPT-2 small"
+    text = f"{per_task * 1e6:.1f} us a task (an upper bound: the step of a small model over its tasks; {alone * 1e6:.1f} with --no-graphs), "
+    text += f"{share:.1%} of a step of GPT-2 small"
     return {
         "measured": text,
         "met": per_task <= 8e-6 and share <= 0.05,
         "seconds_per_task": per_task,
         "share": share,
-        "tasks": found["tasks_per_step"],
+        "without_graphs": alone,
     }
 
 

@@ -73,6 +73,7 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
             prefetch=resources.prefetch,
             lanes=settings.tiling.lanes or 1,
             trace=trace or (Trace(active=not observe.trace_steps) if observe.trace or observe.trace_steps else None),
+            graphs=resources.graphs,
             kernels=kernel_versions(),
         )
     except (MemoryError, OverflowError) as error:

@@ -124,7 +124,7 @@ def versions() -> dict[str, str]:
 
 
 def summary_of(
-    whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us: float, fallbacks: Mapping[str, int] | None = None
+    whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us: float, tasks_per_step: int, fallbacks: Mapping[str, int]
 ) -> dict[str, Any]:
     """The content of summary.json.
 
@@ -133,6 +133,7 @@ def summary_of(
         own: over the steps of this process.
         stats: counters of the runtime of this process.
         overhead_us: microseconds per task that no kernel accounts for.
+        tasks_per_step: each counted, also those that run as one.
         fallbacks: tasks of a step that ran on the CPU because they have no CUDA kernel, by name.
     """
     outside = around(own, stats)
@@ -151,8 +152,9 @@ def summary_of(
         "hit_rate": whole.hit_rate,
         **{f"{name}_around_steps": value for name, value in outside.items()},
         "tasks": stats["tasks"],
+        "tasks_per_step": tasks_per_step,
         "task_overhead_us": overhead_us,
-        "fallbacks": dict(fallbacks or {}),
+        "fallbacks": dict(fallbacks),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),
     }

@@ -202,6 +202,8 @@ class MachineSettings:
     """parts that each GPU is used as: devices with memory, kernels and copies of their own on one card"""
     strict: bool = False
     """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
+    graphs: bool = True
+    """on GPUs, run tasks of a step that fits its memory in stretches, started as CUDA graphs; --no-graphs starts every kernel by itself"""
     sim_gpu: int = 0
     """simulated devices: more workers, each with a memory of its own"""
     gpu_memory: str = ""

@@ -29,6 +29,10 @@ def rounded(nbytes: int) -> int:
     return max(-(-nbytes // PAGE) * PAGE, PAGE)
 
 
+UNTOUCHED: Final = 4
+"""Where places are kept: one in so many bytes of the memory stays untouched as long as old extents do."""
+
+
 class ExtentAllocator:
     """Hands out extents of [0, capacity): small ones from the bottom up, large ones from the top down, so that they do not cut up each other's room.
 
@@ -36,30 +40,44 @@ class ExtentAllocator:
 
     Args:
         capacity: bytes; rounded down to whole pages.
+        keeps_places: whether untouched memory, while much of it is left, is preferred to extents that would have to be cut or merged: then what
+            comes and goes in the same sizes finds its old places again. For memory that is taken whole from the start.
     """
 
-    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "low", "used")
+    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "keeps_places", "low", "used")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, keeps_places: bool = False) -> None:
         self.capacity = capacity // PAGE * PAGE
+        self.keeps_places = keeps_places
         self.low = 0
         self.high = self.capacity
         self.used = 0
         self.binned = 0
-        self._bins: dict[int, list[int]] = {}
+        self._bins: dict[int, dict[int, None]] = {}  # of each size the offsets, in the order in which they were given back
         self._starts: dict[int, int] = {}  # offset -> size of each free extent outside the gap
         self._ends: dict[int, int] = {}  # end -> offset of each of them
         self._by_size: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (size, offset) of those below and above the gap, sorted
 
-    def allocate(self, size: int) -> int | None:
-        """Offset of a new extent of `size` bytes (a multiple of PAGE), or None when no hole is large enough."""
+    def allocate(self, size: int, wanted: int = -1) -> int | None:
+        """Offset of a new extent of `size` bytes (a multiple of PAGE), or None when no hole is large enough.
+
+        Args:
+            wanted: the offset that it has if an extent of just that size is free there.
+        """
         bin_ = self._bins.get(size)
         if bin_:
             self.binned -= size
             self.used += size
-            return bin_.pop()
+            if wanted in bin_:
+                del bin_[wanted]
+                return wanted
+            return bin_.popitem()[0]
         above = size * LARGE >= self.capacity
-        offset = self._best_fit(size, above)
+        offset = None
+        if self.keeps_places and self.high - self.low > max(size, self.capacity // UNTOUCHED):
+            offset = self._from_gap(size, above)
+        if offset is None:
+            offset = self._best_fit(size, above)
         if offset is None and self.binned:
             self._flush()
             offset = self._best_fit(size, above)
@@ -107,9 +125,9 @@ class ExtentAllocator:
         self.binned += size
         bin_ = self._bins.get(size)
         if bin_ is None:
-            self._bins[size] = [offset]
+            self._bins[size] = {offset: None}
         else:
-            bin_.append(offset)
+            bin_[offset] = None
 
     def compact(self, nbytes: int) -> None:
         """The extents in use now fill [0, nbytes): everything above is the gap."""
@@ -204,6 +222,7 @@ class MemoryNode:
         budget: hard limit in bytes on everything allocated here.
         is_storage: whether it is a file: no worker computes there, extents need not lie within the first `budget` bytes, and what is given
             back beyond them is to be discarded.
+        keeps_places: see `ExtentAllocator`.
 
     Attributes:
         taken: bytes handed out so far.
@@ -212,11 +231,11 @@ class MemoryNode:
 
     __slots__ = ("budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
 
-    def __init__(self, name: str, budget: int, *, is_storage: bool = False) -> None:
+    def __init__(self, name: str, budget: int, *, is_storage: bool = False, keeps_places: bool = False) -> None:
         self.name = name
         self.budget = budget
         self.is_storage = is_storage
-        self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget)
+        self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget, keeps_places=keeps_places)
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
         self.taken = 0
         self.peak = 0
@@ -232,11 +251,11 @@ class MemoryNode:
         """Begin a new period of `recent_peak`."""
         self.recent_peak = self.extents.used
 
-    def take(self, size: int, data_class: DataClass) -> int | None:
-        """Offset of a new extent, entered in the ledger; None when no hole is large enough."""
+    def take(self, size: int, data_class: DataClass, wanted: int = -1) -> int | None:
+        """Offset of a new extent, entered in the ledger; None when no hole is large enough. `wanted`: see `ExtentAllocator.allocate`."""
         if self.is_storage and self.extents.used + size > self.budget:
             return None
-        offset = self.extents.allocate(size)
+        offset = self.extents.allocate(size, wanted)
         if offset is not None:
             self._enter(size, data_class)
         return offset

@@ -103,6 +103,7 @@ class HandleRecord:
         released: no program references it: it dies with its last use.
         lost: why its data does not exist any more, if so; `root` is the failure where that began.
         agenda: when the recorded step that used it last uses it.
+        place: offset that it had where a task last made room for it: taken again if it is free, so that replays find the same addresses.
     """
 
     id: HandleId
@@ -120,6 +121,7 @@ class HandleRecord:
     lost: str | None = None
     root: str | None = None
     agenda: Agenda | None = None
+    place: int = -1
 
     def __repr__(self) -> str:
         return f"handle {self.id} {self.name!r} ({self.nbytes} B)"

@@ -67,10 +67,11 @@ class Residency(Replicas):
                 if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
                     self._take_back(replicas)
                     raise NothingToRead(handle)
-                offset = self.nodes[node_id].take(handle.size, handle.data_class)
+                offset = self.nodes[node_id].take(handle.size, handle.data_class, handle.place)
                 if offset is None:
                     self._take_back(replicas)
                     return several and self._admit_by_eviction(task)
+                handle.place = offset
                 replica = self._settle_in(handle, node_id, offset, private=mode == SCRATCH)
                 if mode != SCRATCH:
                     if several and FILE in handle.replicas:

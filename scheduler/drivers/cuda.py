@@ -26,6 +26,12 @@ COPIES_IN_FLIGHT: Final = 4
 _here = threading.local()
 
 
+def captured(run: Callable[[], None]) -> Callable[[], None] | None:
+    """See `Flow.capture`, of the GPU whose worker runs this."""
+    flow: Flow = _here.flow
+    return flow.capture(run)
+
+
 def copy_on_gpu(source: Any, target: Any) -> None:
     """Copy one view over another of the same size, among the kernels of the GPU whose worker runs this."""
     flow: Flow = _here.flow

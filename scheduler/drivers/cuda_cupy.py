@@ -30,8 +30,8 @@ CONTEXT_NBYTES: Final = 512 << 20
 _OUT_OF_MEMORY: Final = 2
 _INSUFFICIENT_DRIVER: Final = 35
 _NOT_READY: Final = 600
-_ASKED_WRONG: Final = (1, 98, 200, 209, 400, 500, 701)
-"""Our mistakes: a value, a handle or a kernel that the device does not take. Whatever else is raised means that the device works no more."""
+_ASKED_WRONG: Final = (1, 98, 200, 209, 400, 500, 701, *range(900, 910))
+"""Our mistakes: a value, a handle a kernel or a graph that the device does not take. Whatever else is raised means that it works no more."""
 _PORTABLE: Final = 1
 
 
@@ -224,6 +224,10 @@ class CupyStream:
         """Let the event stand for this point."""
         self._cuda.eventRecord(event.number, self.number)  # type: ignore[attr-defined]
 
+    def start(self, graph: object) -> None:
+        """Start a graph."""
+        self._cuda.graphLaunch(graph, self.number)
+
     def hold(self, event: Event) -> None:
         """What follows waits for it."""
         self._cuda.streamWaitEvent(self.number, event.number)  # type: ignore[attr-defined]
@@ -292,6 +296,26 @@ class CupyGpu:
         """A new event."""
         self.adopt()
         return CupyEvent(self._cuda)
+
+    def capture(self, stream: Stream, run: Callable[[], None]) -> int:
+        """Record kernels as a graph, ready to be started.
+
+        Raises:
+            RuntimeError: a library does what cannot be recorded.
+        """
+        number = stream.number  # type: ignore[attr-defined]
+        self._cuda.streamBeginCapture(number, self._cuda.streamCaptureModeThreadLocal)
+        try:
+            run()
+        except BaseException:
+            with suppress(RuntimeError):  # it ends without a graph, which is what we want to hear nothing of
+                self._cuda.streamEndCapture(number)
+            raise
+        graph = self._cuda.streamEndCapture(number)
+        try:
+            return int(self._cuda.graphInstantiate(graph))
+        finally:
+            self._cuda.graphDestroy(graph)
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Lock host memory for all GPUs; whether the system let us."""

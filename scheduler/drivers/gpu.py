@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns
 from typing import Final, NamedTuple, Protocol
 
@@ -51,6 +53,9 @@ class Stream(Protocol):
     def hold(self, event: Event) -> None:
         """What is put here from now on begins after the point that the event stands for now."""
 
+    def start(self, graph: object) -> None:
+        """Put everything that `Gpu.capture` has recorded here, in its order."""
+
 
 class Gpu(Protocol):
     """One GPU, or a part of one."""
@@ -80,6 +85,13 @@ class Gpu(Protocol):
 
     def enter(self, stream: Stream) -> None:
         """Kernels that the calling thread starts from now on are for this GPU, on that stream."""
+
+    def capture(self, stream: Stream, run: Callable[[], None]) -> object:
+        """Record what `run` puts on that stream, which holds nothing else and which the calling thread has entered; nothing of it is carried out.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded.
+        """
 
     def adopt(self) -> None:
         """The calling thread will use streams and events of this GPU."""
@@ -130,6 +142,7 @@ class Flow:
         self.stream.record(self._last)
         self._last_ns = perf_counter_ns()
         self._num_tasks = 0
+        self._aside: Stream | None = None  # where graphs are recorded: nobody else puts anything there
 
     def begin(self) -> list[Ended]:
         """A task is about to be put on the stream: wait until there is room for it.
@@ -168,6 +181,25 @@ class Flow:
         for start in pieces if target <= origin else reversed(pieces):
             self.stream.copy(target + start, origin + start, min(step, nbytes - start))
         self.mark()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        """What puts on the flow, with one call, all that `run` would start; None where that cannot be recorded. Called by the worker's thread.
+
+        Raises:
+            DeviceFailed: the GPU stopped working.
+        """
+        if self._aside is None:
+            self._aside = self.gpu.stream()
+        self.gpu.enter(self._aside)
+        try:
+            graph = self.gpu.capture(self._aside, run)
+        except DeviceFailed:
+            raise
+        except RuntimeError:
+            return None
+        finally:
+            self.gpu.enter(self.stream)
+        return partial(self.stream.start, graph)
 
     def collect(self) -> list[Ended]:
         """Tasks that the device has ended since the last time.

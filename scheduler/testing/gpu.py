@@ -11,7 +11,7 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..storage import HostArena
@@ -70,6 +70,12 @@ class FakeStream:
 
         self.put(pass_by)
 
+    def start(self, graph: Sequence[tuple[Callable[[], bool], Callable[[], object]]]) -> None:
+        """Put recorded steps here."""
+        self._gpu.num_graphs += 1
+        for when, step in graph:
+            self.put(step, when)
+
     def hold(self, event: FakeEvent) -> None:
         """What follows waits for what the event stands for now."""
         number = event.num_asked
@@ -79,6 +85,8 @@ class FakeStream:
 class FakeGpu:
     """A GPU in host memory.
 
+    Kernels of a graph are carried out one by one, as if they had been started then.
+
     Args:
         name: in reports.
         seed: of the order in which streams go on.
@@ -87,7 +95,8 @@ class FakeGpu:
         beside: another GPU of the same node, which each may wait for.
 
     Attributes:
-        can_pin: whether host memory can be locked in place.
+        can_pin: whether host memory can be locked in place; `can_capture`: whether kernels can be recorded.
+        num_graphs: graphs started so far.
         pinned: what is, address -> bytes.
         fails_after: steps after which the device stops working, if that is planted.
         num_copied: bytes copied so far, within it or over its links.
@@ -97,7 +106,8 @@ class FakeGpu:
         self.name = name
         self._node: _Node = beside._node if beside is not None else _Node(seed)
         self.lock = self._node.lock
-        self.can_pin = True
+        self.can_pin = self.can_capture = True
+        self.num_graphs = 0
         self.pinned: dict[int, int] = {}
         self.fails_after: int | None = None
         self.num_copied = 0
@@ -136,6 +146,17 @@ class FakeGpu:
     def enter(self, stream: FakeStream) -> None:
         """What the calling thread starts goes to that stream."""
         self._here.stream = stream
+
+    def capture(self, stream: FakeStream, run: Callable[[], None]) -> Sequence[tuple[Callable[[], bool], Callable[[], object]]]:
+        """What `run` puts on that stream."""
+        with self.lock:
+            assert not stream.steps, "a graph is recorded on a stream of its own"
+            if not self.can_capture:
+                raise RuntimeError("planted: something cannot be recorded")
+            run()
+            found = list(stream.steps)
+            stream.steps.clear()
+        return found
 
     def adopt(self) -> None:
         """Nothing to do."""

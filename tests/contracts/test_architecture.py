@@ -71,3 +71,17 @@ def test_torch_stays_outside() -> None:
         if path != ROOT / "wrappers" / "torch.py":
             found = {name.partition(".")[0] for name in imports(path)} & {"torch"}
             assert not found, f"{path} imports torch"
+
+
+def test_every_module_is_imported_without_cupy() -> None:
+    """GPUs are looked for when they are asked for, and only then."""
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "for name in ('cupy', 'cupy_backends', 'cudnn', 'torch'): sys.modules[name] = None\n"
+        "import nntask, scheduler, tiles, wrappers\n"
+        "for package in (nntask, scheduler, tiles, wrappers):\n"
+        "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        if module.name not in ('nntask.__main__', 'wrappers.torch'): importlib.import_module(module.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -393,7 +393,7 @@ def test_json_holds_no_number_that_json_does_not_know(tmp_path, value):
     assert [line[key] for key in ("loss", "grad_norm", "tflops", "tokens")] == [None, None, None, 1024]
     stats = {key: {"ram": value} for key in ("peak_bytes", "budget_bytes", "moved_bytes")}
     stats |= {"tasks": 1, "busy_seconds": {}, "evictions": 0, "stall_seconds": 0.0}
-    write_summary(tmp_path, summary_of(Totals(1, 1, 1.0, loss_last=value), Totals(), stats, value))
+    write_summary(tmp_path, summary_of(Totals(1, 1, 1.0, loss_last=value), Totals(), stats, value, 1, {}))
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
     assert (summary["loss_last"], summary["task_overhead_us"], summary["peak_bytes"]) == (None, None, {"ram": None})
 

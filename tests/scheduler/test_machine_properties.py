@@ -252,13 +252,15 @@ def find_all_clean(self, victims):  # type: ignore[no-untyped-def]
     return True
 
 
-honest_free = ExtentAllocator.free
+honest_allocate = ExtentAllocator.allocate
 
 
-def free_twice(self: ExtentAllocator, offset: int, size: int) -> None:
-    """`ExtentAllocator.free` that hands an extent out twice."""
-    honest_free(self, offset, size)
-    self._bins[size].append(offset)
+def allocate_twice(self: ExtentAllocator, size: int, wanted: int = -1) -> int | None:
+    """`ExtentAllocator.allocate` that hands an extent out twice."""
+    offset = honest_allocate(self, size, wanted)
+    if offset is not None:
+        self._bins.setdefault(size, {})[offset] = None
+    return offset
 
 
 MUTANTS = {
@@ -268,7 +270,7 @@ MUTANTS = {
         (Residency, "_are_clean", find_all_clean),
     ],
     "no invalidation on write": [(Residency, "invalidate_others", lambda self, task: None)],
-    "hands an extent out twice": [(ExtentAllocator, "free", free_twice)],
+    "hands an extent out twice": [(ExtentAllocator, "allocate", allocate_twice)],
     "drops dirty data without writing it back": [(coherence, "is_needed", lambda replica: False)],
     "lost data stays readable": [
         (Machine, "_reads_lost_data", lambda self, task: False),

@@ -1,0 +1,131 @@
+"""Stretches: tasks of a recorded step that follow each other on a GPU and move no data, run as one task whose kernels start with one call.
+
+The machine spends as long on a task as a GPU computes on a small one, and starting a kernel from Python is not free either. Where a step fits the
+memory of its devices nothing has to be decided between its tasks: neighbours of the planned order are joined, data that lives and dies inside a
+stretch becomes its scratch memory, and every edge, budget and lifetime of the joined tasks holds as for any others. When a stretch runs the second
+time on the same addresses its kernels are recorded as a graph; from then on the graph is started. What it costs: traces show stretches, and the
+inner data of one exists all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from .codelet import Codelet, Cost
+from .core.records import RW, SCRATCH, HandleRecord, Mode, R
+from .core.steps import RecordedTask, StepPlan
+from .drivers.cuda import captured
+
+MOST_TASKS: Final = 32
+"""In a stretch."""
+MOST_GRAPHS: Final = 8
+"""Of one stretch: sets of addresses it has run on."""
+
+
+class _Member(NamedTuple):
+    codelet: Codelet
+    places: tuple[int, ...]
+    constants: Mapping[str, Any]
+
+
+class Stretch:
+    """The kernels of a stretch, as one.
+
+    Args:
+        members: each with the places of its arguments among those of the whole.
+    """
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self._members = members
+        self._graphs: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, *views: Any) -> None:
+        """Start them: one by one the first time on these addresses, as a graph from the second time on."""
+        key = tuple([view.address for view in views])
+        start = self._graphs.get(key, self)
+        if start is self:  # never seen
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key] = None
+            self._run(views)
+            return
+        if start is None:
+            start = self._graphs[key] = captured(lambda: self._run(views)) or False
+        if start:
+            start()
+        else:
+            self._run(views)
+
+    def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
+        """Of all together."""
+        flops = nbytes = 0.0
+        for codelet, places, own in self._members:
+            if codelet.cost is not None:
+                found = codelet.cost([views[place] for place in places], own)
+                flops, nbytes = flops + found.flops, nbytes + found.nbytes
+        return Cost(flops, nbytes)
+
+    def _run(self, views: Sequence[Any]) -> None:
+        for codelet, places, constants in self._members:
+            assert codelet.cuda is not None
+            codelet.cuda(*[views[place] for place in places], **constants)
+
+
+def stretched(plan: StepPlan, room: int, budget: int) -> StepPlan:
+    """The same step with its tasks joined to stretches.
+
+    Args:
+        room: bytes that the inner data of a stretch may take.
+        budget: bytes that all of its data may take.
+    """
+    tasks: list[RecordedTask] = []
+    parts: list[int] = []
+    first = 0
+    while first < len(plan.tasks):
+        end = _end_of(plan, first, room, budget)
+        tasks.append(plan.tasks[first] if end == first + 1 else _join(plan, first, end))
+        parts.append(plan.parts[first] if plan.parts else -1)
+        first = end
+    return StepPlan(tasks, plan.owned, window=plan.window, parts=parts if plan.parts else (), idle=plan.idle)
+
+
+def _end_of(plan: StepPlan, first: int, room: int, budget: int) -> int:
+    """One behind the last task of the stretch that begins at `first`."""
+    handles: set[HandleRecord] = set()
+    inner = total = 0
+    for position in range(first, min(first + MOST_TASKS, len(plan.tasks))):
+        task = plan.tasks[position]
+        new = [handle for handle, _ in task.accesses if handle not in handles]
+        handles.update(new)
+        total += sum(handle.size for handle in new)
+        inner += sum(handle.size for handle in new if plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position)
+        is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.parts or plan.parts[position] == plan.parts[first])
+        if not is_alike or inner > room or total > budget:
+            return max(position, first + 1)
+    return min(first + MOST_TASKS, len(plan.tasks))
+
+
+def _join(plan: StepPlan, first: int, end: int) -> RecordedTask:
+    """Tasks [first, end) as one."""
+    modes: dict[HandleRecord, Mode] = {}
+    members = []
+    joined = plan.tasks[first:end]
+    for task in joined:
+        for handle, mode in task.accesses:
+            before = modes.get(handle)
+            if before is None:
+                uses = plan.uses[handle].positions
+                dies_inside = plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end
+                modes[handle] = SCRATCH if dies_inside else mode
+            elif before == R and mode != R:
+                modes[handle] = RW
+    places = {handle: place for place, handle in enumerate(modes)}
+    for task in joined:
+        codelet = task.codelet
+        assert isinstance(codelet, Codelet)
+        members.append(_Member(codelet, tuple(places[handle] for handle, _ in task.accesses), task.constants))
+    whole = Stretch(members)
+    name = f"{joined[0].name} and {len(joined) - 1} more"
+    codelet = Codelet(name, cuda=whole, cost=whole.cost)
+    return RecordedTask(codelet, name, ("cuda",), tuple(modes.items()), {}, joined[0].priority)
