@@ -98,7 +98,10 @@ def test_messages_that_are_no_records_are_left_out(client: Client) -> None:
 
 def test_a_cluster_without_a_dashboard_has_no_page() -> None:
     """`install` says so; gauges are there all the same."""
-    with LocalCluster(1, processes=False, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(1, processes=False, threads_per_worker=1, dashboard_address=":0", scheduler_kwargs={"dashboard": False}) as cluster,
+        Client(cluster) as client,
+    ):
         found = install(client)
         assert found.page is None
         publish(client, RECORD)

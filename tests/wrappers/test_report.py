@@ -120,6 +120,7 @@ def test_the_page_shows_these_figures_and_needs_nothing_else(tmp_path: Path, cap
     assert len(document) < MOST_BYTES
     assert row(document, "matmul") == ["matmul", "2", "60.00", "85.7%", "50.0", "50%", "0.1"]
     assert row(document, "adam") == ["adam", "1", "10.00", "14.3%", "", "", "2.0"]
+    assert row(document, "ram") == ["ram", "1 GiB", "1 GiB", "100.0%"]
     assert row(document, "ram->disk") == ["ram->disk", "8.000", "2.0000", "2.0000"]
     assert row(document, "cpu:0") == ["cpu:0", "80.0%", "10.0%", "10.0%"]
     text = text_of(document)
@@ -166,6 +167,22 @@ def test_a_large_run_is_thinned_out_and_says_so(tmp_path: Path) -> None:
     assert "6,000 steps; each point is the maximum of 6 of them." in text
     assert "Drawn are the 10,000 longest of 12,001 tasks and copies" in text
     assert "Steps 3 to 4 were traced; --steps A:B draws others." in text
+
+
+def test_many_memories_and_links_are_told_and_the_largest_drawn(run: RunRecord) -> None:
+    """Tables have all of them; the page says how many are drawn."""
+    one = {
+        **line(1),
+        "moved_bytes": {f"a{at}->b": at << 20 for at in range(1, 21)},
+        "resident_peak_bytes": {f"m{at}": at << 20 for at in range(1, 31)},
+    }
+    document = page(RunRecord(run.path, [one], {}, [NodeRecord("", [one], {"budget_bytes": {f"m{at}": 1 << 30 for at in range(1, 31)}})]))
+    assert "Drawn are the 14 busiest of 20 links." in text_of(document)
+    assert "Drawn are the 24 fullest of 30 memories." in text_of(document)
+    assert row(document, "a3->b")[1] == "0.003"
+    assert row(document, "m3") == ["m3", "3 MiB", "1 GiB", "0.3%"]
+    assert '"text":"m30: at most' in document
+    assert '"text":"m3: at most' not in document
 
 
 def test_a_page_that_would_be_too_large_is_thinned_out_more(run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:

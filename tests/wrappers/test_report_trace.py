@@ -26,7 +26,6 @@ def here(folder: Path, text: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
-        ("--trace-steps=2:4 --steps=5", [2, 3, 4]),
         ("--trace-steps=3:3 --steps=4 --sim-gpu=1", [3]),
         ("--trace=run/trace.json.gz --steps=3", [1, 2, 3]),
     ],

@@ -80,6 +80,11 @@ class Memory:
     peak: float
     budget: float | None
 
+    @property
+    def share(self) -> float:
+        """The peak over the budget; 0 where that is not known."""
+        return self.peak / self.budget if self.budget else 0.0
+
 
 def memories(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Memory]:
     """Each memory of a node."""

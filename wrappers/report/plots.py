@@ -28,6 +28,8 @@ DARK: Final = "#333333"
 _TRACK: Final = 32
 """Pixels of a track of the Gantt chart, fewer where there are many."""
 _TALLEST: Final = 900
+_LETTER: Final = 7
+"""Pixels of a letter in a legend, about."""
 _FEW: Final = 400
 """Bars that are told from their neighbours by an edge; more of them would be nothing but edges."""
 
@@ -71,7 +73,7 @@ def memory_plot(name: str, memory: Memory) -> Any:
     """Bytes held in a memory over time, and its budget; where little of it is used, the axis ends above what is."""
     unit, size = _unit(memory.peak)
     peak, budget = memory.peak / size, None if memory.budget is None else memory.budget / size
-    of = "" if budget is None else f" of {format_size(memory.budget or 0)}, its budget ({peak / budget:.1%})"
+    of = "" if budget is None else f" of {format_size(memory.budget or 0)}, its budget ({memory.share:.1%})"
     curves = {name: [(at, nbytes / size) for at, nbytes in memory.points]}
     plot = line_plot(f"{name}: at most {format_size(memory.peak)}{of}", unit, curves, x="seconds of training")
     plot.y_range = Range1d(0, max(peak * 1.3 if budget is None else min(budget * 1.1, peak * 3), 1e-9))
@@ -203,10 +205,10 @@ def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, c
     plot.add_tools(HoverTool(renderers=[glyphs], tooltips=tips))
 
 
-def traced_memory_plot(found: Gantt, beside: Any) -> Any:
-    """Bytes in use of each memory during the traced steps, on the time axis of the Gantt chart."""
-    unit, size = _unit(max((nbytes for points in found.memory.values() for _, nbytes in points), default=0.0))
-    curves = {name: [(at / 1e6, nbytes / size) for at, nbytes in points] for name, points in found.memory.items()}
+def traced_memory_plot(memory: Mapping[str, Sequence[Point]], beside: Any) -> Any:
+    """Bytes in use of each memory during the traced steps, (nanoseconds, bytes), on the time axis of the Gantt chart."""
+    unit, size = _unit(max(nbytes for points in memory.values() for _, nbytes in points))
+    curves = {name: [(at / 1e6, nbytes / size) for at, nbytes in points] for name, points in memory.items()}
     plot = line_plot("memory in use meanwhile", unit, curves, x="ms", width=WIDTH, height=220)
     plot.x_range = beside.x_range
     plot.min_border_left = beside.min_border_left = 110
@@ -241,8 +243,12 @@ def _finish(plot: Any) -> None:
         axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
     if plot.legend:
         legend = plot.legend[0]
-        plot.add_layout(legend, "above" if plot.width > HALF else "center")
+        plot.center.remove(legend)
+        plot.add_layout(legend, "above")
         legend.orientation = "horizontal"
+        widest = max(len(item.label.value) for item in legend.items)
+        legend.ncols = max(1, min(len(legend.items), (WIDTH - 120) // (_LETTER * widest + 30)))
+        plot.height += 20 * ((len(legend.items) - 1) // legend.ncols)
         legend.click_policy = "hide"
         legend.label_text_font_size = "12px"
         legend.border_line_color = None

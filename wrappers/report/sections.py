@@ -7,10 +7,17 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from nntask.sizes import format_size
 
 from . import figures, plots
 from .records import NodeRecord, RunRecord
+
+MOST_CURVES: Final = 14
+"""In one plot; as many as colours and dashes tell apart."""
+MOST_PLOTS: Final = 24
+"""Of memories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +85,20 @@ def _memory(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
     if not found:
         return Section("Memory", ["How much memory was held is not recorded in this directory."])
     is_known = all(memory.budget is not None for memory in found.values())
-    sentence = "Most bytes held in each step" + ("; the dashed line is the budget." if is_known else "; budgets are not recorded in this directory.")
-    drawn = [plots.memory_plot(name, memory) for name, memory in found.items()]
-    return Section("Memory", [sentence, *_thinning(_longest(nodes), limits, "the maximum")], [drawn[at : at + 2] for at in range(0, len(drawn), 2)])
+    sentence = "Most bytes held in each step" + (
+        "; the dashed line is the budget, where the axis reaches it." if is_known else "; budgets are not recorded in this directory."
+    )
+    sentences = [sentence, *_thinning(_longest(nodes), limits, "the maximum")]
+    fullest = sorted(found, key=lambda name: -found[name].share)[:MOST_PLOTS]
+    if len(found) > MOST_PLOTS:
+        sentences.append(f"Drawn are the {MOST_PLOTS} fullest of {len(found)} memories.")
+    drawn = [plots.memory_plot(name, memory) for name, memory in found.items() if name in fullest]
+    rows = [
+        (name, format_size(memory.peak), *(("", "") if memory.budget is None else (format_size(memory.budget), f"{memory.share:.1%}")))
+        for name, memory in found.items()
+    ]
+    table = _table(("memory", "most held", "budget", "share"), rows)
+    return Section("Memory", sentences, [drawn[at : at + 2] for at in range(0, len(drawn), 2)], table)
 
 
 def _movement(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
@@ -89,7 +107,11 @@ def _movement(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
         return Section("Movement", ["Nothing moved between memories: everything fitted where it was used."])
     rows = [(name, f"{link.total / 1e9:,.3f}", f"{link.per_step / 1e9:,.4f}", f"{link.per_second / 1e9:,.4f}") for name, link in found.items()]
     table = _table(("link", "GB in all", "GB a step", "GB/s, mean"), rows)
-    return Section("Movement", _thinning(_longest(nodes), limits, "the mean"), [[plots.links_plot(found)]], table)
+    sentences = _thinning(_longest(nodes), limits, "the mean")
+    busiest = sorted(found, key=lambda name: -found[name].total)[:MOST_CURVES]
+    if len(found) > MOST_CURVES:
+        sentences.append(f"Drawn are the {MOST_CURVES} busiest of {len(found)} links.")
+    return Section("Movement", sentences, [[plots.links_plot({name: link for name, link in found.items() if name in busiest})]], table)
 
 
 def _workers(nodes: Sequence[NodeRecord]) -> Section:
@@ -128,7 +150,10 @@ def _steps(run: RunRecord, limits: Limits) -> Section:
     if len(run.nodes) > 1:
         sentences.append("The nodes' clocks are taken as they are.")
     chart = plots.gantt_plot(found)
-    beside = [[plots.traced_memory_plot(found, chart)]] if found.memory else []
+    fullest = sorted(found.memory, key=lambda name: -max(nbytes for _, nbytes in found.memory[name]))[:MOST_CURVES]
+    if len(found.memory) > MOST_CURVES:
+        sentences.append(f"Of {len(found.memory)} memories the {MOST_CURVES} that held most are drawn.")
+    beside = [[plots.traced_memory_plot({name: points for name, points in found.memory.items() if name in fullest}, chart)]] if fullest else []
     return Section("Steps", sentences, [[chart], *beside])
 
 
