@@ -61,6 +61,11 @@ OTHER_FLAGS = {
     "top-p",
     "cache",
     "split",
+    "port",
+    "nworkers",
+    "build",
+    "abort-on-container-exit",
+    "exit-code-from",
 }
 """Flags of make, of docker, of the other commands and of the benchmark scripts."""
 
