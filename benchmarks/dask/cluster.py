@@ -3,17 +3,18 @@
     python benchmarks/dask/cluster.py --suite same      # 20 losses on 1 to 4 nodes, each twice, beside one machine's
     python benchmarks/dask/cluster.py --suite cost      # a step of 2 nodes through Dask, and of the same 2 nodes without it
     python benchmarks/dask/cluster.py --suite traffic   # bytes that a node sends a step, beside (n - 1) / n of gradient and parameters
-    python benchmarks/dask/cluster.py --suite overlap   # a link so slow that the exchange alone takes half as long as the computation
+    python benchmarks/dask/cluster.py --suite overlap   # a link on which the exchange alone takes half of the computation
     python benchmarks/dask/cluster.py --suite faults    # random kills
     python benchmarks/dask/cluster.py --suite scale     # virtual time from measured costs: 2 and 4 nodes here, then up to 1,024
 
-Each writes benchmarks/results/dask_SUITE.json; `--output=` writes nothing, `--tiny` is a quick look. Nodes compute on one core each. `cost` drives two
-processes with the same engine and the same connections in a loop of their own: what is left between the two is Dask, the client and the trainer's loop.
+Each writes benchmarks/results/dask_SUITE.json; `--output=` writes nothing, `--tiny` is a quick look. Nodes compute on one core each. `cost` drives
+two processes with the same engine and the same connections in a loop of their own: what is left between the two is Dask, the client and the loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -32,7 +33,7 @@ from typing import Any, Final
 
 HERE: Final = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1]))
-import common
+import common  # noqa: E402
 
 WARM: Final = 5
 """First steps, which are not timed."""
@@ -250,7 +251,7 @@ def be_bare(arguments: argparse.Namespace) -> None:
         flying.part()
         ends.append(perf_counter())
     comms.close()
-    laps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    laps = [b - a for a, b in itertools.pairwise(ends)]
     print(median(laps[WARM:] or laps[-1:]))
 
 
@@ -284,7 +285,7 @@ def at_once(count: int, run: Callable[[int], float]) -> float:
     for thread in threads:
         thread.join()
     if len(found) < count:
-        raise SystemExit("one of the runs failed")
+        raise SystemExit("a run failed")
     return max(found)
 
 
@@ -363,7 +364,7 @@ def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict
             bar="ratio >= 1",
         ),
         common.compare("longest time from a kill to the next step", "s", max(recovery, default=0.0), "bar", 60, better="less", bar="ours <= 60"),
-        common.compare("processes left over", "processes", len(orphans), "none", 0, better="equal", bar="ours <= 0"),
+        common.compare("processes afterwards, this one included", "processes", 1 + len(orphans), "this one", 1, better="equal", bar="ours <= 1"),
     ]
     return rows, {"recovery_seconds": recovery, "lines": [line for _, line in lines if "going on" in line]}
 
@@ -375,9 +376,33 @@ def _is_worker(process: Any) -> bool:
         return False
 
 
+def scale(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Predictions beside runs here, and the curve."""
+    from scale import measured_link, predict
+
+    steps = WARM + (2 if arguments.tiny else 15)
+    rows, curve, link = [], {}, measured_link()
+    for count in (2,) if arguments.tiny else (2, 4):
+        real = median(
+            seconds_of(train(folder, f"{count}-{number}", steps, *flags(arguments), "--dask", f"local:{count}")) for number in range(arguments.rounds)
+        )
+        expected = predict(flags(arguments), count, link, cores=common.usable_cores())["seconds"]
+        what = f"tiny on {count} nodes of this machine: a step as virtual time predicts it"
+        rows.append(common.compare(what, "s", expected, "measured", real, better="equal", bar="ratio in 0.85..1.15"))
+    for count in (1, 2, 4, 16) if arguments.tiny else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        found = predict(flags(arguments), count, link, cores=None)
+        limit = max(("compute", "message", "byte"), key=lambda name: found[f"{name}_seconds"])
+        curve[str(count)] = found | {"limit": limit, "efficiency": curve.get("1", found)["seconds"] / found["seconds"]}
+        print(
+            f"{count:5d} machines: {found['seconds']:.3f} s a step, {curve[str(count)]['efficiency']:.0%} of one's speed each, limited by {limit}s",
+            file=sys.stderr,
+        )
+    return rows, {"link": {"seconds": link.seconds, "bytes_per_second": link.bandwidth}, "curve": curve}
+
+
 def main() -> None:
     """Run a suite."""
-    suites = {"same": same, "cost": cost, "traffic": traffic, "overlap": overlap, "faults": faults}
+    suites = {"same": same, "cost": cost, "traffic": traffic, "overlap": overlap, "faults": faults, "scale": scale}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*suites, "bare"], required=True)
     parser.add_argument("--rounds", type=int, default=0)

@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from scheduler.ordering import SUBMISSION, PlannedOrder
+from scheduler.ordering import PlannedOrder
 from tiles import TileTensor
-from tiles.kernels.cpu import kernel_versions
 
 from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, find_checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
 from ..errors import Diverged, UsageError
 from ..models.interface import ModelConfig
 from ..schedule import make_schedule
-from ..sizes import format_size
 from ..tensorfile import STORAGE, save_tensors
 from .autotile import prepare_in_best_tiles
 from .base import Base, base_to_start_from
@@ -33,9 +31,10 @@ from .loop import Loop, Plan
 from .machine import FAILURES, open_runtime, told
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, machine_of, summary_of, write_file, write_machine, write_summary
-from .prepare import Prepared, model_name, state_of
+from .prepare import Prepared, state_of
 from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
+from .running import Running, print_header, print_totals
 from .sample import sample_prompt
 from .settings import StorageDtype, TrainSettings
 from .signals import Interrupts
@@ -44,27 +43,6 @@ from .timing import print_timing
 from .traced import Tracer
 from .traffic import is_worth_telling, traffic_report
 from .weights import check_weights, load_weights, model_to_start_from
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """What the parts of a run share."""
-
-    prepared: Prepared
-    base: Base | None
-    dataset: Dataset
-    stream: BatchStream
-    runtime: Counters
-    engine: Trained
-    counts: FlopCounts
-    printer: StepPrinter
-    interrupts: Interrupts
-    fallbacks: Mapping[str, int]
-
-    @property
-    def settings(self) -> TrainSettings:
-        """Resolved settings."""
-        return self.prepared.settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +152,21 @@ def _running(
     printer: StepPrinter,
     interrupts: Interrupts,
     fallbacks: Mapping[str, int] | None = None,
-) -> _Running:
+) -> Running:
     """A run whose model and data are there."""
     if prepared.settings.run.sample_tokens:
         sample_prompt(prepared.settings, dataset.tokenizer, stream.length)  # refused now rather than after the training
-    return _Running(prepared, base, dataset, stream, runtime, engine, _counts(prepared, engine), printer, interrupts, fallbacks or {})
+    return Running(prepared, base, dataset, stream, runtime, engine, _counts(prepared, engine), printer, interrupts, fallbacks or {})
 
 
-def _begin(running: _Running, order: PlannedOrder | None) -> None:
+def _begin(running: Running, order: PlannedOrder | None) -> None:
     """Say what is trained, write down how, and load the weights that it begins with."""
-    _print_header(running, order)
+    print_header(running, order)
     write_file(running.prepared.run / CONFIG, to_toml(running.settings))
     load_weights(running.prepared, running.engine)
 
 
-def _go(running: _Running, watchers: Watchers) -> int:
+def _go(running: Running, watchers: Watchers) -> int:
     """Training and closing lines."""
     prepared, settings, printer = running.prepared, running.settings, running.printer
     interrupts = running.interrupts
@@ -198,7 +176,7 @@ def _go(running: _Running, watchers: Watchers) -> int:
             printer.say("interrupted in the timing loops; no training was asked for and nothing was saved")
         return interrupts.exit_code
     first = prepared.resumed.step if prepared.resumed else 0
-    _print_totals(running.stream, printer)
+    print_totals(running.stream, printer)
     events = EventFile(prepared.run, first) if settings.observe.report_to == "tensorboard" else None
     journal = Journal(prepared.run / METRICS, first, timed_after=max(first, warmup), events=events)
     loop = _loop(running, journal, watchers, steps, first)
@@ -237,7 +215,7 @@ def _left_behind(run: Path) -> str:
     return f"nothing more was saved, the newest checkpoint is {steps[-1]}; continue with: nntask train --resume {shlex.quote(str(run))}"
 
 
-def _loop(running: _Running, journal: Journal, watchers: Watchers, steps: int, first: int) -> Loop:
+def _loop(running: Running, journal: Journal, watchers: Watchers, steps: int, first: int) -> Loop:
     settings, prepared, dataset = running.settings, running.prepared, running.dataset
     optimizer, checkpoints = settings.optimizer, settings.checkpoints
     tokenizer = dataset.tokenizer
@@ -333,53 +311,7 @@ def _counts(prepared: Prepared, engine: Trained) -> FlopCounts:
     return flop_counts_of(config, model.seq_len or config.n_positions, flash=model.flashattention, num_adapter_weights=num_adapter_weights)
 
 
-def _print_header(running: _Running, order: PlannedOrder | None) -> None:
-    """What is trained, on what, where."""
-    prepared, settings, stats = running.prepared, running.settings, running.runtime.stats()
-    config, cut = prepared.config, running.prepared.tiling
-    say = running.printer.say
-    say(
-        f"{model_name(settings)}: {config.num_parameters / 1e6:.1f} M parameters, {config.n_layer} layers, width {config.n_embd}; "
-        f"{settings.tiling.batch} x {settings.model.seq_len} tokens a step"
-    )
-    if running.base is not None:
-        chosen, place = settings.optimizer, running.base.path or "the seed"
-        say(
-            f"{chosen.train}: {running.engine.num_trained / 1e6:.2f} M weights of adapters are trained, alpha {chosen.lora_alpha:g}; "
-            f"the others are frozen and come from {place}"
-        )
-    if settings.model.dtype == "tf32" and not running.runtime.gpus:
-        say("tf32 on a CPU computes in fp32")
-    say(
-        f"tiles: minibatch {cut.minibatch_tile}, seq {cut.seq_tile}, embd {cut.embd_tile}, inner {cut.inner_tile}, head {cut.head_tile}, "
-        f"vocab {cut.vocab_tile}; {running.engine.num_tasks} tasks a step; {settings.tiling.lanes} lane{'' if settings.tiling.lanes == 1 else 's'}"
-    )
-    budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
-    say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
-    if running.fallbacks:
-        say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(running.fallbacks.items())))
-    if order is not None and order.forecasts:
-        plain = order.forecasts[SUBMISSION]
-        say(
-            f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB and to take {order.seconds:.1f} s a step "
-            f"(submission: {plain.total / 1e9:.2f} GB, {plain.seconds:.1f} s)"
-        )
-    say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
-    if prepared.resumed is not None:
-        for name, version in kernel_versions().items():
-            was = prepared.resumed.state.get("versions", {}).get(name, version)
-            if was != version:
-                say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")
-
-
-def _print_totals(stream: BatchStream, printer: StepPrinter) -> None:
-    batches = stream.batches_per_epoch
-    printer.say(f"Total train batches: {batches}")
-    printer.say(f"Total train sequences: {batches * stream.batch}")
-    printer.say(f"Total train tokens: {batches * stream.batch * stream.length}")
-
-
-def _validate(running: _Running, step: int) -> None:
+def _validate(running: Running, step: int) -> None:
     """Score the validation data and print the result."""
     validation = running.dataset.validation
     if validation is None:
@@ -395,7 +327,7 @@ def _validate(running: _Running, step: int) -> None:
         running.printer.say(f"step {step}: validation {result.line()}")
 
 
-def _close(running: _Running, loop: Loop, journal: Journal) -> None:
+def _close(running: Running, loop: Loop, journal: Journal) -> None:
     """Last validation, files asked for, sample, closing lines; a signal leaves out validation and sample."""
     settings, printer = running.settings, running.printer
     if settings.run.eval_every and loop.step % settings.run.eval_every:
@@ -433,7 +365,7 @@ def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: S
         raise UsageError(f"{flag} {path} was not written: {error}") from None
 
 
-def _summarise(running: _Running, loop: Loop, journal: Journal) -> None:
+def _summarise(running: Running, loop: Loop, journal: Journal) -> None:
     """Write summary.json, whichever way the training ended."""
     tasks = running.engine.num_tasks * max(journal.own.steps, 1)
     overhead_us = journal.own.wait_seconds / tasks * 1e6

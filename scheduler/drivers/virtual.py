@@ -36,6 +36,9 @@ from ..core.steps import RecordedTask, StepPlan
 Duration = Callable[[Task, WorkerKind], float]
 """Seconds a task takes on a kind of worker; `task.codelet`, `task.constants` and the views of its handles say what it is."""
 
+HostEnd = Callable[[Task, float], float]
+"""When a task of kind host that begins now ends; `task.codelet`, `task.constants` and the handles say what it is."""
+
 Transfer = Callable[[NodeId, NodeId, int], float]
 """Seconds it takes to move so many bytes from one node to another over an idle link."""
 
@@ -72,6 +75,7 @@ class VirtualDriver:
         duration: of a task on a kind of worker.
         transfer: seconds of a copy; None for copies that take no time.
         channels: copies from and to the disk tier under way at most.
+        host: when tasks without a worker end; None for at once.
 
     Attributes:
         now: seconds since the start.
@@ -86,8 +90,10 @@ class VirtualDriver:
         *,
         transfer: Transfer | None = None,
         channels: int = 1,
+        host: HostEnd | None = None,
     ) -> None:
         self.machine = machine
+        self.host = host
         self.duration = duration
         self.transfer = transfer
         self.now = 0.0
@@ -131,6 +137,8 @@ class VirtualDriver:
         if task.worker >= 0:  # else it is the program, which takes no time
             seconds = self.duration(task, self._kinds[task.worker])
             self.busy_seconds[task.worker] += seconds
+        elif task.codelet is not None and self.host is not None:
+            seconds = self.host(task, self.now) - self.now
         self._enter(self.now + seconds, TaskFinished(task))
 
     def _begin_copy(self, copy: CopyTile) -> None:
@@ -174,6 +182,7 @@ def simulate(
     eviction: str = DEFAULT_EVICTION,
     prefetch: bool = True,
     replays: int = 2,
+    host: HostEnd | None = None,
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
 
@@ -190,6 +199,7 @@ def simulate(
         channels: copies from and to files under way at most, each as long as `transfer` says.
         eviction, prefetch: as in `Machine`.
         replays: how often the step runs; the last one is reported, when devices hold what fits.
+        host: when tasks without a worker end; None for at once.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
@@ -202,7 +212,7 @@ def simulate(
     estimates = Given(duration, transfer)
     machine = Machine(places, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
     estimates.memory = machine.residency
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host)
     twin = _detached(plan)
     num_tasks = len(twin.tasks)
     for handle, own in zip(plan.uses, twin.uses, strict=True):

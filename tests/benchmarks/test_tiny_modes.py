@@ -27,6 +27,12 @@ LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.]+")
         ),
         ("generation", "--case=tiny", ["gpt2, 128 new tokens of one text, fp32", "gpt2, 128 new tokens of one text, fp32: peak resident memory"]),
         ("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"]),
+        pytest.param("dask/cluster", "--suite=traffic --tiny", ["tiny on 2 nodes: bytes sent per node and step"], marks=pytest.mark.long),
+        pytest.param(
+            "dask/cluster", "--suite=cost --tiny", ["tiny on 2 nodes: what Dask adds", "messages that the scheduler"], marks=pytest.mark.long
+        ),
+        pytest.param("dask/cluster", "--suite=scale --tiny", ["tiny on 2 nodes of this machine"], marks=pytest.mark.long),
+        pytest.param("dask/cluster", "--suite=faults --tiny", ["2 random kills", "steps whose", "longest", "processes"], marks=pytest.mark.long),
     ],
 )
 def test_a_script_prints_its_claims(script, flags, claims):

@@ -62,6 +62,11 @@ OTHER_FLAGS = {
     "cache",
     "split",
     "logdir",
+    "port",
+    "nworkers",
+    "build",
+    "abort-on-container-exit",
+    "exit-code-from",
 }
 """Flags of make, of docker, of the other commands and of the benchmark scripts."""
 

@@ -17,8 +17,7 @@ from typing import Any, Final, Literal
 from nntask.errors import UsageError
 
 OPTIONAL_VALUE: Final = {"resume": "auto"}
-LATER: Final[dict[str, str]] = {
-}
+LATER: Final[dict[str, str]] = {}
 """Flags of NNTile, and of releases to come, that people may type: what becomes of them and what to do until then."""
 _EVENTS: Final = "is not offered: --report-to tensorboard writes event files into the run's directory, without a server; use that, or drop it"
 ELSEWHERE: Final = {

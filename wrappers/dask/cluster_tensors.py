@@ -24,7 +24,7 @@ from tiles import TileTensor
 if TYPE_CHECKING:
     from scheduler import Codelet
 
-    from .cluster_nodes import Team
+    from .cluster_team import Team
 
 PATIENCE: Final = 300.0
 """Seconds that the tiles of a tensor may take."""

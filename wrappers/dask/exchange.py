@@ -28,6 +28,9 @@ from scheduler.core.errors import SchedulerError
 WINDOW: Final = 4 << 20
 """Bytes on the way to a peer after which no further bucket is sent before the peer has got some."""
 
+MESSAGE: Final = 256 << 10
+"""Bytes after which a message takes no further bucket: what the peer asks for next, and what it was told, should not wait long behind it."""
+
 CONNECT_SECONDS: Final = 20.0
 """How long nodes wait for each other when they connect."""
 
@@ -267,15 +270,16 @@ class PeerComms:
 
         if not (peer.asks or peer.num_got or (peer.ready and peer.on_the_way_nbytes < WINDOW)):
             return None
-        keys, data = [], []
-        while peer.ready and peer.on_the_way_nbytes < WINDOW:
+        keys: list[str] = []
+        arrays: list[npt.NDArray[np.uint8]] = []
+        while peer.ready and peer.on_the_way_nbytes < WINDOW and sum(each.nbytes for each in arrays) < MESSAGE:
             key, (tiles, done) = peer.ready.popleft()
             packed = _pack(tiles)
             keys.append(key)
-            data.append(to_serialize(packed))
+            arrays.append(packed)
             peer.on_the_way.append((packed.nbytes, done))
             peer.on_the_way_nbytes += packed.nbytes
-        message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": data}
+        message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": [to_serialize(packed) for packed in arrays]}
         peer.asks, peer.num_got = [], 0
         return message
 

@@ -1,0 +1,130 @@
+"""Virtual time for `cluster.py --suite scale`: what a message costs here, and a step of n nodes on the node that sends most."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[2]))
+
+
+class Link:
+    """A node's link in virtual time: messages follow one another, each way for itself.
+
+    Args:
+        seconds: that a message costs besides its bytes.
+        bandwidth: bytes per second.
+    """
+
+    def __init__(self, seconds: float, bandwidth: float) -> None:
+        self.seconds, self.bandwidth = seconds, bandwidth
+        self.free = {"send": 0.0, "receive": 0.0}
+        self.num_messages = self.nbytes = 0
+
+    def end(self, task: Any, now: float) -> float:
+        """When a message that begins now is over; what peers send is there when it is asked for, since they do the same at the same time."""
+        count = task.constants.get("count", len(task.accesses))
+        nbytes = sum(handle.nbytes for handle, _ in task.accesses[:count])
+        self.num_messages, self.nbytes = self.num_messages + 1, self.nbytes + nbytes
+        end = self.free[task.name] = max(now, self.free[task.name]) + self.seconds + nbytes / self.bandwidth
+        return end
+
+
+def measured_link() -> Link:
+    """What a message costs here: two ends in one process over loopback, small ones and large ones."""
+    import numpy as np
+
+    from wrappers.dask.exchange import PeerComms
+
+    ends = [PeerComms("link", rank, listen_on="tcp://127.0.0.1:0") for rank in range(2)]
+    addresses = [end.listen() for end in ends]
+    for end in ends:
+        end.begin_to_connect(addresses)
+    for end in ends:
+        end.wait_connected()
+
+    def seconds(nbytes: int, count: int) -> float:
+        source, target, over = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8), threading.Semaphore(0)
+        begin = perf_counter()
+        for number in range(count):
+            ends[0].send.host(lambda error: None, source, peer=1, key=str(number))  # type: ignore[misc]
+            ends[1].receive.host(lambda error: over.release(), target, peer=0, key=str(number), count=1)  # type: ignore[misc]
+            over.acquire(timeout=60)
+        return (perf_counter() - begin) / count
+
+    seconds(1 << 20, 20)
+    small, large = median(seconds(4096, 50) for _ in range(5)), median(seconds(4 << 20, 10) for _ in range(5))
+    for end in ends:
+        end.close()
+    return Link(small, (4 << 20) / max(large - small, 1e-9))
+
+
+def predict(flags: Sequence[str], nodes: int, link: Link, *, cores: int | None) -> dict[str, float]:
+    """A step of `nodes` nodes in virtual time, on the node that sends most.
+
+    Args:
+        flags: of the training, for one node and for those that share a machine.
+        cores: of the machine that all of them share; None for machines of their own.
+    """
+    from nntask.models.config import PRESETS
+    from nntask.sharding import Exchange, shares
+    from nntask.trainer.places import durations, this_machine
+    from nntask.trainer.prepare import with_tiles
+    from nntask.trainer.recorded import build_model, build_optimizer, emit_training_step
+    from nntask.trainer.rules import resolve
+    from scheduler import Codelet
+    from scheduler.capture import CapturingRuntime
+    from scheduler.drivers.virtual import simulate
+    from wrappers.cli.layers import request
+
+    own = list(flags)
+    if cores is None:  # a minibatch for each node, however many there are
+        size = int(own[own.index("--minibatch") + 1])
+        own += ["--batch", str(size * nodes), "--lanes", str(nodes)]
+    asked = request(own, {})
+    settings, tiling = with_tiles(resolve(asked.settings, asked.config), PRESETS["tiny"])
+    target = this_machine(settings)
+
+    class Nowhere:
+        send = Codelet("send", host=lambda *_, **__: None)
+        receive = Codelet("receive", host=lambda *_, **__: None)
+
+    def step_of(rank: int) -> Any:
+        runtime = CapturingRuntime(settings.tiling.lanes or 1)
+        model = build_model(PRESETS["tiny"], tiling, runtime, settings)
+        share = shares((settings.tiling.batch or 1) // settings.tiling.minibatch, settings.tiling.lanes or 1, nodes)[rank]
+        exchange = Exchange([p for p in model.parameters() if p.trainable], share, Nowhere()) if nodes > 1 else None
+        optimizer = build_optimizer(model, settings, None if exchange is None else exchange.tiles_of)
+        inputs = [model.input_tensors(settings.tiling.minibatch, settings.model.seq_len) for _ in share.minibatches]
+        with runtime.record():
+            kept = emit_training_step(model, optimizer, inputs, exchange)
+        del kept
+        return runtime.plan, [] if exchange is None else exchange.buckets
+
+    _, buckets = step_of(0)
+    loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(nodes)]
+    plan, _ = step_of(max(range(nodes), key=lambda rank: loads[rank]))
+    busy = max(1.0, nodes / cores) if cores else 1.0
+    of = durations(plan, target).of
+    link = Link(link.seconds * busy, link.bandwidth / busy)
+    found = simulate(
+        plan,
+        workers=[("cpu", 0, 1)],
+        nodes=[("ram", 1 << 50)],
+        policy="prio",
+        duration=lambda task, kind: busy * of(task, kind),
+        host=link.end,
+    )
+    messages, nbytes = link.num_messages / 2, link.nbytes / 2  # of two replays
+    return {
+        "seconds": found.seconds,
+        "compute_seconds": found.busy_seconds[0],
+        "message_seconds": messages * link.seconds / 2,  # each way for itself
+        "byte_seconds": nbytes / link.bandwidth / 2,
+    }
