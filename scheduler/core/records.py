@@ -103,6 +103,7 @@ class HandleRecord:
         released: no program references it: it dies with its last use.
         lost: why its data does not exist any more, if so; `root` is the failure where that began.
         agenda: when the recorded step that used it last uses it.
+        due: order of the plain task that uses it next, where whoever submits tasks knows.
     """
 
     id: HandleId
@@ -120,6 +121,7 @@ class HandleRecord:
     lost: str | None = None
     root: str | None = None
     agenda: Agenda | None = None
+    due: int | None = None
 
     def __repr__(self) -> str:
         return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
@@ -145,6 +147,7 @@ class Task:
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: who waits for the task to run, when that is the program.
         model_key: codelet name and footprint, once a performance model has asked for them.
+        dues: of a plain task, for each access the order of the plain task that uses the handle after this one, where whoever submits them knows.
     """
 
     id: TaskId
@@ -171,6 +174,7 @@ class Task:
     is_exit: bool = True
     token: object | None = None
     model_key: tuple[str, int] | None = None
+    dues: Sequence[int] = ()
 
     @property
     def planned_node(self) -> NodeId | None:
