@@ -4,11 +4,12 @@ A log holds everything that decides what a machine does (sizes, access modes, or
 or times. Replaying it must give the same actions in the same order, which turns a recorded failure into a unit test. Entries:
 
     ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
-    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin)  TaskSubmitted
+    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, dues)  TaskSubmitted
     ("instance", key, tasks, owned, shared, makes, peaks, window, agendas)  first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
     ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
+    ("adopted", handle, due, stays)
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .events import (
     CopyTile,
     DiscardExtent,
     Event,
+    ForgetObject,
+    HandleAdopted,
     HandleReleased,
     MoveTile,
     ReportFailure,
@@ -63,7 +66,7 @@ class EventLog:
         match event:
             case TaskSubmitted(task):
                 self._mention(handle for handle, _ in task.accesses)
-                self.entries.append(("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order, task.pin))
+                self.entries.append(("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order, task.pin, tuple(task.dues)))
             case StepStarted(replay):
                 if replay not in self._steps:
                     self._enter_instance(replay)
@@ -84,6 +87,9 @@ class EventLog:
             case SourceAttached(handle, _, scratch):
                 self._mention([handle])
                 self.entries.append(("attached", handle.id, scratch))
+            case HandleAdopted(handle, due, stays):
+                self._mention([handle])
+                self.entries.append(("adopted", handle.id, due, stays))
             case _:
                 assert_never(event)
 
@@ -155,9 +161,11 @@ class Revival:
         task = self._tasks[number] = Task(TaskId(number), None, name, kinds, plain, {}, priority, order)
         return task
 
-    def _on_task(self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int, pin: WorkerId | None) -> TaskSubmitted:
+    def _on_task(
+        self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int, pin: WorkerId | None, dues: tuple[int, ...]
+    ) -> TaskSubmitted:
         task = self._task(number, name, kinds, accesses, priority, order)
-        task.pin = pin
+        task.pin, task.dues = pin, dues
         return TaskSubmitted(task)
 
     def _on_instance(
@@ -226,6 +234,9 @@ class Revival:
     def _on_attached(self, number: int, scratch: int) -> SourceAttached:
         return SourceAttached(self._handles[number], None, scratch)
 
+    def _on_adopted(self, number: int, due: int, stays: bool) -> HandleAdopted:
+        return HandleAdopted(self._handles[number], due, stays)
+
 
 def describe(action: Action) -> Entry:
     """An action as a plain tuple, equal for equal actions of different machines."""
@@ -242,6 +253,8 @@ def describe(action: Action) -> Entry:
             return ("failure", task.id, str(error))
         case ReportStepDone(_, number):
             return ("step done", number)
+        case ForgetObject(node, handle):
+            return ("forget", node, handle.id)
         case _:
             assert_never(action)
 

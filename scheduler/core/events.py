@@ -79,7 +79,30 @@ class SourceAttached:
     scratch: int = 0
 
 
-Event = TaskSubmitted | StepStarted | TaskFinished | TaskFailed | CopyFinished | CopyFailed | WorkerJoined | HandleReleased | SourceAttached
+@dataclass(slots=True, eq=False)
+class HandleAdopted:
+    """The data of `handle`, whose size nobody knew before, is in host memory, in a buffer of its own: counted from now on.
+
+    `due` is the order of the task that uses it next; `stays` says that it never leaves host memory, because the program holds it.
+    """
+
+    handle: HandleRecord
+    due: int = 0
+    stays: bool = False
+
+
+Event = (
+    TaskSubmitted
+    | StepStarted
+    | TaskFinished
+    | TaskFailed
+    | CopyFinished
+    | CopyFailed
+    | WorkerJoined
+    | HandleReleased
+    | SourceAttached
+    | HandleAdopted
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,4 +156,12 @@ class ReportStepDone:
     number: int
 
 
-Action = RunTask | CopyTile | MoveTile | DiscardExtent | ReportFailure | ReportStepDone
+@dataclass(slots=True, eq=False)
+class ForgetObject:
+    """Let go of what holds the bytes of `handle` on a counted node: they are not counted any more."""
+
+    node: NodeId
+    handle: HandleRecord
+
+
+Action = RunTask | CopyTile | MoveTile | DiscardExtent | ReportFailure | ReportStepDone | ForgetObject

@@ -25,16 +25,18 @@ class Horizon:
 
     Attributes:
         replays: under way, oldest first.
+        reached: `order` of the latest plain task of those whose uses are foreseen (`Task.dues`).
     """
 
     def __init__(self) -> None:
         self.replays: list[Replay] = []
+        self.reached = -1
 
     @property
     def order(self) -> int:
-        """`order` of the oldest planned task that has not ended; -1 without a step under way."""
+        """`order` of the oldest planned task that has not ended; without a step under way, where plain tasks stand, -1 if nobody foresees them."""
         if not self.replays:
-            return -1
+            return self.reached
         oldest = self.replays[0]
         return oldest.first_order + oldest.frontier
 
@@ -42,7 +44,8 @@ class Horizon:
         """Planned tasks from now until the handle is used, and whether that use overwrites it unread; `FAR` when no plan says."""
         agenda = replica.handle.agenda
         if agenda is None or not self.replays:
-            return FAR, False
+            due = replica.handle.due
+            return (FAR if due is None else due - self.order), False
         oldest = self.replays[0]
         positions = agenda.positions
         if agenda.replay is not None and agenda.replay is not oldest:  # of the replay behind

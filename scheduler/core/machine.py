@@ -30,6 +30,7 @@ from .events import (
     CopyFailed,
     CopyFinished,
     Event,
+    HandleAdopted,
     HandleReleased,
     ReportFailure,
     ReportStepDone,
@@ -86,6 +87,7 @@ class Machine:
             WorkerJoined: self._on_worker_joined,
             HandleReleased: self._on_handle_released,
             SourceAttached: self._on_source_attached,
+            HandleAdopted: self._on_handle_adopted,
         }
 
     @property
@@ -114,7 +116,8 @@ class Machine:
         Raises:
             InvalidEvent: the event is impossible in this state.
             Stalled: tasks remain although nothing is under way (a bug; the message carries the story).
-            DoesNotFit: a source was attached whose readers find no room; it is as if the event had not happened.
+            DoesNotFit: a source was attached whose readers find no room, or data was adopted for which the last tier has none; it is as if the
+                event had not happened.
         """
         residency, dispatch = self.residency, self.dispatch
         residency.clock += 1
@@ -171,6 +174,8 @@ class Machine:
             handle.num_uses += 1
         if task.pin is not None:
             self.dispatch.keep_pins()
+        if task.dues:
+            self.horizon.reached = task.order
         graph.link(task)
         if not task.num_waiting:
             self._make_ready(task, None)
@@ -222,6 +227,9 @@ class Machine:
         has_several = residency.has_several
         if task.step is not None:
             task.step.done[task.position] = 1
+        elif task.dues:
+            for (handle, _), due in zip(task.accesses, task.dues, strict=True):
+                handle.due = due
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             uses = handle.num_uses = handle.num_uses - 1
             if mode == SCRATCH:
@@ -301,8 +309,14 @@ class Machine:
     def _on_handle_released(self, event: HandleReleased) -> None:
         handle = event.handle
         handle.released = True
-        if not handle.num_uses:
+        if handle in self.residency.held:
+            self.residency.let_go(handle)
+        elif not handle.num_uses:
             self._free(handle)
+
+    def _on_handle_adopted(self, event: HandleAdopted) -> None:
+        event.handle.due = event.due
+        self.residency.adopt(event.handle, stays=event.stays)
 
     def _on_source_attached(self, event: SourceAttached) -> None:
         handle = event.handle
@@ -461,7 +475,7 @@ class Machine:
         sizes = ", ".join(f"{mode} {handle.name or handle.id} {handle.size:,} B" for handle, mode in task.accesses)
         return DoesNotFit(
             f"{task.name} needs {total:,} B at once on node {node.name} ({sizes}), but of its budget of {node.budget:,} B "
-            f"{node.used:,} B are taken by data that has nowhere else to go and the largest hole is {node.extents.largest_hole():,} B; "
+            f"{node.used:,} B are taken by data that has nowhere else to go and the largest hole is {node.largest_hole():,} B; "
             f"raise the budget or use smaller tiles or minibatches",
             node.name,
         )

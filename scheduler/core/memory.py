@@ -23,6 +23,9 @@ _SPREAD: Final = 64
 """A file's extents may lie in an address space so many times its budget: what fragmentation costs there is addresses, not bytes. So wide that none
 of them is large: they all lie as near to the beginning as they can, because what lies beyond the budget is discarded with each of them."""
 
+_ANYWHERE: Final = 1 << 60
+"""Addresses of a node of which only bytes are counted: nothing lies there, so they never run out."""
+
 
 def rounded(nbytes: int) -> int:
     """`nbytes` rounded up to whole pages; at least one."""
@@ -223,19 +226,23 @@ class MemoryNode:
         is_storage: whether it is a file: no worker computes there, extents need not lie within the first `budget` bytes, and what is given
             back beyond them is to be discarded.
         keeps_places: see `ExtentAllocator`.
+        is_counted: whether what is here has buffers of its own: bytes count and addresses mean nothing, so memory is never in pieces. Data may
+            arrive unasked (`HandleAdopted`), and then even above the budget; nothing is admitted before it is met again.
 
     Attributes:
         taken: bytes handed out so far.
         peak: most bytes in use at any `mark`; `recent_peak` since `forget_recent_peak`.
     """
 
-    __slots__ = ("budget", "by_class", "extents", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
+    __slots__ = ("budget", "by_class", "extents", "is_counted", "is_storage", "name", "peak", "peak_by_class", "recent_peak", "taken")
 
-    def __init__(self, name: str, budget: int, *, is_storage: bool = False, keeps_places: bool = False) -> None:
+    def __init__(self, name: str, budget: int, *, is_storage: bool = False, is_counted: bool = False, keeps_places: bool = False) -> None:
         self.name = name
         self.budget = budget
         self.is_storage = is_storage
-        self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget, keeps_places=keeps_places)
+        self.is_counted = is_counted
+        extent = _ANYWHERE if is_counted else budget * _SPREAD if is_storage else budget
+        self.extents = ExtentAllocator(extent, keeps_places=keeps_places)
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
         self.taken = 0
         self.peak = 0
@@ -253,12 +260,23 @@ class MemoryNode:
 
     def take(self, size: int, data_class: DataClass, wanted: int = -1) -> int | None:
         """Offset of a new extent, entered in the ledger; None when no hole is large enough. `wanted`: see `ExtentAllocator.allocate`."""
-        if self.is_storage and self.extents.used + size > self.budget:
+        if (self.is_storage or self.is_counted) and self.extents.used + size > self.budget:
             return None
         offset = self.extents.allocate(size, wanted)
         if offset is not None:
             self._enter(size, data_class)
         return offset
+
+    def adopt(self, size: int, data_class: DataClass) -> int:
+        """Offset of a new extent of a counted node, for bytes that are there already: above the budget if need be."""
+        offset = self.extents.allocate(size)
+        assert offset is not None  # addresses of a counted node do not run out
+        self._enter(size, data_class)
+        return offset
+
+    def largest_hole(self) -> int:
+        """Bytes of the largest extent that could be taken now."""
+        return max(self.budget - self.used, 0) if self.is_counted else self.extents.largest_hole()
 
     def claim(self, offset: int, size: int, data_class: DataClass) -> None:
         """Take a free extent of one's choice, entered in the ledger."""
@@ -298,5 +316,5 @@ class MemoryNode:
         total = sum(size for _, size in taken)
         if position != self.extents.capacity or total != self.used or total != sum(self.by_class.values()):
             raise InvalidEvent(f"ledger of node {self.name}: replicas hold {total} B, extents {self.used} B, classes {sum(self.by_class.values())} B")
-        if self.used > self.budget:
+        if self.used > self.budget and not self.is_counted:
             raise InvalidEvent(f"node {self.name} uses {self.used} B of a budget of {self.budget} B")

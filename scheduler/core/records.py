@@ -104,6 +104,7 @@ class HandleRecord:
         lost: why its data does not exist any more, if so; `root` is the failure where that began.
         agenda: when the recorded step that used it last uses it.
         place: offset that it had where a task last made room for it: taken again if it is free, so that replays find the same addresses.
+        due: order of the plain task that uses it next, where whoever submits tasks knows.
     """
 
     id: HandleId
@@ -122,6 +123,7 @@ class HandleRecord:
     root: str | None = None
     agenda: Agenda | None = None
     place: int = -1
+    due: int | None = None
 
     def __repr__(self) -> str:
         return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
@@ -147,6 +149,7 @@ class Task:
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: who waits for the task to run, when that is the program.
         model_key: codelet name and footprint, once a performance model has asked for them.
+        dues: of a plain task, for each access the order of the plain task that uses the handle after this one, where whoever submits them knows.
     """
 
     id: TaskId
@@ -173,6 +176,7 @@ class Task:
     is_exit: bool = True
     token: object | None = None
     model_key: tuple[str, int] | None = None
+    dues: Sequence[int] = ()
 
     @property
     def planned_node(self) -> NodeId | None:

@@ -21,7 +21,7 @@ from math import inf
 from . import coherence
 from .claims import Claims
 from .errors import DoesNotFit, InvalidEvent
-from .events import Action, CopyTile, DiscardExtent
+from .events import Action, CopyTile, DiscardExtent, ForgetObject
 from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode, rounded
 from .records import FILE, FILE_NAME, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
@@ -55,6 +55,7 @@ class Replicas:
         claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
         readers: extents of host memory that those who read files work in; they may move, and never go.
+        held: data that the program keeps in host memory until its handle is released.
         num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
         wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
@@ -71,6 +72,7 @@ class Replicas:
         "eviction",
         "freed",
         "has_several",
+        "held",
         "horizon",
         "last",
         "moved_bytes",
@@ -104,6 +106,7 @@ class Replicas:
         self.num_misses = 0
         self.num_writing = 0
         self.readers: list[Replica] = []
+        self.held: dict[HandleRecord, Replica] = {}
         self.num_files = 0
         self.num_cold = 0
         self.wanted: set[HandleRecord] = set()
@@ -168,6 +171,41 @@ class Replicas:
         self.has_several = True
         self.num_files += 1
         self.num_cold += 1
+
+    def adopt(self, handle: HandleRecord, *, stays: bool) -> None:
+        """Count data that has come to be in host memory by itself, and reserve its home.
+
+        Raises:
+            DoesNotFit: the last tier has no room for it; nothing has changed.
+            InvalidEvent: the handle has data already, or host memory is not one of which only bytes are counted.
+        """
+        node = self.nodes[RAM]
+        if handle.replicas or handle in self.held or not node.is_counted:
+            raise InvalidEvent(f"{handle!r} was adopted by node {node.name}, where it cannot appear by itself")
+        replica = self._settle_in(handle, RAM, node.adopt(handle.size, handle.data_class), private=stays)
+        if stays:
+            replica.is_home = True
+            self.held[handle] = replica
+        elif self.last == RAM:
+            self.claims.enter(replica, 0)
+        elif not self._make_home(handle, 0):
+            self.drop(replica)
+            below = self.nodes[self.last]
+            raise DoesNotFit(
+                f"node {below.name} is full: {handle.nbytes:,} B of new data must have room there, but of its budget of {below.budget:,} B "
+                f"{below.used:,} B are taken; raise it",
+                below.name,
+            )
+        if not stays:
+            replica.state = "modified"
+            if not replica.is_home:
+                self.shelves[RAM].offer(replica)
+
+    def let_go(self, handle: HandleRecord) -> None:
+        """The program no longer keeps what it held."""
+        replica = self.held.pop(handle)
+        replica.is_home = False
+        self.drop(replica)
 
     def want(self, handles: Iterable[HandleRecord]) -> None:
         """A replay begins that uses these."""
@@ -259,7 +297,10 @@ class Replicas:
         self.shelves[replica.node].leave(replica)
         replica.view = None
         node.give(replica.offset, handle.size, handle.data_class)
-        if node.is_storage and replica.offset + handle.size > node.budget:
+        if node.is_counted:
+            if replica.state != "scratch":
+                self.actions.append(ForgetObject(replica.node, handle))
+        elif node.is_storage and replica.offset + handle.size > node.budget:
             self.actions.append(DiscardExtent(replica.node, replica.offset, handle.size))
         self.freed = True
         if replica.state != "scratch" and len(handle.replicas) == 1:
@@ -381,7 +422,7 @@ class Replicas:
                 raise InvalidEvent(f"the shelf of node {node.name} lost track of where its replicas end")
             node.validate([(replica.offset, replica.handle.size) for replica in resident])
             for replica in resident:
-                if replica not in self.readers:
+                if replica not in self.readers and replica.handle not in self.held:
                     self._validate_replica(replica, pins.pop(replica, 0))
                 if replica.node != number:
                     raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")

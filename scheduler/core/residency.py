@@ -235,9 +235,10 @@ class Residency(Replicas):
         """Make one hole of all that is free or droppable on an idle node, and of what is free on the last tier, if the task then fits there.
 
         The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica is pinned. When dirty replicas must
-        go, their write-backs are started instead and False is returned. A file needs no compaction, its addresses are plenty.
+        go, their write-backs are started instead and False is returned. A file needs no compaction, its addresses are plenty; nor does memory of
+        which only bytes are counted.
         """
-        if not self.claims.allow(task):
+        if self.nodes[node_id].is_counted or not self.claims.allow(task):
             return False
         last = self.nodes[self.last]
         homes = self._missing_homes(task) if node_id != self.last else 0

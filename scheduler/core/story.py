@@ -8,6 +8,7 @@ from .events import (
     CopyFailed,
     CopyFinished,
     Event,
+    HandleAdopted,
     HandleReleased,
     SourceAttached,
     StepStarted,
@@ -40,12 +41,9 @@ def _line(event: Event, subject: Task | HandleRecord | None) -> str | None:
     elif isinstance(event, CopyFailed):
         if subject is None or subject is event.source.handle:
             return f"CopyFailed: {event.source.handle!r} from node {event.source.node} to node {event.target.node}: {event.error}"
-    elif isinstance(event, HandleReleased):
+    elif isinstance(event, HandleReleased | SourceAttached | HandleAdopted):
         if subject is None or subject is event.handle:
-            return f"HandleReleased: {event.handle!r}"
-    elif isinstance(event, SourceAttached):
-        if subject is None or subject is event.handle:
-            return f"SourceAttached: {event.handle!r}"
+            return f"{type(event).__name__}: {event.handle!r}"
     elif isinstance(event, StepStarted):
         return f"StepStarted: replay {event.replay.number} of {len(event.replay.tasks)} tasks"
     elif isinstance(event, WorkerJoined) and subject is None:

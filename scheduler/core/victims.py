@@ -99,12 +99,26 @@ class Shelf:
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
         drawn: Drawn = []
+        if self.node.is_counted:
+            return self._plan_bytes(sizes, self._all(self._heaps, drawn), drawn)
         found = _Paper(self).place(sizes, self._all(self._heaps, drawn), lambda size: self._twin(size, drawn))
         self._put_back(drawn)
         if found is None or not self.policy.adds_up or self._cost(found[1]) <= self.policy.tolerance * self._least_cost(found[1], drawn):
             return found
         other = _Paper(self).place_cheaply(sizes, self._cost_of)
         return found if other is None or self._cost(found[1]) <= self._cost(other[1]) else other
+
+    def _plan_bytes(self, sizes: Sequence[int], candidates: Iterator[Replica], drawn: Drawn) -> tuple[list[int], list[Replica]] | None:
+        """`plan` where only bytes are counted: the first candidates that have enough of them together."""
+        excess = self.node.used + sum(sizes) - self.node.budget
+        victims: dict[Replica, None] = {}
+        while excess > 0 and (replica := next(candidates, None)) is not None:
+            if replica not in victims:
+                victims[replica] = None
+                excess -= replica.handle.size
+        self._put_back(drawn)
+        places = None if excess > 0 else _Paper(self).place(sizes, iter(()), lambda size: None)
+        return None if places is None else (places[0], list(victims))
 
     def _least_cost(self, victims: Sequence[Replica], drawn: Drawn) -> float:
         """What as many bytes as the victims have would cost if they need not lie side by side: of those drawn, the first ones."""
@@ -129,6 +143,8 @@ class Shelf:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
         drawn: Drawn = []
         candidates = self._clean(self._heaps[0], drawn, later_than)
+        if self.node.is_counted:
+            return self._plan_bytes(sizes, candidates, drawn)
         found = _Paper(self, later_than).place(sizes, candidates, lambda size: self._clean_twin(size, drawn, later_than))
         self._put_back(drawn)
         return found

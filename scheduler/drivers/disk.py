@@ -94,10 +94,14 @@ class DiskEngine:
     def put(self, action: CopyTile) -> None:
         """Ask for a copy; called under the engine's lock."""
         is_write = action.source.node != FILE and action.target.node == self.node
-        request = action, marks_of(self.arenas[action.source.node if is_write else action.target.node])
+        request = action, self._marks(action.source.node if is_write else action.target.node)
         with self._wake:
             (self._writes if is_write else self._reads).append(request)
             self._wake.notify()
+
+    def _marks(self, node: NodeId) -> Marks:
+        """What a copy from or to a node has to wait for there."""
+        return marks_of(self.arenas[node])
 
     def stop(self) -> None:
         """End the threads after the requests they are in; requests that nobody began are dropped."""

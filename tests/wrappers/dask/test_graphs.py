@@ -1,0 +1,317 @@
+"""Dask graphs on our workers: results, memory within budgets, the tier file, and what the program is told."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.array as da
+import dask.bag as db
+import numpy as np
+import pytest
+from dask._task_spec import Alias, DataNode, Task, TaskRef
+from dask.callbacks import Callback
+
+from nntask.errors import UsageError
+from scheduler import DoesNotFit
+from wrappers.dask import get, runtime
+from wrappers.dask.graphs.plan import make_plan, prepare
+
+MIB = 1 << 20
+
+
+def ones(name: str, nbytes: int = MIB) -> Task:
+    """A task that makes an array of its own."""
+    return Task(name, np.ones, nbytes // 8)
+
+
+def combine(*arrays: Any) -> Any:
+    """The sum of all items."""
+    return float(sum(array.sum() for array in arrays))
+
+
+def test_arrays_equal_those_of_dask() -> None:
+    """QR, products, changed chunks and reductions, within a budget that none of them fits, and the same bits without one."""
+    x = da.random.default_rng(0).standard_normal((1024, 512), chunks=128)
+    q, r = da.linalg.qr(x.rechunk((256, 512)))
+    jobs = [(x @ x.T).sum(axis=0), abs(q @ r).sum(), x.rechunk((1024, 64)).std(axis=0), (x - x.mean(axis=0)).T[::3].sum(axis=1)]
+    expected = dask.compute(*jobs, scheduler="threads")
+    for found, truth in zip(dask.compute(*jobs, scheduler=get), expected, strict=True):
+        np.testing.assert_array_equal(found, truth)
+
+
+def test_a_budget_is_kept_by_way_of_the_disk(tmp_path: Path) -> None:
+    """Data of eight times the budget is standardized in two passes; results are equal, and what is counted stays within the stated bound."""
+    x = da.random.default_rng(0).random((2048, 1024), chunks=256)  # 16 MiB in blocks of 512 KiB
+    job = (((x - x.mean()) / x.std()) ** 3).sum(axis=0)
+    with runtime(ram=4 * MIB, disk=tmp_path, workers=2) as graphs:
+        found = job.compute()
+        stats = graphs.stats()
+    np.testing.assert_array_equal(found, job.compute(scheduler="threads"))
+    assert stats["peak_bytes"] <= stats["budget_bytes"] + 2 * stats["largest_bytes"]
+    assert stats["moved_bytes"]["ram->disk"] > 8 * MIB
+    assert not list(tmp_path.iterdir())  # the file was unlinked when it was opened
+
+
+def test_resident_memory_stays_within_the_bound(tmp_path: Path) -> None:
+    """A process that computes on 192 MiB within 24 MiB takes no more than budget + workers x (result + temporaries), and 32 MiB for Dask itself."""
+    program = f"""
+import numpy as np, dask.array as da, psutil
+from wrappers.dask import runtime
+from benchmarks.common import peak_rss
+da.ones(10, chunks=5).sum().compute(scheduler="sync")
+with runtime(ram=24 << 20, disk={str(tmp_path)!r}, workers=2) as graphs:
+    small = da.random.default_rng(0).random((64, 64), chunks=32); ((small - small.mean()) ** 2).sum().compute()
+    before = psutil.Process().memory_info().rss
+    x = da.random.default_rng(0).random((6144, 4096), chunks=512)
+    ((x - x.mean()) ** 2).sum().compute()
+    stats = graphs.stats()
+    assert stats["moved_bytes"]["ram->disk"] > 96 << 20, stats
+    bound = stats["budget_bytes"] + 2 * 3 * stats["largest_bytes"] + (32 << 20)
+    assert peak_rss() - before <= bound, (peak_rss() - before, bound, stats)
+"""
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_views_share_the_memory_of_what_they_are_views_of() -> None:
+    """A view, a transposed one and one of a view count nothing; a small one does not keep the large array."""
+    graph = {
+        "x": ones("x", 4 * MIB),
+        "view": Task("view", lambda x: x[1:], TaskRef("x")),
+        "turned": Task("turned", lambda x: x.reshape(1024, -1).T[::-1], TaskRef("x")),
+        "small": Task("small", lambda x: x[:3], TaskRef("x")),
+    }
+    with runtime(ram=64 * MIB) as graphs:
+        view, turned, small = graphs.get(graph, ["view", "turned", "small"])
+        assert np.shares_memory(view, turned)
+        assert not np.shares_memory(view, small)
+        assert graphs.stats()["largest_bytes"] == 4 * MIB
+        assert graphs.stats()["peak_bytes"] < 5 * MIB
+        assert graphs.stats()["lent"] == 1
+
+
+def test_views_come_back_from_the_disk_as_they_were(tmp_path: Path) -> None:
+    """Blocks that had to leave while views of them wait: strides, order and flags are the same, and views share memory again."""
+
+    def parts(x: Any) -> Any:
+        grid = x.reshape(512, -1)
+        frozen = grid[5:]
+        frozen.flags.writeable = False
+        return {"turned": grid.T[::-2, 3:], "frozen": frozen, "name": "grid", "more": (grid, [grid[7:]])}
+
+    def check(found: Any, wide: float) -> Any:
+        truth = parts(np.arange(MIB // 8, dtype=float))
+        for name in ("turned", "frozen"):
+            assert found[name].strides == truth[name].strides
+            assert found[name].flags.writeable == truth[name].flags.writeable
+            np.testing.assert_array_equal(found[name], truth[name])
+        np.testing.assert_array_equal(found["more"][1][0], truth["more"][1][0])
+        assert np.shares_memory(found["more"][0], found["turned"])
+        return found["name"]
+
+    graph = pressed(lambda: np.arange(MIB // 8, dtype=float))
+    graph["parts"] = Task("parts", parts, TaskRef("made"))
+    graph["end"] = Task("end", check, TaskRef("parts"), TaskRef("wide"))
+    with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs:
+        assert graphs.get(graph, "end") == "grid"
+        assert graphs.stats()["moved_bytes"]["disk->ram"] >= MIB
+
+
+class Odd:
+    """An object that cannot be pickled, and says that it is large."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __sizeof__(self) -> int:
+        return MIB
+
+
+def pressed(make: Any, look: Any = lambda made, wide: made) -> dict[str, Any]:
+    """A graph that makes something of a MiB, then needs 3 MiB at once for something else, then looks at it again."""
+    graph: dict[str, Any] = {"made": Task("made", make)}
+    for number in range(3):
+        graph[f"a{number}"] = Task(f"a{number}", lambda before: np.ones(MIB // 8), TaskRef("made"))
+    graph["wide"] = Task("wide", combine, *(TaskRef(f"a{number}") for number in range(3)))
+    graph["end"] = Task("end", look, TaskRef("made"), TaskRef("wide"))
+    return graph
+
+
+def test_objects_leave_as_pickles_and_come_back(tmp_path: Path) -> None:
+    """A data frame, a set of strings and a function of the program survive a trip to the disk."""
+    pd = pytest.importorskip("pandas")
+    frame = {"a": np.arange(100_000), "b": ["x", "yz"] * 50_000}
+    words = {f"word {number}" for number in range(20_000)}
+    with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs:
+        pd.testing.assert_frame_equal(graphs.get(pressed(lambda: pd.DataFrame(frame)), "end"), pd.DataFrame(frame))
+        assert graphs.get(pressed(lambda: words.copy()), "end") == words
+        assert graphs.stats()["moved_bytes"]["disk->ram"] >= MIB
+
+
+def test_what_cannot_be_pickled_stays(tmp_path: Path) -> None:
+    """It is counted, and the graph goes on around it."""
+    with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs:
+        assert isinstance(graphs.get(pressed(Odd), "end"), Odd)
+
+
+def test_what_is_lent_counts_until_the_program_lets_go(tmp_path: Path) -> None:
+    """A result and a view of it pin its bytes; with them a graph does not fit, and without them it does."""
+    needs_all = {"x": ones("x", 3 * MIB), "y": ones("y", 3 * MIB), "z": Task("z", combine, TaskRef("x"), TaskRef("y"))}
+    with runtime(ram=8 * MIB, disk=tmp_path, workers=1) as graphs:
+        view = graphs.get({"x": ones("x", 3 * MIB)}, "x")[5:]
+        assert graphs.stats()["lent"] == 1
+        assert graphs.stats()["resident_bytes"] >= 3 * MIB
+        with pytest.raises(DoesNotFit, match=r"'z' reads 6,291,456 B .* lent to the program"):
+            graphs.get(needs_all, "z")
+        del view
+        gc.collect()
+        assert graphs.get(needs_all, "z") == 6 * MIB / 8
+        assert graphs.stats()["lent"] == 0
+
+
+def test_without_a_disk_what_does_not_fit_fails() -> None:
+    """The message names the task, the bytes and what to do."""
+    graph: dict[str, Any] = {f"x{number}": ones(f"x{number}") for number in range(8)}
+    graph["end"] = Task("end", combine, *(TaskRef(f"x{number}") for number in range(8)))
+    with runtime(ram=4 * MIB, workers=1) as graphs, pytest.raises(DoesNotFit, match=r"without a disk nothing can leave it; raise ram, name a disk"):
+        graphs.get(graph, "end")
+
+
+def test_a_full_disk_fails_the_graph_and_not_the_runtime(tmp_path: Path) -> None:
+    """The next graph runs."""
+    graph: dict[str, Any] = {f"x{number}": ones(f"x{number}") for number in range(8)}
+    graph["end"] = Task("end", combine, *(TaskRef(f"x{number}") for number in range(8)))
+    with runtime(ram=3 * MIB, disk=f"{tmp_path / 'tier'}:4MiB", workers=1) as graphs:
+        with pytest.raises(DoesNotFit, match="disk is full"):
+            graphs.get(graph, "end")
+        assert graphs.get({"x": ones("x"), "y": Task("y", combine, TaskRef("x"))}, "y") == MIB / 8
+
+
+def test_data_of_the_graph_is_not_ours_to_count() -> None:
+    """Views of an array that the program put into the graph are lent back as they are."""
+    mine = np.arange(4 * MIB // 8)
+    with runtime(ram=2 * MIB, workers=1) as graphs:
+        for graph in ({"x": DataNode("x", mine), "y": Task("y", np.transpose, TaskRef("x"))}, {"y": Task("y", np.ravel, mine)}):
+            assert np.shares_memory(graphs.get(graph, "y"), mine)
+        assert graphs.stats()["largest_bytes"] == 0
+        assert int(da.from_array(mine, chunks=1 << 15).sum().compute()) == int(mine.sum())
+
+
+def test_exceptions_keep_type_and_traceback() -> None:
+    """As from `dask.local`: the function that raised is in the traceback, also of fused tasks; the runtime goes on."""
+
+    def fails(x: int) -> None:
+        raise ZeroDivisionError(f"of {x}")
+
+    with runtime(ram="64MiB") as graphs:
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError, match="of 3") as caught:
+                graphs.get({"x": Task("x", fails, 3)}, "x")
+            assert "fails" in [entry.name for entry in caught.traceback]
+        with pytest.raises(ZeroDivisionError, match="of ") as caught:
+            db.from_sequence(range(3), npartitions=3).map(lambda x: x + 1).map(fails).compute()
+        assert graphs.get({"x": 1}, "x") == 1
+
+
+def test_rerun_exceptions_locally() -> None:
+    """The task runs once more on the calling thread."""
+    threads: list[int] = []
+
+    def fails() -> None:
+        threads.append(threading.get_ident())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        get({"x": Task("x", fails)}, "x", rerun_exceptions_locally=True)
+    assert threads[1:] == [threading.get_ident()]
+
+
+def test_a_graph_within_a_task_shares_the_memory() -> None:
+    """A nested `compute` runs on threads of its own, within the same budget; more of them than workers do not wait for one another."""
+
+    def inner(number: int) -> float:
+        return float(da.ones(1 << 18, chunks=1 << 16).sum().compute(scheduler=get)) + number
+
+    graph: dict[str, Any] = {f"x{number}": Task(f"x{number}", inner, number) for number in range(6)}
+    graph["end"] = Task("end", lambda *found: sum(found), *(TaskRef(f"x{number}") for number in range(6)))
+    with runtime(ram="64MiB", workers=2) as graphs:
+        assert graphs.get(graph, "end") == 6 * (1 << 18) + 15
+        assert graphs.stats()["peak_bytes"] > 0
+
+
+def test_one_worker_follows_the_order() -> None:
+    """Tasks run as `dask.order` puts what is to run."""
+    x = da.random.default_rng(0).normal(size=(64, 64), chunks=16)
+    job = (x.dot(x.T) - x.mean(axis=0)).std()
+    graph, wanted = prepare(dict(job.__dask_graph__()), job.__dask_keys__())
+    found: list[Any] = []
+    with Callback(pretask=lambda key, *_: found.append(key)):
+        get(graph, list(wanted), num_workers=1)
+    assert found == make_plan(graph, wanted, {}, keep_aliases=True).keys
+
+
+def test_aliases_data_and_old_style_tasks() -> None:
+    """Chains of aliases, also of what is asked for, of data and of cached values."""
+    total = Task("d", lambda *found: sum(found), TaskRef("b"), TaskRef("c"), TaskRef("x"))
+    graph = {"a": 1, "b": "a", "c": Alias("c", "b"), "d": total, "e": Alias("e", "d"), "f": [1, (sum, ["e", "a"])]}
+    assert get(graph, ["c", ["e", "f"], "x"], cache={"x": 5}) == (1, (7, [1, 8]), 5)
+    with pytest.raises(RuntimeError, match="Cycle"):
+        get({"a": Alias("a", "b"), "b": Alias("b", "a"), "c": (sum, ["a"])}, "c")
+
+
+def test_pools_of_threads_are_used_and_pools_of_processes_refused() -> None:
+    """As the message says."""
+    with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
+        assert get({"x": Task("x", lambda: threading.current_thread().name)}, "x", pool=pool).startswith("mine")
+    with ProcessPoolExecutor(1) as processes, pytest.raises(TypeError, match="pool must be one of threads, got a ProcessPoolExecutor"):
+        get({"x": 1, "y": (sum, ["x"])}, "y", pool=processes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ram": "2 apples"}, "ram must be a size"),
+        ({"ram": 0}, "ram must be a positive number"),
+        ({"workers": 0}, "at least one worker"),
+        ({"disk": ""}, "disk must name a directory"),
+        ({"disk": "x:big"}, "must be a size"),
+    ],
+)
+def test_bad_budgets(arguments: dict[str, Any], message: str) -> None:
+    """One sentence."""
+    with pytest.raises(UsageError, match=message):
+        runtime(**arguments)
+
+
+def test_a_closed_runtime_says_so() -> None:
+    """And Dask's configuration is what it was."""
+    before = dask.config.get("scheduler", None)
+    with runtime(ram="16MiB") as graphs:
+        assert dask.config.get("scheduler") == graphs.get
+    assert dask.config.get("scheduler", None) == before
+    from scheduler import SchedulerError
+
+    with pytest.raises(SchedulerError, match="closed; make a new one"):
+        graphs.get({"x": ones("x"), "y": Task("y", combine, TaskRef("x"))}, "y")
+
+
+def test_a_bag_and_a_data_frame() -> None:
+    """Small results in great number, and pandas partitions."""
+    bag = db.from_sequence(range(5000), npartitions=1000).map(lambda x: x * x).filter(lambda x: x % 2)
+    assert bag.sum().compute(scheduler=get) == sum(x * x for x in range(5000) if x % 2)
+    assert dict(bag.map(lambda x: x % 7).frequencies().compute(scheduler=get)) == dict(
+        bag.map(lambda x: x % 7).frequencies().compute(scheduler="sync")
+    )
+    pd = pytest.importorskip("pandas")
+    dd = pytest.importorskip("dask.dataframe")
+    frame = pd.DataFrame({"key": np.arange(50_000) % 13, "value": np.arange(50_000.0)})
+    grouped = dd.from_pandas(frame, npartitions=8).groupby("key").value.mean().compute(scheduler=get)
+    pd.testing.assert_series_equal(grouped.sort_index(), frame.groupby("key").value.mean(), check_index_type=False)

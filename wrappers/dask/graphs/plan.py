@@ -1,0 +1,173 @@
+"""A Dask graph made ready to run: what is asked for and what that needs, in the order of `dask.order`, everything by number.
+
+An alias is no task: whoever reads it reads its target. Callbacks see aliases as tasks of their own, as Dask's schedulers show them, so with callbacks
+they stay.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dask._task_spec import Alias, DataNode, GraphNode, convert_legacy_graph
+from dask.core import flatten
+from dask.order import order
+
+Key = Any
+"""A key of a Dask graph: a string, a number, or a tuple of them."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """Tasks by number; a smaller one goes first.
+
+    Attributes:
+        nodes: what each task runs.
+        keys: whose value it is; `names` has the aliases of some of them.
+        reads: numbers of the tasks whose values it reads.
+        readers: numbers of the tasks that read its value.
+        data: values that are there from the start.
+        wanted: keys that were asked for.
+    """
+
+    nodes: list[GraphNode]
+    keys: list[Key]
+    names: dict[int, list[Key]]
+    reads: list[list[int]]
+    readers: list[list[int]]
+    data: dict[Key, Any]
+    wanted: set[Key]
+
+
+def prepare(graph: Any, keys: Any) -> tuple[dict[Key, GraphNode], set[Key]]:
+    """The graph as new-style nodes, and the keys that were asked for."""
+    if not isinstance(graph, Mapping):
+        graph = graph.__dask_graph__()
+    wanted = set(flatten(keys)) if isinstance(keys, list) else {keys}
+    return convert_legacy_graph(graph), wanted
+
+
+def make_plan(graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[Key, Any], *, keep_aliases: bool) -> Plan:
+    """Put a graph in order.
+
+    Args:
+        cache: values of keys, in the graph or not, that need not be computed.
+        keep_aliases: whether an alias is a task.
+
+    Raises:
+        ValueError: a task reads a key that is in neither the graph nor the cache.
+        RuntimeError: the graph has a cycle.
+    """
+    targets: dict[Key, Key] = {}
+    data: dict[Key, Any] = {}
+    tasks = _needed(graph, wanted, cache, data, targets if not keep_aliases else None)
+    aliases = {key: _resolve(key, targets) for key in targets}
+    reads_of = {key: {aliases.get(each, each) for each in node.dependencies} - data.keys() for key, node in tasks.items()}
+    places = order(tasks if not (targets or data) else {key: _Link(key, frozenset(reads)) for key, reads in reads_of.items()})
+    found = sorted(tasks, key=places.__getitem__)
+    number_of = {key: number for number, key in enumerate(found)}
+    reads = [[number_of[each] for each in reads_of[key]] for key in found]
+    readers: list[list[int]] = [[] for _ in found]
+    for number, each in enumerate(reads):
+        for source in each:
+            readers[source].append(number)
+    names: dict[int, list[Key]] = {}
+    for key, target in aliases.items():
+        if target in data:
+            data[key] = data[target]
+        elif target in number_of:
+            names.setdefault(number_of[target], []).append(key)
+    return Plan([tasks[key] for key in found], found, names, reads, readers, data, wanted)
+
+
+class _Link(GraphNode):  # type: ignore[misc]  # mypy does not look into Dask
+    """A task as far as its place in the order goes."""
+
+    def __init__(self, key: Key, dependencies: frozenset[Key]) -> None:
+        self.key = key
+        self._dependencies = dependencies
+
+
+def _needed(
+    graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[Key, Any], data: dict[Key, Any], targets: dict[Key, Key] | None
+) -> dict[Key, GraphNode]:
+    """The tasks that what is wanted needs; values that are there go to `data`, aliases to `targets`."""
+    tasks: dict[Key, GraphNode] = {}
+    stack = [(key, None) for key in wanted]
+    while stack:
+        key, reader = stack.pop()
+        if key in tasks or key in data or (targets is not None and key in targets):
+            continue
+        if key in cache:
+            data[key] = cache[key]
+            continue
+        node = graph.get(key)
+        if node is None:
+            if reader is not None:
+                raise ValueError(f"Missing dependency {key} for dependents { {reader} }")
+        elif type(node) is DataNode:
+            data[key] = node.value
+        else:
+            if type(node) is Alias and targets is not None:
+                targets[key] = node.target
+            else:
+                tasks[key] = node
+            stack.extend((each, key) for each in node.dependencies)
+    return tasks
+
+
+def _resolve(key: Key, targets: Mapping[Key, Key]) -> Key:
+    """What an alias stands for in the end.
+
+    Raises:
+        RuntimeError: aliases stand for one another in a circle.
+    """
+    seen = [key]
+    while (key := targets.get(key, key)) in targets:
+        if key in seen:
+            raise RuntimeError(f"Cycle detected between the following keys:\n  -> {key}")
+        seen.append(key)
+    return key
+
+
+_pauses_lock = threading.Lock()
+_num_pauses = 0
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Make objects by the million, none of them garbage, without the collector looking at all of them time and again.
+
+    Measured for a bag of 200,000 tasks: Dask makes and optimizes its graph in 6 s of processor time instead of 16.
+    """
+    global _num_pauses
+    with _pauses_lock:
+        _num_pauses += gc.isenabled() or _num_pauses > 0
+        paused = _num_pauses > 0
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _pauses_lock:
+            if paused:
+                _num_pauses -= 1
+                if not _num_pauses:
+                    gc.enable()
+
+
+def nested(keys: Any, values: Mapping[Key, Any]) -> Any:
+    """Values in the shape in which keys were asked for: lists become tuples.
+
+    Raises:
+        KeyError: a key is not in the graph.
+    """
+    return tuple(nested(each, values) for each in keys) if isinstance(keys, list) else values[keys]
+
+
+def prefix_of(key: Key) -> Sequence[Any] | Any:
+    """What keys of one kind share: the name of a tuple, else the text before the token (see `dask.utils.key_split`)."""
+    return key[0] if type(key) is tuple and key else key

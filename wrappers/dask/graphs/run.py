@@ -1,0 +1,403 @@
+"""One graph being run: which task is next, and the threads that run them.
+
+A task is *light* if nothing it reads lies in blocks, no large result of its kind is known, and no more is counted than the budget: it runs at once.
+Any other is submitted to the store, and runs when its data is in place; at most one per worker, and with a disk below as many again, whose data is
+fetched while others run.
+
+Rules. Everything but running a task happens under the store's lock. The first failure ends the run: nothing new begins, what runs runs to its end and
+is forgotten.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from dask._task_spec import GraphNode
+from dask.utils import key_split
+
+from scheduler.core.errors import DoesNotFit, TaskError
+from scheduler.core.memory import PAGE
+from scheduler.core.records import Task
+
+from .evaluate import evaluate
+from .observe import Observers
+from .plan import Key, Plan, prefix_of
+from .store import FAR, Store
+from .values import SMALL, Block, Held, hold, owner_of, weigh
+
+GLANCE_SECONDS = 1.0
+"""A signal that comes just before the thread falls asleep does not wake it, so it looks up now and then."""
+
+RESULTS = -1
+"""Number of what is submitted to get the results themselves into memory."""
+
+Job = tuple[int, Task | None]
+"""A task's number, and what it is to the store, if it is anything."""
+
+
+class Run:
+    """A graph being run.
+
+    Args:
+        store: where results are.
+        plan: what to run.
+        workers: how many threads `work`.
+        observers: callbacks of Dask's.
+        first: `order` of task 0.
+
+    Attributes:
+        error: the first failure; `failed` the node and values of a task that raised it.
+    """
+
+    def __init__(self, store: Store, plan: Plan, workers: int, observers: Observers, first: int) -> None:
+        self.store = store
+        self.plan = plan
+        self.error: BaseException | None = None
+        self.failed: tuple[GraphNode, Mapping[Key, Any]] | None = None
+        self._observers = observers
+        self._first = first
+        self._workers = workers
+        self._limit = 2 * workers if store.spills else workers
+        self._wake = threading.Condition(store.lock)
+        self._finished = threading.Event()
+        self._fetched = threading.Event()
+        self._fetching: Task | None = None
+        self._cache: dict[Key, Any] = dict(plan.data)
+        self._waiting = [len(reads) for reads in plan.reads]
+        self._ready = [number for number, count in enumerate(self._waiting) if not count]
+        self._is_wanted = [self._asked_for(number) for number in range(len(plan.nodes))]
+        self._left = [len(readers) + wanted for readers, wanted in zip(plan.readers, self._is_wanted, strict=True)]
+        self._weights = [0] * len(plan.nodes)
+        self._done = bytearray(len(plan.nodes))
+        self._admitted: list[tuple[int, Task]] = []
+        self._rooms: dict[str, int] = {}
+        self._prefixes: dict[Any, str] = {}
+        self._squeezed: set[int] = set()
+        self._num_left = len(plan.nodes)
+        self._num_submitted = 0
+        self._num_held = 0
+        self._num_idle = 0
+        self._ended = not plan.nodes
+        self._closed = False
+        if self._ended:
+            self._finished.set()
+
+    def _asked_for(self, number: int) -> bool:
+        names = self.plan.names.get(number)
+        return self.plan.keys[number] in self.plan.wanted or (names is not None and not self.plan.wanted.isdisjoint(names))
+
+    def work(self) -> None:
+        """Run tasks until there are none; what a worker thread does."""
+        try:
+            with self._wake:
+                job = self._take()
+            while job is not None:
+                number, task = job
+                value, weight = self._call(number, task)
+                with self._wake:
+                    self._settle(number, task, value, weight)
+                    value = None
+                    job = self._take()
+        except BaseException as error:  # what a task or a callback raised is the program's to see
+            with self._wake:
+                self._fail(error)
+                task = job[1] if job is not None else None
+                if task is not None and task.state == "running" and self.store.failure is None:
+                    self.store.finish(task)
+
+    def wait(self) -> None:
+        """Sleep until the run has ended; Ctrl-C is heard."""
+        while not self._finished.wait(GLANCE_SECONDS):
+            pass
+
+    def stop(self, error: BaseException) -> None:
+        """Begin nothing new."""
+        with self._wake:
+            self._fail(error)
+
+    def _call(self, number: int, task: Task | None) -> tuple[Any, int]:
+        """Run a task; its value and about how many bytes that has."""
+        node = self.plan.nodes[number]
+        values: Mapping[Key, Any] = self._cache
+        if task is not None:
+            values = {key: each.get() if type(each := self._cache[key]) is Held else each for key in node.dependencies}
+        if self._observers:
+            self._observers.begin(self.plan.keys[number])
+        try:
+            value = evaluate(node, values)
+        except BaseException:
+            self.failed = self.failed or (node, values)
+            raise
+        if self._observers:
+            self._observers.end(self.plan.keys[number], value)
+        return value, weigh(value)
+
+    def _take(self) -> Job | None:
+        """The next task for the calling worker; sleeps while there is none. None at the end."""
+        while not self._ended:
+            if self._admitted:
+                return heapq.heappop(self._admitted)
+            while self._ready:
+                number = self._ready[0]
+                if self._is_light(number):
+                    heapq.heappop(self._ready)
+                    return number, None
+                if self._num_submitted >= self._limit:
+                    break
+                heapq.heappop(self._ready)
+                self._submit(number, self._room(number))
+                if self._admitted:
+                    return heapq.heappop(self._admitted)
+            if not self._ended:
+                self._num_idle += 1
+                self._wake.wait()
+                self._num_idle -= 1
+        return None
+
+    def _is_light(self, number: int) -> bool:
+        if self._num_held:
+            cache, keys = self._cache, self.plan.keys
+            for source in self.plan.reads[number]:
+                if type(cache[keys[source]]) is Held:
+                    return False
+        if self._rooms and self._room(number) >= SMALL:
+            return False
+        return not self.store.is_full
+
+    def _prefix(self, number: int) -> str:
+        name = prefix_of(self.plan.keys[number])
+        found = self._prefixes.get(name)
+        if found is None:
+            found = self._prefixes[name] = key_split(name)
+        return found
+
+    def _room(self, number: int) -> int:
+        """Bytes of the largest result so far of a task of this kind."""
+        return self._rooms.get(self._prefix(number), 0) if self._rooms else 0
+
+    def _submit(self, number: int, room: int) -> None:
+        plan, blocks = self.plan, dict[Block, None]()
+        for source in plan.reads[number] if self._num_held else ():
+            entry = self._cache[plan.keys[source]]
+            if type(entry) is Held:
+                blocks.update(dict.fromkeys(entry.blocks))
+        self._num_submitted += 1
+        dues = [self._due(block, number) for block in blocks]
+        self.store.submit(self, number, self._prefix(number), self._first + number, list(blocks), max(room, PAGE), dues)
+
+    def _due(self, block: Block, number: int) -> int:
+        """`order` of the next task, other than this one, that will read the block."""
+        uses, done = block.uses, self._done
+        while uses and (uses[0] == number or done[uses[0]]):
+            heapq.heappop(uses)
+        return self._first + uses[0] if uses else FAR
+
+    def admitted(self, number: int, task: Task) -> None:
+        """The task's data is in place."""
+        if number == RESULTS and not self._closed:
+            self._fetching = task
+            self._fetched.set()
+        elif self._ended:
+            self.store.finish(task)
+        else:
+            heapq.heappush(self._admitted, (number, task))
+            if self._num_idle:
+                self._wake.notify()
+
+    def refused(self, number: int, error: BaseException) -> None:
+        """The task will never run: there is no room for it, or what it reads is lost."""
+        if number == RESULTS:
+            self.error = self.error or error
+            self._fetched.set()
+            return
+        if self._ended:
+            return
+        self._num_submitted -= 1
+        if isinstance(error, DoesNotFit) and number not in self._squeezed:  # alone, it may need less than others of its kind did
+            self._squeezed.add(number)
+            self._submit(number, 0)
+            return
+        if isinstance(error, DoesNotFit) and error.node == self.store.ram.name:
+            error = self._explain(number)
+        self._fail(error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error)
+
+    def _explain(self, number: int) -> DoesNotFit:
+        """Why a task cannot run within the budget, in the words of graphs."""
+        reads = [each for source in self.plan.reads[number] if type(each := self._cache[self.plan.keys[source]]) is Held]
+        nbytes = sum(block.nbytes for block in dict.fromkeys(block for held in reads for block in held.blocks))
+        ram = self.store.ram
+        taken = sum(record.nbytes for record in self.store.machine.residency.held)
+        below = "" if self.store.spills else "; without a disk nothing can leave it"
+        return DoesNotFit(
+            f"task {self.plan.keys[number]!r} reads {nbytes:,} B of results at once, but of {ram.budget:,} B of ram {taken:,} B are lent to the "
+            f"program or small results{below}; raise ram, name a disk, use smaller chunks, or let go of earlier results",
+            ram.name,
+        )
+
+    def broken(self, error: BaseException) -> None:
+        """Nothing will run any more."""
+        self.refused(RESULTS, error)
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._finished.set()
+        self._wake.notify_all()
+        admitted, self._admitted = self._admitted, []
+        for _, task in admitted:
+            if self.store.failure is None:
+                self.store.finish(task)
+
+    def _settle(self, number: int, task: Task | None, value: Any, weight: int) -> None:
+        """Keep a task's value, let go of what nobody reads any more, and let its readers in."""
+        if task is not None:
+            self._num_submitted -= 1
+        if self._ended:
+            if task is not None:
+                self.store.finish(task)
+            return
+        plan, cache = self.plan, self._cache
+        key = plan.keys[number]
+        self._done[number] = 1
+        if weight >= SMALL:
+            value = hold(value, lambda owner, nbytes, is_array: self._find(number, owner, nbytes, is_array))
+            if type(value) is Held:
+                self._adopt(number, value)
+                weight = 0
+            else:
+                weight = 0 if weight >= SMALL else weight
+        if weight:
+            self._weights[number] = weight
+            self.store.count_small(weight)
+        cache[key] = value
+        for name in plan.names.get(number, ()):
+            cache[name] = value
+        if task is not None:
+            self.store.finish(task)
+        if not self._left[number]:
+            self._drop(number)
+        left = self._left
+        for source in plan.reads[number]:
+            left[source] -= 1
+            if not left[source]:
+                self._drop(source)
+        self._let_in(number)
+
+    def _let_in(self, number: int) -> None:
+        """A task has ended: its readers may be ready."""
+        waiting, num_ready = self._waiting, 0
+        for reader in self.plan.readers[number]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(self._ready, reader)
+                num_ready += 1
+        self._num_left -= 1
+        if not self._num_left:
+            self._end()
+        elif self._num_idle and self._ready:
+            self._wake.notify(max(num_ready, 1))
+
+    def _adopt(self, number: int, held: Held) -> None:
+        """Count a result that lies in blocks, those that are new."""
+        name, made = self._prefix(number), 0
+        self._num_held += 1
+        for block in held.blocks:
+            for reader in self.plan.readers[number]:
+                heapq.heappush(block.uses, reader)
+            if block.record is None:
+                made += block.nbytes
+                self.store.adopt(block, name, self._due(block, number))
+        if made > self._rooms.get(name, 0):
+            self._rooms[name] = made
+
+    def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> Block | None:
+        """The block of an owner; None for memory that the graph itself holds, which is the program's."""
+        if id(owner) not in self.store.blocks and (_holds(self.plan.nodes[number], owner) or self._is_data(number, owner)):
+            return None
+        return self.store.find(owner, nbytes, is_array)
+
+    def _is_data(self, number: int, owner: Any) -> bool:
+        """Whether a task reads, as data of the graph, the owner or a view of it."""
+        data = self.plan.data
+        return any(_is_of(data[key], owner) for key in self.plan.nodes[number].dependencies if key in data)
+
+    def _drop(self, number: int) -> None:
+        """Nobody reads a task's value any more."""
+        value = self._cache.pop(self.plan.keys[number])
+        for name in self.plan.names.get(number, ()):
+            del self._cache[name]
+        if type(value) is Held:
+            self._num_held -= 1
+            for block in value.blocks:
+                block.holders.remove(value)
+                if not block.holders:
+                    self.store.release(block)
+        elif self._weights[number]:
+            self.store.count_small(-self._weights[number])
+            self._weights[number] = 0
+
+    def results(self, lend: Callable[[Block], None] | None) -> dict[Key, Any]:
+        """The values that were asked for, in host memory; the run is over with that.
+
+        Args:
+            lend: called with each block that the program gets; None if nothing counts it any more.
+
+        Raises:
+            DoesNotFit: they do not fit the budget together.
+        """
+        held = [value for key in self.plan.wanted if type(value := self._cache.get(key)) is Held]
+        blocks = list(dict.fromkeys(block for each in held for block in each.blocks))
+        if blocks and self.store.spills:
+            with self._wake:
+                self.store.submit(self, RESULTS, "the results", self._first + len(self.plan.nodes), blocks, 0, [FAR] * len(blocks))
+            self._fetched.wait()
+            if self.error is not None:
+                raise self.error
+        with self._wake:
+            found = {key: self._cache[key] for key in self.plan.wanted if key in self._cache}
+            found = {key: value.get() if type(value) is Held else value for key, value in found.items()}
+            self._return_results()
+            for block in blocks if lend is not None else ():
+                lend(block)  # type: ignore[misc]
+        return found
+
+    def _return_results(self) -> None:
+        """The results themselves are in the program's hands, or not wanted any more."""
+        task, self._fetching = self._fetching, None
+        if task is not None and self.store.failure is None:
+            self.store.finish(task)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._wake:
+            self._closed = True
+            self._return_results()
+            if not self._ended:
+                self._end()
+            if self.store.failure is None:
+                for number in range(len(self.plan.nodes)):
+                    if self.plan.keys[number] in self._cache and self._done[number]:
+                        self._drop(number)
+            self._cache = {}
+            self.store.clients.discard(self)
+
+
+def _holds(node: GraphNode, owner: Any) -> bool:
+    """Whether a node's own arguments hold the owner or a view of it."""
+    return any(_is_of(each, owner) for each in (*getattr(node, "args", ()), *getattr(node, "kwargs", {}).values()))
+
+
+def _is_of(value: Any, owner: Any) -> bool:
+    if isinstance(value, GraphNode):
+        return _holds(value, owner) or _is_of(getattr(value, "value", None), owner)
+    if type(value) is dict:
+        return any(_is_of(each, owner) for each in value.values())
+    return value is owner or (type(value) is np.ndarray and owner_of(value) is owner)

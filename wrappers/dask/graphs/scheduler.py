@@ -1,0 +1,238 @@
+"""`get`, the scheduler that Dask calls, and `runtime`, which gives it budgets.
+
+Dask's contract is that of `dask.threaded.get`: keys as they are asked for, lists as tuples, exceptions with their type and traceback, callbacks,
+and the keywords `num_workers`, `pool`, `cache`, `callbacks` and `rerun_exceptions_locally`. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
+from multiprocessing.pool import Pool, ThreadPool
+from typing import Any
+
+from dask import config
+from dask.callbacks import local_callbacks
+
+from nntask.errors import UsageError
+from nntask.sizes import parse_size
+from nntask.trainer.rules import disk_of
+from scheduler import usable_cores
+from scheduler.storage import DiskTier
+from scheduler.storage.limits import memory_budgets
+
+from .evaluate import evaluate
+from .observe import Observers
+from .plan import collector_paused, make_plan, nested, prepare
+from .run import Run
+from .store import Store
+
+_current: contextvars.ContextVar[GraphRuntime | None] = contextvars.ContextVar("nntask_graph_runtime", default=None)
+"""Whose worker this thread is: a graph that is computed within a task shares that one's memory."""
+
+
+def get(
+    dsk: Any,
+    keys: Any,
+    cache: Mapping[Any, Any] | None = None,
+    num_workers: int | None = None,
+    pool: Executor | Pool | None = None,
+    *,
+    callbacks: Any = None,
+    rerun_exceptions_locally: bool | None = None,
+) -> Any:
+    """Compute keys of a Dask graph: ``x.compute(scheduler=get)``.
+
+    Within a task of another graph, in that graph's memory; else in 0.9 of what is free, without a disk. Use `runtime` for budgets.
+
+    Args:
+        dsk: a graph, old or new style, or an expression.
+        keys: a key or nested lists of keys.
+        cache: values of keys that need not be computed.
+        num_workers: threads; default the config's ``num_workers``, then one per usable core.
+        pool: of threads, which run the tasks instead of ours; default the config's ``pool``.
+        callbacks: of Dask's; default those that are active.
+        rerun_exceptions_locally: whether a task that raised is run once more, on the calling thread.
+
+    Returns:
+        The value of the key; tuples of values for lists.
+
+    Raises:
+        KeyError: a key is not in the graph.
+        ValueError: a task reads a key that is in neither the graph nor the cache.
+        DoesNotFit: the next task, or the results together, do not fit the budget.
+        BaseException: what a task raised.
+    """
+    options = {"callbacks": callbacks, "rerun_exceptions_locally": rerun_exceptions_locally}
+    runtime = _current.get()
+    if runtime is not None:
+        return runtime.get(dsk, keys, cache, num_workers, pool, **options)
+    made = GraphRuntime(workers=None)
+    try:
+        return made.compute(dsk, keys, cache, num_workers, pool, lends=False, **options)
+    finally:
+        made.close()
+
+
+def runtime(ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> GraphRuntime:
+    """Budgets for Dask graphs: ``with runtime(ram="2GiB", disk="scratch"): x.compute()``.
+
+    Args:
+        ram: budget of the results in host memory, bytes or a size such as "2GiB"; default 0.9 of what is free.
+        disk: directory of the disk tier, perhaps with a size, such as "scratch:100GiB"; default none, so what does not fit fails.
+        workers: threads per graph; default one per usable core.
+
+    Raises:
+        UsageError: a size cannot be read, is not positive, or there are no workers.
+        DoesNotFit: the budget is above what this process may use.
+        OSError: the directory cannot be made or written.
+    """
+    return GraphRuntime(ram, disk, workers)
+
+
+class GraphRuntime:
+    """Workers and memory for Dask graphs; within ``with``, the scheduler of whatever Dask computes. Arguments as of `runtime`."""
+
+    def __init__(self, ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> None:
+        nbytes = parse_size(ram, "ram") if isinstance(ram, str) else ram
+        if workers is not None and workers < 1:
+            raise UsageError(f"a runtime of Dask graphs needs at least one worker, got workers={workers}; leave it out for one per core")
+        if nbytes is not None and nbytes <= 0:
+            raise UsageError(f"ram must be a positive number of bytes, got {nbytes}; leave it out for 0.9 of what is free")
+        self.workers = workers
+        budget, _ = memory_budgets(nbytes, None, 0)
+        tier = None
+        if disk is not None:
+            found = disk_of(os.fspath(disk))
+            if found is None:
+                raise UsageError(f"disk must name a directory, got {disk!r}; leave it out for no disk tier")
+            file = DiskTier(found[0])
+            tier = (file, found[1] or file.free_bytes())
+        self.budget = budget
+        self._store = Store(budget, tier)
+        self._num_orders = 0
+        self._config: Any = None
+
+    def get(
+        self,
+        dsk: Any,
+        keys: Any,
+        cache: Mapping[Any, Any] | None = None,
+        num_workers: int | None = None,
+        pool: Executor | Pool | None = None,
+        *,
+        callbacks: Any = None,
+        rerun_exceptions_locally: bool | None = None,
+    ) -> Any:
+        """`get` within these budgets. What is returned is lent: it counts until the program lets go of it."""
+        return self.compute(dsk, keys, cache, num_workers, pool, lends=True, callbacks=callbacks, rerun_exceptions_locally=rerun_exceptions_locally)
+
+    def compute(
+        self,
+        dsk: Any,
+        keys: Any,
+        cache: Mapping[Any, Any] | None,
+        num_workers: int | None,
+        pool: Executor | Pool | None,
+        *,
+        lends: bool,
+        callbacks: Any,
+        rerun_exceptions_locally: bool | None,
+    ) -> Any:
+        """`get`; `lends` says whether results still count when they are returned."""
+        cache = cache if cache is not None else config.get("cache", None) or {}
+        with local_callbacks(callbacks) as active:
+            observers = Observers(active)
+            failed = True
+            try:
+                with collector_paused():
+                    graph, wanted = prepare(dsk, keys)
+                    observers.start(graph)
+                    plan = make_plan(graph, wanted, cache, keep_aliases=bool(observers))
+                observers.start_state({key: number for number, key in enumerate(plan.keys)}, wanted, dict(cache))
+                del graph
+                submit, count = self._crew(num_workers, pool)
+                with self._store.lock:
+                    first, self._num_orders = self._num_orders, self._num_orders + len(plan.nodes) + 1
+                    run = Run(self._store, plan, count, observers, first)
+                    self._store.clients.add(run)
+                values = self._carry_out(run, submit, min(count, len(plan.nodes)), lends, rerun_exceptions_locally)
+                failed = False
+            finally:
+                observers.finish(failed=failed)
+        return nested(keys, {**plan.data, **values})
+
+    def _carry_out(self, run: Run, submit: Callable[[Callable[[], None]], Any], count: int, lends: bool, rerun: bool | None) -> dict[Any, Any]:
+        """Let workers run it, and take the results."""
+        context = contextvars.copy_context()
+        context.run(_current.set, self)
+        try:
+            for _ in range(count):
+                submit(partial(context.copy().run, run.work))
+            run.wait()
+            if run.error is not None:
+                if run.failed is not None and (config.get("rerun_exceptions_locally", False) if rerun is None else rerun):
+                    evaluate(*run.failed)
+                raise run.error
+            return run.results(self._store.lend if lends and self._store.failure is None else None)
+        except BaseException as error:
+            run.stop(error)
+            raise
+        finally:
+            run.failed = None
+            run.close()
+
+    def _crew(self, num_workers: int | None, pool: Executor | Pool | None) -> tuple[Callable[[Callable[[], None]], Any], int]:
+        """Who runs what is submitted, and how many of them there are.
+
+        Raises:
+            TypeError: the pool is one of processes, which do not share our memory.
+        """
+        pool = pool or config.get("pool", None)
+        if pool is None:
+            return _start_thread, num_workers or config.get("num_workers", None) or self.workers or usable_cores()
+        if isinstance(pool, ProcessPoolExecutor) or (isinstance(pool, Pool) and not isinstance(pool, ThreadPool)):
+            raise TypeError(f"pool must be one of threads, got a {type(pool).__name__}; use num_workers, or a ThreadPoolExecutor")
+        if isinstance(pool, ThreadPool):
+            return pool.apply_async, len(pool._pool)  # type: ignore[attr-defined]  # as Dask does
+        return pool.submit, pool._max_workers  # type: ignore[union-attr]  # as Dask does
+
+    def stats(self) -> dict[str, Any]:
+        """What happened so far.
+
+        Returns:
+            "budget_bytes" and "peak_bytes" (most counted at once, what is lent included), "resident_bytes" (now), "largest_bytes" (the largest block
+            of a result), "moved_bytes" {"ram->disk": bytes, "disk->ram": bytes}, "evictions", "lent" (blocks that the program holds).
+        """
+        store = self._store
+        with store.lock:
+            residency = store.machine.residency
+            return {
+                "budget_bytes": self.budget,
+                "peak_bytes": store.peak,
+                "resident_bytes": store.ram.used,
+                "largest_bytes": store.largest,
+                "moved_bytes": {f"{residency.name_of(a)}->{residency.name_of(b)}": n for (a, b), n in residency.moved_bytes.items()},
+                "evictions": residency.num_evictions,
+                "lent": store.num_lent - len(store.inbox),
+            }
+
+    def close(self) -> None:
+        """Give the memory and the file back. What was returned stays the program's. Idempotent."""
+        self._store.close()
+
+    def __enter__(self) -> GraphRuntime:
+        self._config = config.set(scheduler=self.get)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._config.__exit__(*failure)
+        self.close()
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="nntask dask", daemon=True).start()

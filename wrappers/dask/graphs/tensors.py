@@ -1,0 +1,116 @@
+"""Dask arrays as tile tensors and back, tile by tile.
+
+`to_array` copies nothing: a chunk is a tile, lent for as long as anything refers to it, and its memory stays where it is meanwhile. `from_array`
+copies each chunk once, from where Dask computed it into the tiles it belongs to, chunk by chunk; where chunks and tiles agree that is a tile at a
+time, and the whole array is never in one piece.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import cache
+from itertools import count, product
+from queue import SimpleQueue
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+from dask._task_spec import Task
+
+from nntask.errors import UsageError
+from scheduler import Handle, SchedulerError, TaskRuntime
+from tiles import TileTensor
+
+_numbers = count()
+
+
+def to_array(tensor: TileTensor) -> Any:
+    """A tile tensor as a dask array of the same shape and element type, whose chunks are its tiles, without a copy.
+
+    A chunk waits for whoever writes the tile, and is read-only. Each chunk that is alive pins its tile in host memory, and whoever writes the tile
+    waits for it; so compute it, use it and let go.
+
+    Returns:
+        A `dask.array.Array`.
+    """
+    tiling, runtime = tensor.tiling, tensor.runtime
+    chunks = tuple(
+        tuple(min(tile, extent - begin) for begin in range(0, extent, tile)) for extent, tile in zip(tiling.shape, tiling.tile, strict=True)
+    )
+    name = f"tiles-{tensor.name or 'tensor'}-{next(_numbers)}"
+    graph = {(name, *index): Task((name, *index), _lend, runtime, tensor[index]) for index in product(*map(range, tiling.grid))}
+    return da.Array(graph, name, chunks, dtype=tensor.dtype, meta=np.empty((0,) * len(tiling.shape), tensor.dtype))
+
+
+def from_array(array: Any, tensor: TileTensor, *, scheduler: str | Callable[..., Any] | None = None) -> None:
+    """Overwrite a tile tensor with a dask array of its shape, converting to its element type.
+
+    Args:
+        array: a `dask.array.Array`; where its chunks are not the tensor's tiles it is cut anew first, by Dask.
+        scheduler: what computes it; Dask's choice if None.
+
+    Raises:
+        UsageError: the shapes differ.
+    """
+    if array.shape != tensor.shape:
+        raise UsageError(f"{tensor.name or 'the tile tensor'} has shape {tensor.shape}, got a dask array of shape {array.shape}; make them equal")
+    da.store(array.rechunk(tensor.tiling.tile), _Target(tensor), lock=False, scheduler=scheduler)
+
+
+class _Target:
+    """What `dask.array.store` writes into: whole tiles of a tensor.
+
+    Attributes:
+        shape, dtype: of the tensor.
+    """
+
+    def __init__(self, tensor: TileTensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self._tensor = tensor
+
+    def __setitem__(self, place: tuple[slice, ...], chunk: npt.NDArray[Any]) -> None:
+        tensor = self._tensor
+        index = tuple(each.start // tile for each, tile in zip(place, tensor.tiling.tile, strict=True))
+        with tensor.runtime.acquire(tensor[index], "W") as view:
+            np.copyto(view, chunk, casting="unsafe")
+
+
+class _Loan:
+    """A tile that is lent until nothing refers to its memory: the base of the array over it.
+
+    NumPy keeps the first base that is no array, so views of views refer to this, whatever they are cut from.
+    """
+
+    is_lent = True  # see `values`: not the memory of Dask's results
+
+    def __init__(self, loan: AbstractContextManager[Any]) -> None:
+        view = loan.__enter__()
+        self.__array_interface__ = {**view.__array_interface__, "data": (view.__array_interface__["data"][0], True)}
+        weakref.finalize(self, _returns.put, loan).atexit = False
+
+
+_returns: SimpleQueue[AbstractContextManager[Any]] = SimpleQueue()
+"""Loans that nothing refers to any more: finalizers only append, because they may run in a thread that is inside the runtime."""
+
+
+@cache
+def _start_returning() -> None:
+    """Start the thread that gives tiles back."""
+
+    def give_back() -> None:
+        while True:
+            with suppress(SchedulerError):  # the runtime was closed meanwhile
+                _returns.get().__exit__(None, None, None)
+
+    threading.Thread(target=give_back, name="nntask dask loans", daemon=True).start()
+
+
+def _lend(runtime: TaskRuntime, handle: Handle) -> npt.NDArray[Any]:
+    """A tile as a read-only array over its own memory."""
+    _start_returning()
+    return np.asarray(_Loan(runtime.acquire(handle, "R")))

@@ -1,0 +1,199 @@
+"""Results as blocks of memory, each held by the core as one handle, which may leave for the disk and come back.
+
+A *block* is the memory of one NumPy array that owns it, or one object of another kind, whole. A result of some size becomes a template over its
+blocks: an array is where in its block it lies, a tuple, list or dict is what it holds. So views share the block of what they are views of, whether
+that is another task's result or not: memory is counted once, as long as any result needs some of it, and no view is ever copied because of us. A
+view that is small is copied, so that it does not keep a large block.
+
+Small results are no blocks: they are kept as they are and only counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+from dask.sizeof import sizeof
+
+from scheduler.core.records import HandleRecord
+
+SMALL: Final = 16 << 10
+"""A result of fewer bytes is kept as it is."""
+
+MOST: Final = 64
+"""Tuples, lists and dicts of more items are blocks as a whole."""
+
+_SCALARS: Final = frozenset({int, float, bool, complex, type(None), np.float64, np.float32, np.int64, np.bool_})
+_COLLECTIONS: Final = frozenset({list, tuple, set, frozenset})
+_SCALAR_BYTES: Final = 32
+_ARRAY_BYTES: Final = 112
+_NOTHING: Final = object()
+
+
+class Block:
+    """Some memory that results lie in.
+
+    Attributes:
+        owner: the array that owns the memory, or the object; None while it is not in host memory.
+        nbytes: of it.
+        record: its handle in the core.
+        holders: results that lie in it.
+        uses: numbers of the tasks that will read it, a heap.
+        place: where it is in the tier file, for `spill`.
+    """
+
+    __slots__ = ("__weakref__", "holders", "is_array", "nbytes", "owner", "place", "record", "uses")
+
+    def __init__(self, owner: Any, nbytes: int, *, is_array: bool) -> None:
+        self.owner = owner
+        self.nbytes = nbytes
+        self.is_array = is_array
+        self.record: HandleRecord | None = None
+        self.holders: list[Held] = []
+        self.uses: list[int] = []
+        self.place: Any = None
+
+    def forget(self) -> None:
+        """Let go of the memory; whoever holds results in it builds them anew when it is back."""
+        self.owner = None
+        for held in self.holders:
+            held.value = _NOTHING
+
+
+class Held:
+    """A result that lies in blocks.
+
+    Attributes:
+        value: the result itself, while its blocks have not left.
+    """
+
+    __slots__ = ("blocks", "template", "value")
+
+    def __init__(self, value: Any, template: Callable[[], Any], blocks: Sequence[Block]) -> None:
+        self.value = value
+        self.template = template
+        self.blocks = blocks
+
+    def get(self) -> Any:
+        """The result; its blocks must be in host memory, and stay there while it is used."""
+        if self.value is _NOTHING:
+            self.value = self.template()
+        return self.value
+
+
+def weigh(value: Any) -> int:
+    """Bytes of a result, as near as `dask.sizeof` knows; of a view, those it keeps alive."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return _SCALAR_BYTES
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return max(int(value.nbytes), int(owner_of(value).nbytes)) + _ARRAY_BYTES
+    if kind in _COLLECTIONS:
+        return sys.getsizeof(value) + _weigh_items(value)
+    if kind is dict:
+        return sys.getsizeof(value) + _weigh_items(value) + _weigh_items(value.values())
+    try:
+        return int(sizeof(value))
+    except Exception:  # of somebody's __sizeof__: its own business
+        return _ARRAY_BYTES
+
+
+def _weigh_items(items: Collection[Any]) -> int:
+    """Bytes of items; of many, what some at equal distances have on average.
+
+    Not by `dask.sizeof`, which draws them from Python's random numbers, and so would change those of the program.
+    """
+    step = max(len(items) // MOST, 1)
+    sample = list(islice(items, 0, None, step))
+    return sum(map(weigh, sample)) * len(items) // max(len(sample), 1)
+
+
+def hold(value: Any, find: Callable[[Any, int, bool], Block | None]) -> Any:
+    """A result as something that lies in blocks: a `Held`; the result itself if none of it does.
+
+    Args:
+        find: the block of (an owner, its bytes, whether it is an array); None for memory that is not ours to move.
+    """
+    blocks: dict[Block, None] = {}
+    template = _template(value, find, blocks)
+    if not blocks:
+        return template()
+    held = Held(value, template, tuple(blocks))
+    for block in blocks:
+        block.holders.append(held)
+    return held
+
+
+def _template(value: Any, find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]) -> Callable[[], Any]:
+    """How to build the result from its blocks, which are added to `blocks`."""
+    kind = type(value)
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return _array_template(value, find, blocks)
+    if (kind is tuple or kind is list) and len(value) <= MOST:
+        parts = [_template(each, find, blocks) for each in value]
+        return lambda: kind([part() for part in parts])
+    if kind is dict and len(value) <= MOST:
+        named = {name: _template(each, find, blocks) for name, each in value.items()}
+        return lambda: {name: part() for name, part in named.items()}
+    nbytes = weigh(value)
+    block = find(value, nbytes, False) if nbytes >= SMALL else None
+    if block is None:
+        return lambda: value
+    blocks[block] = None
+    return lambda: block.owner
+
+
+def _array_template(array: np.ndarray[Any, Any], find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]) -> Callable[[], Any]:
+    owner = owner_of(array)
+    if owner.nbytes < SMALL:
+        return lambda: array
+    if owner.flags.owndata and not owner.dtype.hasobject and _fills(owner):
+        if array.nbytes < SMALL and owner is not array:
+            copy = array.copy()
+            return lambda: copy
+        block = find(owner, owner.nbytes, True)
+    elif getattr(owner.base, "is_lent", False):  # a tile, which its own runtime counts
+        return lambda: array
+    else:  # memory of somebody else: a map of a file, an object that lends its buffer
+        block = find(array, array.nbytes, False)
+    if block is None:
+        return lambda: array
+    blocks[block] = None
+    if not block.is_array:
+        return lambda: block.owner
+    shape, dtype, strides, writeable = array.shape, array.dtype, array.strides, array.flags.writeable
+    offset = address_of(array) - address_of(block.owner)
+
+    def build() -> np.ndarray[Any, Any]:
+        made: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw_bytes(block.owner), offset, strides)
+        if not writeable:
+            made.flags.writeable = False
+        return made
+
+    return build
+
+
+def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array whose memory an array is a view of, itself if of none."""
+    while type(array.base) is np.ndarray:
+        array = array.base
+    return array
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Where the first item of an array lies."""
+    return int(array.__array_interface__["data"][0])
+
+
+def raw_bytes(owner: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The memory that an array owns, as bytes in the order of their addresses; no copy."""
+    return owner.ravel(order="K").view(np.uint8)
+
+
+def _fills(owner: np.ndarray[Any, Any]) -> bool:
+    """Whether an array's items fill its memory without gaps."""
+    span = sum((extent - 1) * stride for extent, stride in zip(owner.shape, owner.strides, strict=True)) + owner.itemsize
+    return span == owner.nbytes and min(owner.strides, default=0) > 0
