@@ -122,14 +122,12 @@ def resident() -> int:
 def measure_memory_ours(nbytes: int, workers: int, directory: str) -> dict[str, float]:
     """The memory job within an eighth of its data."""
     import dask.array  # noqa: F401  # part of what the process has at the start
-    import psutil
 
     from wrappers.dask import runtime
 
     limit = nbytes // 8
     temporaries = 3 * workers * (nbytes // 256)
-    with psutil.Process().oneshot():
-        budget = limit - resident() - temporaries
+    budget = limit - resident() - temporaries
     with runtime(ram=budget, disk=directory, workers=workers) as graphs:
         begin = perf_counter()
         result = float(memory_job(nbytes).compute())

@@ -157,9 +157,16 @@ def test_objects_leave_as_pickles_and_come_back(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_pickled_stays(tmp_path: Path) -> None:
-    """It is counted, and the graph goes on around it."""
-    with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs:
-        assert isinstance(graphs.get(pressed(Odd), "end"), Odd)
+    """It is counted for good, something else leaves in its place, and without anything else the graph does not fit."""
+    graph = pressed(Odd)
+    with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs, pytest.raises(DoesNotFit, match="'wide' reads"):
+        graphs.get(graph, "end")
+    graph["more"] = Task("more", lambda made: np.ones(MIB // 8), TaskRef("made"))
+    graph |= {f"a{number}": Task(f"a{number}", lambda made, more: np.ones(MIB // 8), TaskRef("made"), TaskRef("more")) for number in range(3)}
+    graph["end"] = Task("end", lambda made, more, wide: made, TaskRef("made"), TaskRef("more"), TaskRef("wide"))
+    with runtime(ram=4 * MIB + MIB // 2, disk=tmp_path, workers=1) as graphs:
+        assert isinstance(graphs.get(graph, "end"), Odd)
+        assert graphs.stats()["moved_bytes"]["disk->ram"] >= MIB
 
 
 def test_what_is_lent_counts_until_the_program_lets_go(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +168,6 @@ def nested(keys: Any, values: Mapping[Key, Any]) -> Any:
     return tuple(nested(each, values) for each in keys) if isinstance(keys, list) else values[keys]
 
 
-def prefix_of(key: Key) -> Sequence[Any] | Any:
+def prefix_of(key: Key) -> Any:
     """What keys of one kind share: the name of a tuple, else the text before the token (see `dask.utils.key_split`)."""
     return key[0] if type(key) is tuple and key else key

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from dask._task_spec import GraphNode
 from dask.utils import key_split
 
@@ -27,7 +26,7 @@ from .evaluate import evaluate
 from .observe import Observers
 from .plan import Key, Plan, prefix_of
 from .store import FAR, Store
-from .values import SMALL, Block, Held, hold, owner_of, weigh
+from .values import SMALL, Block, Held, hold, holds, is_of, weigh
 
 GLANCE_SECONDS = 1.0
 """A signal that comes just before the thread falls asleep does not wake it, so it looks up now and then."""
@@ -320,14 +319,14 @@ class Run:
 
     def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> Block | None:
         """The block of an owner; None for memory that the graph itself holds, which is the program's."""
-        if id(owner) not in self.store.blocks and (_holds(self.plan.nodes[number], owner) or self._is_data(number, owner)):
+        if id(owner) not in self.store.blocks and (holds(self.plan.nodes[number], owner) or self._is_data(number, owner)):
             return None
         return self.store.find(owner, nbytes, is_array)
 
     def _is_data(self, number: int, owner: Any) -> bool:
         """Whether a task reads, as data of the graph, the owner or a view of it."""
         data = self.plan.data
-        return any(_is_of(data[key], owner) for key in self.plan.nodes[number].dependencies if key in data)
+        return any(is_of(data[key], owner) for key in self.plan.nodes[number].dependencies if key in data)
 
     def _drop(self, number: int) -> None:
         """Nobody reads a task's value any more."""
@@ -388,16 +387,3 @@ class Run:
                         self._drop(number)
             self._cache = {}
             self.store.clients.discard(self)
-
-
-def _holds(node: GraphNode, owner: Any) -> bool:
-    """Whether a node's own arguments hold the owner or a view of it."""
-    return any(_is_of(each, owner) for each in (*getattr(node, "args", ()), *getattr(node, "kwargs", {}).values()))
-
-
-def _is_of(value: Any, owner: Any) -> bool:
-    if isinstance(value, GraphNode):
-        return _holds(value, owner) or _is_of(getattr(value, "value", None), owner)
-    if type(value) is dict:
-        return any(_is_of(each, owner) for each in value.values())
-    return value is owner or (type(value) is np.ndarray and owner_of(value) is owner)

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, Final
 
 import numpy as np
+from dask._task_spec import GraphNode
 from dask.sizeof import sizeof
 
 from scheduler.core.records import HandleRecord
@@ -197,3 +198,17 @@ def _fills(owner: np.ndarray[Any, Any]) -> bool:
     """Whether an array's items fill its memory without gaps."""
     span = sum((extent - 1) * stride for extent, stride in zip(owner.shape, owner.strides, strict=True)) + owner.itemsize
     return span == owner.nbytes and min(owner.strides, default=0) > 0
+
+
+def holds(node: GraphNode, owner: Any) -> bool:
+    """Whether a node's own arguments hold the owner or a view of it."""
+    return any(is_of(each, owner) for each in (*getattr(node, "args", ()), *getattr(node, "kwargs", {}).values()))
+
+
+def is_of(value: Any, owner: Any) -> bool:
+    """Whether a value is the owner, a view of it, or a node that holds either."""
+    if isinstance(value, GraphNode):
+        return holds(value, owner) or is_of(getattr(value, "value", None), owner)
+    if type(value) is dict:
+        return any(is_of(each, owner) for each in value.values())
+    return value is owner or (type(value) is np.ndarray and owner_of(value) is owner)
