@@ -101,8 +101,8 @@ class PeerComms:
 
     Attributes:
         send, receive: see `nntask.sharding.Transport`.
-        sent_bytes: to each peer so far, framing included; `num_messages` likewise.
-        sending_seconds: while there were bytes on the way to any peer.
+        sent_bytes: to each peer so far, framing included.
+        num_messages: sent so far.
     """
 
     def __init__(
@@ -331,6 +331,15 @@ class PeerComms:
         if self._listener is not None:
             self._listener.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def passing_bytes(num_peers: int, largest: int) -> int:
+    """Most bytes that are in memory for a node besides its tiles: what is on the way to it.
+
+    Args:
+        largest: bytes of the largest bucket.
+    """
+    return num_peers * (WINDOW + largest)
 
 
 def _pack(tiles: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:

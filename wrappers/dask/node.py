@@ -45,15 +45,15 @@ class Order:
         share: what this node does of each step.
         fingerprint: of the data, as the client has it.
         on_host: nodes of this training that share the node's machine, this one included.
-        bandwidth: bytes per second that it sends at most; None for no limit.
+        largest: bytes of the largest bucket that travels.
     """
 
     prepared: Prepared
     base: Base | None
     share: Share
     fingerprint: str
-    on_host: int = 1
-    bandwidth: float | None = None
+    on_host: int
+    largest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Node:
         from nntask.sizes import parse_size
         from scheduler.storage.limits import default_ram_budget
 
-        from .exchange import WINDOW
+        from .exchange import passing_bytes
 
         if resources.ram:
             nbytes = parse_size(resources.ram, "--ram")
@@ -196,8 +196,7 @@ class Node:
 
                 nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
             nbytes //= 1 + resources.sim_gpu
-        passing = (order.share.num_nodes - 1) * WINDOW
-        return f"{max(nbytes - passing, 1)}B"
+        return f"{max(nbytes - passing_bytes(order.share.num_nodes - 1, order.largest), 1)}B"
 
     async def step(self, number: int, lr: float, begin: Cursor) -> Part:
         """Do this node's part of step `number` (from 1), whose batch begins at a place in the data; at most two are under way."""
