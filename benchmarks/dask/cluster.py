@@ -157,7 +157,7 @@ class counted_cluster:
     def __enter__(self) -> tuple[str, Callable[[], dict[str, int]]]:
         from distributed import Client, LocalCluster
 
-        self.cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, dashboard_address=None, silence_logs=50)
+        self.cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, dashboard_address=":0", silence_logs=50)
         self.client = Client(self.cluster)
         self.client.run_on_scheduler(_count_messages)
         return self.cluster.scheduler_address, lambda: self.client.run_on_scheduler(_counted)
@@ -304,7 +304,7 @@ def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict
     os.environ[MARK] = str(folder)  # what is started from here on inherits it
     killed: list[float] = []
     lines: list[tuple[float, str]] = []
-    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster, Client(cluster) as client:
         argv = [
             sys.executable,
             "-m",

@@ -219,10 +219,12 @@ class DaskCluster:
         largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.machines))) * max(widest, 1))
         hosts = [machine.host for machine in team.machines]
         opening = [
-            team.ask(share.rank, "open", Order(prepared, base, share, dataset.fingerprint, hosts.count(host), largest), addresses)
+            team.ask(share.rank, "open", Order(prepared, base, share, dataset.fingerprint, hosts.count(host), largest))
             for share, host in zip(all_shares, hosts, strict=True)
         ]
-        return ClusterEngine(team, shapes, all_shares, team.gather(opening, OPEN_SECONDS))
+        told = team.gather(opening, OPEN_SECONDS)
+        team.call("connect", addresses)
+        return ClusterEngine(team, shapes, all_shares, told)
 
     def what_is_safe(self) -> str:
         """What is left of the run, and how to continue it."""

@@ -114,11 +114,15 @@ class Node:
         address: str = self._comms.listen()
         return address
 
-    async def open(self, order: Order, addresses: Sequence[str]) -> dict[str, Any]:
-        """Connect to the peers and make runtime, model and data ready; returns what the client shows of the node."""
-        return await self._run(self._starts, self._open, order, addresses)
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the peers; when all are open, since some take minutes longer than others."""
+        await self._run(self._starts, self._comms.connect, addresses)
 
-    def _open(self, order: Order, addresses: Sequence[str]) -> dict[str, Any]:
+    async def open(self, order: Order) -> dict[str, Any]:
+        """Make runtime, model and data ready; returns what the client shows of the node."""
+        return await self._run(self._starts, self._open, order)
+
+    def _open(self, order: Order) -> dict[str, Any]:
         from nntask.data import BatchStream, open_dataset
         from nntask.errors import DataError
         from nntask.trainer.machine import open_runtime
@@ -152,7 +156,6 @@ class Node:
         num_tasks = engine.num_tasks
         self._check_room()
         runtime.wait()
-        self._comms.connect(addresses)
         return {"num_tasks": num_tasks, "num_trained": engine.num_trained, "stats": self._stats(), "worker": self._name}
 
     def _check_room(self) -> None:
