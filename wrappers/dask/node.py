@@ -184,10 +184,11 @@ class Node:
 
         As asked for; else what the Dask worker may use, or this node's part of what the machine has.
         """
+        from nntask.errors import DoesNotFit
         from nntask.sizes import parse_size
         from scheduler.storage.limits import default_ram_budget
 
-        from .exchange import passing_bytes
+        from .exchange import passing_bytes, window_for
 
         if resources.ram:
             nbytes = parse_size(resources.ram, "--ram")
@@ -199,7 +200,14 @@ class Node:
 
                 nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
             nbytes //= 1 + resources.sim_gpu
-        return f"{max(nbytes - passing_bytes(order.share.num_nodes - 1, order.largest), 1)}B"
+        passing = passing_bytes(order.share.num_nodes - 1, order.largest)
+        self._comms.window = window_for(order.largest)
+        if nbytes <= passing:
+            raise DoesNotFit(
+                f"on worker {self._name} the budget of RAM must hold the {passing:,} B that may be on their way from other nodes, and the step "
+                f"besides, got {nbytes:,} B; raise --ram, or use fewer nodes"
+            )
+        return f"{nbytes - passing}B"
 
     async def step(self, number: int, lr: float, begin: Cursor) -> Part:
         """Do this node's part of step `number` (from 1), whose batch begins at a place in the data; at most two are under way."""
