@@ -1,9 +1,9 @@
 """Bytes between the nodes of a training, over connections of Dask's comm layer: the `Transport` of `nntask.sharding`.
 
 Each node listens on an address of its own and has one connection to every other node. What a task sends stays in its tile until the receiver's task
-has taken memory for it and asked: no bytes wait anywhere but in tiles, which budgets count, and at most a window and a bucket are on the way to each
-peer. One message carries whatever there is for a peer at that moment: keys it wants, keys and bytes that the peer wanted, and how many of the peer's it
-has got.
+has taken memory for it and asked: no bytes wait anywhere but in tiles, which budgets count, and at most a window and a bucket are on the way to
+each peer. One message carries whatever there is for a peer at that moment: keys it wants, keys and bytes that the peer wanted, and how many of the
+peer's it has got.
 
 Tasks begin and end through the scheduler's host tasks. All state belongs to one thread with an event loop; other threads only append to its inbox. A
 connection that breaks, or bytes that nobody can expect, fail every task that waits for that peer, now and later, with `PeerLost`.
