@@ -35,6 +35,9 @@ HERE: Final = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1]))
 import common  # noqa: E402
 
+MARK: Final = "CLUSTER_BENCHMARK"
+"""Environment variable by which the processes of a suite are known."""
+
 WARM: Final = 5
 """First steps, which are not timed."""
 
@@ -154,7 +157,7 @@ class counted_cluster:
     def __enter__(self) -> tuple[str, Callable[[], dict[str, int]]]:
         from distributed import Client, LocalCluster
 
-        self.cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, dashboard_address=None, silence_logs=50)
+        self.cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, dashboard_address=":0", silence_logs=50)
         self.client = Client(self.cluster)
         self.client.run_on_scheduler(_count_messages)
         return self.cluster.scheduler_address, lambda: self.client.run_on_scheduler(_counted)
@@ -298,10 +301,10 @@ def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict
     chance = random.Random(0)
     own = [*flags(arguments), "--steps", str(steps)]
     truth = losses(train(folder, "alone", steps, *flags(arguments)))
-    before = {process.pid for process in psutil.process_iter()}
+    os.environ[MARK] = str(folder)  # what is started from here on inherits it
     killed: list[float] = []
     lines: list[tuple[float, str]] = []
-    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster, Client(cluster) as client:
         argv = [
             sys.executable,
             "-m",
@@ -343,7 +346,7 @@ def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict
     steps_at = [at for at, line in lines if line.startswith("step ")]
     recovery = [min((at for at in steps_at if at > moment), default=moment) - moment for moment in killed]
     recovery = [seconds for moment, seconds in zip(killed, recovery, strict=True) if any(at > moment for at, line in lines if "lost" in line)]
-    orphans = [each for each in psutil.process_iter() if each.pid not in before and _is_worker(each)]
+    _, orphans = psutil.wait_procs([each for each in psutil.process_iter() if _is_left_over(each, str(folder))], timeout=20)
     rows = [
         common.compare(
             f"{kills} random kills over {steps} steps on 3 nodes: kills survived",
@@ -369,10 +372,13 @@ def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict
     return rows, {"recovery_seconds": recovery, "lines": [line for _, line in lines if "going on" in line]}
 
 
-def _is_worker(process: Any) -> bool:
+def _is_left_over(process: Any, mark: str) -> bool:
+    """Whether a process was started by the suite and is not this one, nor what Python keeps beside it."""
     try:
-        return any("multiprocessing" in word or "nntask" in word for word in process.cmdline())
-    except Exception:  # it has ended meanwhile
+        return (
+            process.pid != os.getpid() and process.environ().get(MARK) == mark and not any("resource_tracker" in word for word in process.cmdline())
+        )
+    except Exception:  # it has ended meanwhile, or is somebody else's
         return False
 
 

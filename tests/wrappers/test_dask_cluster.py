@@ -32,7 +32,7 @@ def cluster() -> Iterator[LocalCluster]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(ROOT)
     try:
-        with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None, silence_logs=50) as found:
+        with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as found:
             yield found
     finally:
         os.environ.pop("PYTHONPATH")
@@ -70,7 +70,7 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
     """kill -9 in the middle: one line says what happened, and the run goes on by itself from its last checkpoint. A worker that comes late is taken
     in at a later one. The numbers are those of an undisturbed run."""
     lines, victim = [], ""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster, Client(cluster) as client:
         process = start(*TRAIN, "--steps=100000", "--save-every=20", "--run-dir=run", f"--dask={cluster.scheduler_address}")
         assert process.stdout is not None
         for line in process.stdout:

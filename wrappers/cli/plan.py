@@ -49,6 +49,10 @@ def run(argv: Sequence[str]) -> int:
     devices, link = asked.extra["devices"], asked.extra["link"]
     if link and not devices:
         raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
+    if dask := asked.settings.cluster.dask:
+        raise UsageError(
+            f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
+        )
     sim_gpu = asked.settings.resources.sim_gpu
     with naming(asked.sources):
         if devices and sim_gpu and asked.resumed is None:

@@ -233,7 +233,7 @@ def _local_cluster(number: int) -> Any:
             n_workers=number,
             threads_per_worker=max(usable_cores() // number, 1),
             processes=True,
-            dashboard_address=None,
+            dashboard_address=":0",
             silence_logs=logging.CRITICAL,
         )
     except Exception as error:

@@ -6,6 +6,7 @@ When they change, `open` is called again: on the nodes that there are then, for 
 from __future__ import annotations
 
 import shlex
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,11 @@ from typing import Any, Final
 from nntask.checkpoints import step_directories
 from nntask.data import Batch, Dataset
 from nntask.errors import ClusterError, UsageError
-from nntask.sharding import Share, most_nodes, shares
+from nntask.sharding import Share, buckets_of, most_nodes, shares
 from nntask.sizes import parse_size
 from nntask.trainer.base import Base
 from nntask.trainer.engine import NodesChanged, Outcome
+from nntask.trainer.fitting import Sketch, sketch
 from nntask.trainer.prepare import Prepared
 from nntask.trainer.recorded import outcome_of
 from nntask.trainer.rules import local_nodes
@@ -39,8 +41,7 @@ class ClusterEngine:
 
     Args:
         team: connected and open.
-        prepared: the run.
-        base: the frozen weights of a run with adapters.
+        shapes: of the model and the optimizer.
         all_shares: what each node does.
         told: what each node said of itself when it opened.
 
@@ -48,13 +49,13 @@ class ClusterEngine:
         gpus: of this machine: nodes use their own.
     """
 
-    def __init__(self, team: Team, prepared: Prepared, base: Base | None, all_shares: Sequence[Share], told: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, team: Team, shapes: Sketch, all_shares: Sequence[Share], told: Sequence[Mapping[str, Any]]) -> None:
         self.team, self._shares = team, all_shares
         self.gpus: Sequence[Any] = ()
         self.num_tasks = sum(each["num_tasks"] for each in told)
         self.num_trained = int(told[0]["num_trained"])
         self._stats: list[Mapping[str, Any]] = [each["stats"] for each in told]
-        self.mirror = Mirror(team, prepared, base)
+        self.mirror = Mirror(team, shapes)
         self._last_end = 0.0
 
     def start(self, step: int, lr: float, batch: Batch) -> _Pending:
@@ -170,6 +171,7 @@ class DaskCluster:
         self._most = 1
         self._has_begun = False
         self._num_riddles = 0
+        self._durations: deque[float] = deque(maxlen=64)
         self._run: Path | None = None
 
     @contextmanager
@@ -187,7 +189,7 @@ class DaskCluster:
             )
         self._check_silent()
         machines = self._connection.machines(None if self._has_begun else wanted, self._unusable)[: self._most]
-        team = self._team = Team(self._connection, machines)
+        team = self._team = Team(self._connection, machines, self._durations)
         try:
             engine = self._open(team, prepared, base, dataset, shares(num_minibatches, lanes, len(machines)))
             for rank, machine in enumerate(machines):
@@ -224,12 +226,18 @@ class DaskCluster:
         limit = self._settings.link_bandwidth
         prepared = _with_whole_paths(prepared)
         addresses = team.call("listen", float(parse_size(limit, "--link-bandwidth")) if limit else None)
+        shapes = sketch(prepared.settings, prepared.config, prepared.tiling, 1, base)
+        trained = list(shapes.trained.values())
+        widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32
+        largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.machines))) * max(widest, 1))
         hosts = [machine.host for machine in team.machines]
         opening = [
-            team.ask(share.rank, "open", Order(prepared, base, share, dataset.fingerprint, hosts.count(host)), addresses)
+            team.ask(share.rank, "open", Order(prepared, base, share, dataset.fingerprint, hosts.count(host), largest))
             for share, host in zip(all_shares, hosts, strict=True)
         ]
-        return ClusterEngine(team, prepared, base, all_shares, team.gather(opening, OPEN_SECONDS))
+        told = team.gather(opening, OPEN_SECONDS)
+        team.call("connect", addresses)
+        return ClusterEngine(team, shapes, all_shares, told)
 
     def what_is_safe(self) -> str:
         """What is left of the run, and how to continue it."""

@@ -44,18 +44,19 @@ class Team:
     Args:
         connection: to the cluster.
         machines: workers, in order of ranks.
+        durations: of the latest steps of this training, by this team and earlier ones.
 
     Attributes:
         unanswering: workers whose silence has ended this team.
         is_riddle: whether it ended although every worker answers.
     """
 
-    def __init__(self, connection: Connection, machines: Sequence[Machine]) -> None:
+    def __init__(self, connection: Connection, machines: Sequence[Machine], durations: deque[float]) -> None:
         self.connection, self.machines = connection, machines
         self.job = uuid.uuid4().hex
         self.unanswering: list[str] = []
         self.is_riddle = False
-        self._durations: deque[float] = deque(maxlen=64)
+        self._durations = durations
         self._futures: list[Any] = []
         self.actors: list[Any] = []
         for rank, machine in enumerate(machines):

@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nntask.sharding import buckets_of, owners_of
-from nntask.trainer.base import Base
-from nntask.trainer.fitting import sketch
-from nntask.trainer.prepare import Prepared
+from nntask.trainer.fitting import Sketch
 from scheduler import Handle, InlineRuntime, Mode
 from scheduler.core.records import DataClass, Kind
 from scheduler.frontend import View
@@ -38,17 +36,15 @@ class Mirror(InlineRuntime):
 
     Args:
         team: who has the data.
-        prepared: the run.
-        base: the frozen weights of a run with adapters.
+        shapes: of the model and the optimizer.
 
     Attributes:
         model, optimizer: the tensors that are learnt, and the optimizer's state, by name.
     """
 
-    def __init__(self, team: Team, prepared: Prepared, base: Base | None) -> None:
+    def __init__(self, team: Team, shapes: Sketch) -> None:
         super().__init__()
         self._team = team
-        shapes = sketch(prepared.settings, prepared.config, prepared.tiling, 1, base)
         owners = owners_of(buckets_of(list(shapes.trained.values()), len(team.actors)))
         self._owners = {
             name: [owners[which, number] for number in range(t.tiling.num_tiles)] for which, (name, t) in enumerate(shapes.trained.items())

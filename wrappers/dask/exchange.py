@@ -1,8 +1,9 @@
 """Bytes between the nodes of a training, over connections of Dask's comm layer: the `Transport` of `nntask.sharding`.
 
 Each node listens on an address of its own and has one connection to every other node. What a task sends stays in its tile until the receiver's task
-has taken memory for it and asked: no bytes wait anywhere but in tiles, which budgets count, and at most `WINDOW` on the way to each peer. One message
-carries whatever there is for a peer at that moment: keys it wants, keys and bytes that the peer wanted, and how many of the peer's it has got.
+has taken memory for it and asked: no bytes wait anywhere but in tiles, which budgets count, and at most a window and a bucket are on the way to
+each peer. One message carries whatever there is for a peer at that moment: keys it wants, keys and bytes that the peer wanted, and how many of the
+peer's it has got.
 
 Tasks begin and end through the scheduler's host tasks. All state belongs to one thread with an event loop; other threads only append to its inbox. A
 connection that breaks, or bytes that nobody can expect, fail every task that waits for that peer, now and later, with `PeerLost`.
@@ -26,7 +27,8 @@ from scheduler import Codelet
 from scheduler.core.errors import SchedulerError
 
 WINDOW: Final = 4 << 20
-"""Bytes on the way to a peer after which no further bucket is sent before the peer has got some."""
+"""Bytes on the way to a peer after which no further bucket is sent before the peer has got some, at most; twice the largest bucket where that is
+less."""
 
 MESSAGE: Final = 256 << 10
 """Bytes after which a message takes no further bucket: what the peer asks for next, and what it was told, should not wait long behind it."""
@@ -101,8 +103,9 @@ class PeerComms:
 
     Attributes:
         send, receive: see `nntask.sharding.Transport`.
-        sent_bytes: to each peer so far, framing included; `num_messages` likewise.
-        sending_seconds: while there were bytes on the way to any peer.
+        sent_bytes: to each peer so far, framing included.
+        num_messages: sent so far.
+        window: bytes on the way to a peer after which no further bucket is sent; see `window_for`.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class PeerComms:
         self.receive = Codelet("receive", host=self._begin_receive)
         self.sent_bytes: Counter[int] = Counter()
         self.num_messages = 0
+        self.window = WINDOW
         self._peers: dict[int, _Peer] = {}
         self._inbox: deque[tuple[bool, int, str, Waiting]] = deque()
         self._loop = asyncio.new_event_loop()
@@ -264,15 +268,14 @@ class PeerComms:
         except Exception as error:
             self._lose(peer, error)
 
-    @staticmethod
-    def _next_message(peer: _Peer) -> dict[str, Any] | None:
+    def _next_message(self, peer: _Peer) -> dict[str, Any] | None:
         from distributed.protocol import to_serialize
 
-        if not (peer.asks or peer.num_got or (peer.ready and peer.on_the_way_nbytes < WINDOW)):
+        if not (peer.asks or peer.num_got or (peer.ready and peer.on_the_way_nbytes < self.window)):
             return None
         keys: list[str] = []
         arrays: list[npt.NDArray[np.uint8]] = []
-        while peer.ready and peer.on_the_way_nbytes < WINDOW and sum(each.nbytes for each in arrays) < MESSAGE:
+        while peer.ready and peer.on_the_way_nbytes < self.window and sum(each.nbytes for each in arrays) < MESSAGE:
             key, (tiles, done) = peer.ready.popleft()
             packed = _pack(tiles)
             keys.append(key)
@@ -331,6 +334,20 @@ class PeerComms:
         if self._listener is not None:
             self._listener.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def window_for(largest: int) -> int:
+    """Bytes on the way to a peer after which no further bucket is sent, from the bytes of the largest bucket."""
+    return min(WINDOW, 2 * largest)
+
+
+def passing_bytes(num_peers: int, largest: int) -> int:
+    """Most bytes that are in memory for a node besides its tiles: what is on the way to it.
+
+    Args:
+        largest: bytes of the largest bucket.
+    """
+    return num_peers * (window_for(largest) + largest)
 
 
 def _pack(tiles: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:

@@ -45,15 +45,15 @@ class Order:
         share: what this node does of each step.
         fingerprint: of the data, as the client has it.
         on_host: nodes of this training that share the node's machine, this one included.
-        bandwidth: bytes per second that it sends at most; None for no limit.
+        largest: bytes of the largest bucket that travels.
     """
 
     prepared: Prepared
     base: Base | None
     share: Share
     fingerprint: str
-    on_host: int = 1
-    bandwidth: float | None = None
+    on_host: int
+    largest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,15 @@ class Node:
         address: str = self._comms.listen()
         return address
 
-    async def open(self, order: Order, addresses: Sequence[str]) -> dict[str, Any]:
-        """Connect to the peers and make runtime, model and data ready; returns what the client shows of the node."""
-        return await self._run(self._starts, self._open, order, addresses)
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the peers; when all are open, since some take minutes longer than others."""
+        await self._run(self._starts, self._comms.connect, addresses)
 
-    def _open(self, order: Order, addresses: Sequence[str]) -> dict[str, Any]:
+    async def open(self, order: Order) -> dict[str, Any]:
+        """Make runtime, model and data ready; returns what the client shows of the node."""
+        return await self._run(self._starts, self._open, order)
+
+    def _open(self, order: Order) -> dict[str, Any]:
         from nntask.data import BatchStream, open_dataset
         from nntask.errors import DataError
         from nntask.trainer.machine import open_runtime
@@ -152,7 +156,6 @@ class Node:
         num_tasks = engine.num_tasks
         self._check_room()
         runtime.wait()
-        self._comms.connect(addresses)
         return {"num_tasks": num_tasks, "num_trained": engine.num_trained, "stats": self._stats(), "worker": self._name}
 
     def _check_room(self) -> None:
@@ -181,10 +184,11 @@ class Node:
 
         As asked for; else what the Dask worker may use, or this node's part of what the machine has.
         """
+        from nntask.errors import DoesNotFit
         from nntask.sizes import parse_size
         from scheduler.storage.limits import default_ram_budget
 
-        from .exchange import WINDOW
+        from .exchange import passing_bytes, window_for
 
         if resources.ram:
             nbytes = parse_size(resources.ram, "--ram")
@@ -196,8 +200,14 @@ class Node:
 
                 nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
             nbytes //= 1 + resources.sim_gpu
-        passing = (order.share.num_nodes - 1) * WINDOW
-        return f"{max(nbytes - passing, 1)}B"
+        passing = passing_bytes(order.share.num_nodes - 1, order.largest)
+        self._comms.window = window_for(order.largest)
+        if nbytes <= passing:
+            raise DoesNotFit(
+                f"on worker {self._name} the budget of RAM must hold the {passing:,} B that may be on their way from other nodes, and the step "
+                f"besides, got {nbytes:,} B; raise --ram, or use fewer nodes"
+            )
+        return f"{nbytes - passing}B"
 
     async def step(self, number: int, lr: float, begin: Cursor) -> Part:
         """Do this node's part of step `number` (from 1), whose batch begins at a place in the data; at most two are under way."""
