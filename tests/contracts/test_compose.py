@@ -19,10 +19,13 @@ DASK = {"scheduler": dask_scheduler.main, "worker": dask_worker.main}
 
 
 def services() -> list[Any]:
-    """Every service of every file."""
-    found = []
+    """Every service of every file; what compose.gpu.yaml says is laid over compose.yaml."""
+    found, plain = [], yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     for file in FILES:
-        found += [pytest.param(service, id=f"{file.stem} {name}") for name, service in yaml.safe_load(file.read_text())["services"].items()]
+        for name, service in yaml.safe_load(file.read_text())["services"].items():
+            base = plain[name] if file.stem == "compose.gpu" else {}
+            whole = {**base, **service, "build": {**base.get("build", {}), **service["build"]}}
+            found.append(pytest.param(whole, id=f"{file.stem} {name}"))
     return found
 
 
