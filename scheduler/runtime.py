@@ -16,9 +16,9 @@ from .codelet import Codelet
 from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
-from .core.memory import MemoryNode
+from .core.memory import MemoryNode, rounded
 from .core.policies import POLICIES, Placement, choose
-from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
+from .core.records import RAM, HandleId, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
 from .core.steps import StepPlan
 from .drivers.disk import THREADS, Source, staging_nbytes
 from .drivers.gpu import Gpu
@@ -30,7 +30,7 @@ from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
 from .storage.device import STAGE_NBYTES
 from .storage.limits import memory_budgets
-from .stretches import stretched
+from .stretches import Block, stretched
 from .trace import Trace
 from .waiting import Waiter
 from .watching import OnTask
@@ -326,7 +326,11 @@ class Runtime(RecordingRuntime):
             return found
         budget = min(node.budget for node in gpus)
         room = (budget - found.plan.needed_bytes() // len(gpus)) // 4
-        return PlannedOrder(found.name, stretched(found.plan, room, budget // 4), {}) if room > 0 else found
+        return PlannedOrder(found.name, stretched(found.plan, room, budget // 4, self._inner_record), {}) if room > 0 else found
+
+    def _inner_record(self, nbytes: int, view: Block) -> HandleRecord:
+        """Of the scratch memory of a stretch."""
+        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, "inner data", "temporary", "scratch")
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Make one instance of a recorded step."""
