@@ -17,6 +17,7 @@ from .codelet import Codelet, Cost
 from .core.records import RW, SCRATCH, HandleRecord, Mode, R
 from .core.steps import RecordedTask, StepPlan
 from .drivers.cuda import captured
+from .ordering import PlannedOrder
 from .storage.device import DeviceMemory
 
 MOST_TASKS: Final = 32
@@ -86,6 +87,20 @@ class Stretch:
         for codelet, places, constants in self._members:
             assert codelet.cuda is not None
             codelet.cuda(*[views[place] for place in places], **constants)
+
+
+def stretched_to_fit(found: PlannedOrder, budgets: Sequence[int], make: Callable[[int, Block], HandleRecord]) -> PlannedOrder:
+    """A step in its planned order with its tasks joined, if it fits its devices and leaves enough room; else the same.
+
+    Args:
+        budgets: bytes of each device.
+        make: see `stretched`.
+    """
+    budget = min(budgets)
+    room = (budget - found.plan.needed_bytes() // len(budgets)) // 4
+    if found.forecasts or room <= 0:
+        return found
+    return PlannedOrder(found.name, stretched(found.plan, room, budget // 4, make), {})
 
 
 def stretched(plan: StepPlan, room: int, budget: int, make: Callable[[int, Block], HandleRecord]) -> StepPlan:
