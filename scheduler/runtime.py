@@ -17,9 +17,9 @@ from .codelet import Codelet
 from .core.errors import DoesNotFit, HandleLost, TierFailed
 from .core.events import TaskFailed, TaskFinished, TaskSubmitted
 from .core.eviction import DEFAULT_EVICTION, EVICTION_POLICIES
-from .core.memory import MemoryNode
+from .core.memory import rounded
 from .core.policies import POLICIES, Placement, choose
-from .core.records import RAM, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
+from .core.records import RAM, HandleId, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
 from .core.steps import StepPlan
 from .drivers.disk import THREADS, Source, staging_nbytes
 from .drivers.gpu import Gpu
@@ -31,7 +31,7 @@ from .recording import Recorder, RecordingError, RecordingRuntime, Step, Ticket
 from .storage import DiskTier
 from .storage.device import STAGE_NBYTES
 from .storage.limits import memory_budgets
-from .stretches import stretched
+from .stretches import Block, stretched_to_fit
 from .trace import Trace
 from .waiting import Waiter
 from .watching import OnTask
@@ -314,16 +314,13 @@ class Runtime(RecordingRuntime):
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
-        return self._stretch(found, nodes) if self._graphs and not found.forecasts else found
-
-    def _stretch(self, found: PlannedOrder, nodes: Sequence[MemoryNode]) -> PlannedOrder:
-        """A step that fits its devices, with its tasks joined where that leaves enough room; none where somebody watches single tasks."""
-        gpus = [node for node in nodes if node.name.startswith("cuda")]
-        if self._engine.watch.callback is not None:
+        if not self._graphs or self._engine.watch.callback is not None:  # who watches wants to see single tasks
             return found
-        budget = min(node.budget for node in gpus)
-        room = (budget - found.plan.needed_bytes() // len(gpus)) // 4
-        return PlannedOrder(found.name, stretched(found.plan, room, budget // 4), {}) if room > 0 else found
+        return stretched_to_fit(found, [node.budget for node in nodes if node.name.startswith("cuda")], self._inner_record)
+
+    def _inner_record(self, nbytes: int, view: Block) -> HandleRecord:
+        """Of the scratch memory of a stretch."""
+        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, "inner data", "temporary", "scratch")
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
         """Seconds that no schedule of a step falls below here, by bound (`scheduler.bounds`), from the seconds of each task of its plan."""

@@ -200,8 +200,6 @@ class MachineSettings:
     """GPUs, the first ones that CUDA shows (default: all, where CuPy is installed); what has a CUDA kernel runs there only"""
     split_gpu: int = 1
     """parts that each GPU is used as: devices with memory, kernels and copies of their own on one card"""
-    strict: bool = False
-    """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
     graphs: bool = True
     """on GPUs, run tasks of a step that fits its memory in stretches, started as CUDA graphs; --no-graphs starts every kernel by itself"""
     sim_gpu: int = 0
@@ -229,6 +227,8 @@ class ResourceSettings(MachineSettings):
 
     order: str = "auto"
     """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G or turn:K/8"""
+    strict: bool = False
+    """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
     restrict: Literal["none", "cpu", "cuda"] = "none"
     """where kernels may run: cpu leaves GPUs out, cuda insists on one; with GPUs, only what has no CUDA kernel runs on the CPU"""
 

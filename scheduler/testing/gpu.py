@@ -57,7 +57,6 @@ class FakeStream:
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes, later; the ranges do not overlap."""
         assert abs(target - source) >= nbytes, f"ranges of a copy overlap: {nbytes} bytes from {source:#x} to {target:#x}"
-        self._gpu.num_copied += nbytes
         self.put(lambda: ctypes.memmove(target, source, nbytes))
 
     def record(self, event: FakeEvent) -> None:
@@ -99,7 +98,6 @@ class FakeGpu:
         num_graphs: graphs started so far.
         pinned: what is, address -> bytes.
         fails_after: steps after which the device stops working, if that is planted.
-        num_copied: bytes copied so far, within it or over its links.
     """
 
     def __init__(self, name: str = "fake", *, seed: int = 0, memory: int = 1 << 40, eager: bool = False, beside: FakeGpu | None = None) -> None:
@@ -110,7 +108,6 @@ class FakeGpu:
         self.num_graphs = 0
         self.pinned: dict[int, int] = {}
         self.fails_after: int | None = None
-        self.num_copied = 0
         self.memory = memory
         self._eager = eager
         self._reserved: dict[int, tuple[HostArena, int]] = {}

@@ -61,9 +61,10 @@ def test_losses_are_those_of_the_cpu(dropout: float, open_gpus: Any) -> None:
 
 
 def test_memory_and_parts_change_no_bit(open_gpus: Any, tmp_path: Path) -> None:
-    """A budget below the state, a disk below that; two parts of a card within rounding, both busy."""
+    """With graphs and without; a budget below the state, a disk below that; two parts of a card within rounding, both busy."""
     want = losses(on_gpu(open_gpus(1)))
     assert losses(on_gpu(open_gpus(1))) == want
+    assert losses(on_gpu(open_gpus(1), graphs=False)) == want
     assert losses(on_gpu(open_gpus(1), 3 << 20)) == want
     assert losses(on_gpu(open_gpus(1), 3 << 20, 24 << 20, disk=tmp_path)) == want
     two = on_gpu(open_gpus(2), 8 << 20)

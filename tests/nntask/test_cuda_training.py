@@ -70,8 +70,9 @@ def test_losses_are_those_of_the_cpu(gpus: list[Emulator], dropout: float) -> No
 
 @pytest.mark.long
 def test_budgets_and_devices_change_no_bit(gpus: list[Emulator], tmp_path: Path) -> None:
-    """A tenth of the memory, a disk below, two devices."""
+    """Without graphs, a tenth of the memory, a disk below, two devices."""
     want = losses(on_gpus(gpus[:1]))
+    assert losses(on_gpus(gpus[:1], graphs=False)) == want
     tight = on_gpus(gpus[:1], 1 << 19)
     assert losses(tight) == want
     assert losses(Runtime(0, gpus=gpus[:1], gpu_memory=1 << 19, ram=1 << 21, disk=tmp_path)) == want

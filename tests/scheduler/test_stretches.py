@@ -10,8 +10,9 @@ from test_gpu_flow import COUNT, FILL, MIX, SPOIL, Numbers, gpus, value
 
 from scheduler import SCRATCH, R, Runtime, TaskRuntime, W
 from scheduler.capture import CapturingRuntime
+from scheduler.core.records import HandleId, HandleRecord
 from scheduler.inline import InlineRuntime
-from scheduler.stretches import MOST_TASKS, stretched
+from scheduler.stretches import MOST_TASKS, Block, _packed, stretched
 
 PAGE = 8 * COUNT
 
@@ -109,12 +110,24 @@ def test_how_tasks_are_joined() -> None:
         for salt in range(70):
             runtime.submit(MIX, [(kept[0], "RW")], {"salt": salt})
     plan = runtime.plan
+
+    def make(nbytes: int, view: Block) -> HandleRecord:
+        return HandleRecord(HandleId(1000), nbytes, nbytes, view, "", "temporary", "scratch")
+
     for task in plan.tasks:
         task.kinds = ("cuda",)
-    found = stretched(plan, PAGE, 16 * PAGE)
+    found = stretched(plan, PAGE, 16 * PAGE, make)
     assert [task.name for task in found.tasks] == ["fill and 31 more", "mix and 31 more", "mix and 8 more"]
     first = dict(found.tasks[0].accesses)
     assert [first[handle.record] for handle in kept] == ["RW", "RW"]
     assert sorted(first.values()) == ["RW", "RW", "SCRATCH"]
-    assert len(stretched(plan, 0, 16 * PAGE).tasks) == len(found.tasks) + 1
+    assert len(stretched(plan, 0, 16 * PAGE, make).tasks) == len(found.tasks) + 1
     assert MOST_TASKS == 32
+
+
+def test_inner_data_shares_places() -> None:
+    """Pieces that do not exist at once may lie over each other; those that do, never."""
+    spans = [(4, 0, 1), (2, 0, 5), (4, 2, 3), (1, 3, 4), (2, 4, 6)]
+    offsets, nbytes = _packed(spans)
+    assert offsets == [0, 4, 0, 6, 0]
+    assert nbytes == 7

@@ -14,6 +14,7 @@ import pytest
 from nntask.trainer import gpus
 from scheduler.core.errors import DoesNotFit
 from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu, choose_gpus, find_gpus
+from tiles.kernels import registry
 from tiles.kernels.cuda.compiling import KernelBuildError
 from wrappers.cli import main
 
@@ -267,3 +268,23 @@ def test_devices_lists_cards(cards: EmulatedCards, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "gpu      0: Emulated, compute capability 9.0, 6 GiB of 8 GiB free" in out
     assert "1 x cuda@cuda:0, 1 x cuda@cuda:1" in out
+
+
+def test_what_has_no_cuda_kernel(own_kernels: None, cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """It needs a CPU worker, with which it runs there, and --strict refuses it."""
+    registry.register("residual_layer_norm", "cpu")(registry.kernel("residual_layer_norm", "cpu"))
+    for flags, words in (
+        ("", "there is no CPU worker to run them; add --ncpu 1"),
+        ("--strict --ncpu=1", "--strict refuses tasks without a CUDA kernel"),
+    ):
+        assert main([*TRAIN, "--steps=1", "--run-dir=run", *flags.split()]) == 2
+        err = capsys.readouterr().err
+        assert words in err
+        assert "residual_layer_norm" in err
+    assert not Path("run").exists()
+    if COMPILER is not None:
+        assert main([*TRAIN, "--steps=2", "--run-dir=run", "--ncpu=1"]) == 0
+        assert "on the CPU, without a CUDA kernel: " in capsys.readouterr().out
+        assert list(json.loads(Path("run/summary.json").read_text())["fallbacks"]) == ["residual_layer_norm"]
+        assert main([*TRAIN, "--steps=2", "--run-dir=cpu", "--ngpu=0", "--ncpu=1"]) == 0
+        np.testing.assert_allclose(losses("run"), losses("cpu"), rtol=1e-4)
