@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -46,5 +47,7 @@ def _ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"{place}.get", get, raising=False)
     for place in ("dask.tests.test_local", "dask.tests.test_callbacks"):
         monkeypatch.setattr(f"{place}.get_sync", get, raising=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background with interrupts ignored
     with dask.config.set(scheduler=get):
         yield
+    signal.signal(signal.SIGINT, before)

@@ -28,9 +28,6 @@ from .plan import Key, Plan, prefix_of
 from .store import FAR, Store
 from .values import SMALL, Block, Held, hold, holds, is_of, weigh
 
-GLANCE_SECONDS = 1.0
-"""A signal that comes just before the thread falls asleep does not wake it, so it looks up now and then."""
-
 RESULTS = -1
 """Number of what is submitted to get the results themselves into memory."""
 
@@ -110,8 +107,7 @@ class Run:
 
     def wait(self) -> None:
         """Sleep until the run has ended; Ctrl-C is heard."""
-        while not self._finished.wait(GLANCE_SECONDS):
-            pass
+        self._finished.wait()
 
     def stop(self, error: BaseException) -> None:
         """Begin nothing new."""
