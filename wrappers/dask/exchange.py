@@ -229,10 +229,12 @@ class PeerComms:
         self._begin(False, peer, key, (tiles[:count], done))
 
     def _begin(self, is_send: bool, peer: int, key: str, waiting: Waiting) -> None:
-        """Called under the runtime's lock."""
-        is_first = not self._inbox
+        """Called under the runtime's lock, so that one thread at a time appends.
+
+        Append first, look then: an entry that is not alone now is taken in by whoever takes in the one before it.
+        """
         self._inbox.append((is_send, peer, key, waiting))
-        if is_first:
+        if len(self._inbox) == 1:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits for this training any more
                 self._loop.call_soon_threadsafe(self._take_in)
 
