@@ -33,7 +33,7 @@ from .cluster_tensors import Mirror
 from .node import Order, Part
 
 MOST_RIDDLES: Final = 3
-"""How often in a row a team may end although all of its workers answer."""
+"""How often in a row, without a new checkpoint, a team may end although all of its workers answer."""
 
 
 class ClusterEngine:
@@ -167,10 +167,11 @@ class DaskCluster:
     def __init__(self, connection: Connection, settings: ClusterSettings) -> None:
         self._connection, self._settings = connection, settings
         self._unusable: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # for good: they run other software
         self._team: Team | None = None
         self._most = 1
         self._has_begun = False
-        self._num_riddles = 0
+        self._num_riddles = self._last_saved = 0
         self._durations: deque[float] = deque(maxlen=64)
         self._run: Path | None = None
 
@@ -182,13 +183,19 @@ class DaskCluster:
         tiling, self._run = prepared.settings.tiling, prepared.run
         num_minibatches, lanes = (tiling.batch or 1) // tiling.minibatch, tiling.lanes or 1
         wanted = self._wanted(num_minibatches, lanes, say)
+        saved = prepared.resumed.step if prepared.resumed is not None else 0
+        if saved != self._last_saved:  # the run has got on since
+            self._num_riddles, self._last_saved = 0, saved
         if self._num_riddles == MOST_RIDDLES:
             raise ClusterError(
                 f"training stopped {MOST_RIDDLES} times in a row although all workers answer; look at the network between them and at their logs, "
                 "and if memory is short raise --ram"
             )
         self._check_silent()
-        machines = self._connection.machines(None if self._has_begun else wanted, self._unusable)[: self._most]
+        if self._has_begun:
+            machines = self._connection.machines(None, self._unusable, self._refused)[: self._most]
+        else:
+            machines = self._connection.machines(wanted, self._unusable)[: self._most]
         team = self._team = Team(self._connection, machines, self._durations)
         try:
             engine = self._open(team, prepared, base, dataset, shares(num_minibatches, lanes, len(machines)))
@@ -258,8 +265,8 @@ class DaskCluster:
             return
         self._check_silent()
         here = {machine.address for machine in team.machines}
-        others = [address for address in self._connection.workers() if address not in here and address not in self._unusable]
-        free = [machine.address for machine in self._connection.ask(others) if not machine.busy] if others else []
+        others = [address for address in self._connection.workers() if address not in here | self._unusable.keys() | self._refused.keys()]
+        free = [machine.address for machine in self._connection.ask(others, self._refused) if not machine.busy] if others else []
         if free:
             raise NodesChanged(f"{words_for(free[: self._most - len(here)])} joined")
 

@@ -114,11 +114,21 @@ class Team:
                 except Exception as error:
                     self._fail(error)
                 if monotonic() > look:
+                    self._raise_failed(futures)
                     self._look()
                     look = monotonic() + LOOK_SECONDS
                 if monotonic() > deadline:
                     self._fail_hung(patience)
         return results
+
+    def _raise_failed(self, futures: Sequence[Any]) -> None:
+        """What one node found wrong is told at once: the others may wait for what it will never send."""
+        for future in futures:
+            if future.done():
+                try:
+                    future.result(timeout=LOOK_SECONDS)
+                except Exception as error:
+                    self._fail(error)
 
     def note_step(self, seconds: float) -> None:
         """A step took so long."""
