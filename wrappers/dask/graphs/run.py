@@ -26,7 +26,7 @@ from .evaluate import evaluate
 from .observe import Observers
 from .plan import Key, Plan, prefix_of
 from .store import FAR, Store
-from .values import SMALL, Block, Held, hold, holds, is_of, weigh
+from .values import SMALL, Block, Held, hold, holds, is_of, is_part, weigh
 
 GLANCE_SECONDS = 1.0
 """A signal that comes just before the thread falls asleep does not wake it, so it looks up now and then."""
@@ -314,6 +314,8 @@ class Run:
             if block.record is None:
                 made += block.nbytes
                 self.store.adopt(block, name, self._due(block, number))
+            elif not is_part(held.value, block):  # it may be what the task was given, changed in place
+                self.store.note_changed(block)
         if made > self._rooms.get(name, 0):
             self._rooms[name] = made
 

@@ -27,6 +27,7 @@ from scheduler.core.events import (
     Event,
     ForgetObject,
     HandleAdopted,
+    HandleChanged,
     HandleReleased,
     ReportFailure,
     RunTask,
@@ -168,6 +169,11 @@ class Store:
         block.record = self.record(name, block.nbytes, block)
         self.largest = max(self.largest, block.nbytes)
         self.bring(HandleAdopted(block.record, due))
+
+    def note_changed(self, block: Block) -> None:
+        """A task may have changed a block that it reads."""
+        assert block.record is not None  # it is counted
+        self.bring(HandleChanged(block.record))
 
     def release(self, block: Block) -> None:
         """Nobody reads the block any more."""
