@@ -78,6 +78,23 @@ def test_what_a_function_changes_in_place_and_returns_is_not_lost(tmp_path: Path
     assert found == tuple(100.0 + n for n in range(12))
 
 
+def test_graphs_within_tasks_that_wait_for_what_those_hold_say_so(tmp_path: Path) -> None:
+    """Two tasks pin most of the memory and compute graphs that need the rest twice: an error instead of waiting forever."""
+    both = threading.Barrier(2)
+
+    def compute_within(array: Any) -> float:
+        both.wait(60)
+        parts = {f"part{n}": Task(f"part{n}", np.ones, 10 * MIB // 64) for n in range(3)}
+        return float(get(parts | {"sum": Task("sum", combine, *map(TaskRef, parts))}, "sum")) + float(array[0])
+
+    graph: dict[str, Any] = {f"made{n}": ones(f"made{n}", 5 * MIB) for n in range(2)}
+    graph |= {f"outer{n}": Task(f"outer{n}", compute_within, TaskRef(f"made{n}")) for n in range(2)}
+    with runtime(ram=12 * MIB, disk=tmp_path, workers=2) as graphs:
+        with pytest.raises(DoesNotFit, match="graphs that are computed within tasks wait for memory that those tasks hold"):
+            graphs.get(graph, ["outer0", "outer1"])
+        assert graphs.get({"after": ones("after", 8 * MIB)}, "after").nbytes == 8 * MIB
+
+
 def test_a_budget_is_kept_by_way_of_the_disk(tmp_path: Path) -> None:
     """Data of eight times the budget is standardized in two passes; results are equal, and what is counted stays within the stated bound."""
     x = da.random.default_rng(0).random((2048, 1024), chunks=256)  # 16 MiB in blocks of 512 KiB
