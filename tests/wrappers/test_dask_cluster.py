@@ -22,10 +22,11 @@ from test_cli_train import ROOT, numbers, same_state, start
 from test_dask_dashboard import read
 
 from nntask.errors import DataError
+from nntask.trainer.engine import NodesChanged
 from nntask.trainer.settings import ClusterSettings
 from wrappers.cli import main
 from wrappers.dask import cluster as cluster_module
-from wrappers.dask import cluster_nodes
+from wrappers.dask import cluster_nodes, cluster_team
 from wrappers.dask.cluster import Connection
 from wrappers.dask.cluster_team import Team
 from wrappers.dask.dashboard import install
@@ -247,6 +248,24 @@ def test_what_one_node_finds_wrong_is_told_while_others_wait_for_it(cluster: Loc
         team.close()
     finally:
         connection.close()
+
+
+def test_a_worker_that_hangs_in_a_long_call_is_found(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening, connecting and checkpoints may take minutes; a worker that hangs meanwhile is given up as in a step."""
+    monkeypatch.setattr(cluster_team, "LEAST_SILENCE", 1.0)
+    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
+    team = Team(connection, connection.machines(2, {})[:2], deque())
+    address = team.machines[1].address
+    pid = connection.client.run(os.getpid, workers=[address])[address]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(NodesChanged, match=f"worker {address} did not answer for 1 s"):
+            team.gather([team.ask(1, "ping")], 100)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert team.unanswering == [address]
+    team.close()
+    connection.close()
 
 
 def test_workers_that_hang_or_run_other_software_do_not_stop_a_run(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:

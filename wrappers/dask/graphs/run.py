@@ -182,9 +182,7 @@ class Run:
             for source in self.plan.reads[number]:
                 if type(cache[keys[source]]) is Held:
                     return False
-        if self._rooms and self._room(number) >= SMALL:
-            return False
-        return not self.store.is_full
+        return not (self._rooms and self._room(number) >= SMALL) and not self.store.is_full
 
     def _prefix(self, number: int) -> str:
         name = prefix_of(self.plan.keys[number])
