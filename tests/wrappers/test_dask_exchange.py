@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from distributed.comm import connect
 
 from nntask.data import Batch
 from nntask.errors import UsageError
@@ -167,6 +169,22 @@ def test_a_task_that_begins_while_the_inbox_is_emptied_is_taken_in() -> None:
     finally:
         peer.comm = SimpleNamespace(abort=lambda: None)
         comms.close()
+
+
+def test_nobody_takes_the_place_of_a_connected_node() -> None:
+    """A second connection under a rank that is taken is closed, and so is one from a rank that does not connect here; the first stays."""
+
+    async def say(address: str, rank: object) -> object:
+        comm = await connect(address)
+        await comm.write({"job": "job", "rank": rank})
+        return await comm.read()
+
+    with nodes(2) as comms:
+        peer, address = comms[0]._peers[1].comm, comms[0]._listener.contact_address
+        for rank in (1, 0, "1", None):
+            with pytest.raises(OSError, match="closed"):
+                asyncio.run(say(address, rank))
+        assert comms[0]._peers[1].comm is peer
 
 
 def test_connections_of_another_training_are_refused() -> None:

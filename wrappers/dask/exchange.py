@@ -206,11 +206,12 @@ class PeerComms:
         except (TimeoutError, OSError):
             comm.abort()
             return
-        if not isinstance(hello, dict) or hello.get("job") != self._job:
+        rank = hello.get("rank") if isinstance(hello, dict) and hello.get("job") == self._job else None
+        if type(rank) is not int or rank <= self._rank or rank in self._peers:  # a stranger, or not one that has to connect to this node
             await comm.close()
             return
         await comm.write(self._job)
-        self._welcome(hello["rank"], comm)
+        self._welcome(rank, comm)
 
     def _welcome(self, rank: int, comm: Any) -> None:
         peer = self._peers[rank] = self._peers.get(rank) or _Peer(rank)
