@@ -160,6 +160,7 @@ class Journal:
         path: the file; lines beyond `keep_steps` (of a run that is resumed from an earlier checkpoint) are dropped.
         timed_after: the last step that does not count in `timed` (warm-up).
         events: takes the steps that are added, besides.
+        run: the run directory; None for where the file is.
 
     Attributes:
         whole: sums over all steps of the run, resumed ones included.
@@ -170,7 +171,8 @@ class Journal:
         StorageError: the disk is full or failed; so do `add` and `close`.
     """
 
-    def __init__(self, path: Path, keep_steps: int, timed_after: int = 0, events: EventFile | None = None) -> None:
+    def __init__(self, path: Path, keep_steps: int, timed_after: int = 0, events: EventFile | None = None, run: Path | None = None) -> None:
+        self._run = run or path.parent
         self.path, self.timed_after, self._events = path, timed_after, events
         self.whole, self.own, self.timed = Totals(), Totals(), Totals()
         with self._storage_errors():
@@ -183,15 +185,20 @@ class Journal:
 
     def add(self, record: StepRecord) -> None:
         """Append a step; what is not finite is written as null, which every JSON reader takes."""
-        line = finite(asdict(record))
+        self.add_line(asdict(record))
+        if self._events is not None:
+            with self._storage_errors():
+                self._events.add(record)
+
+    def add_line(self, fields: Mapping[str, Any]) -> None:
+        """Append what is known of a step, under names of `StepRecord`; at least `step`."""
+        line = finite(fields)
         self.whole.add(line)
         self.own.add(line)
-        if record.step > self.timed_after:
+        if line["step"] > self.timed_after:
             self.timed.add(line)
         with self._storage_errors():
             self._file.write(to_json(line) + "\n")
-            if self._events is not None:
-                self._events.add(record)
 
     def close(self) -> None:
         """Close the files."""
@@ -205,7 +212,7 @@ class Journal:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror or error}; {how_to_go_on(self.path.parent)}") from error
+            raise StorageError(f"cannot write {self.path}: {error.strerror or error}; {how_to_go_on(self._run)}") from error
 
 
 def finite(value: Any) -> Any:

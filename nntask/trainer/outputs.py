@@ -24,6 +24,8 @@ CONFIG: Final = "config.toml"
 METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
 MACHINE: Final = "machine.json"
+NODES: Final = "nodes"
+"""Of a run on a cluster: a directory for each node, with its own metrics.jsonl and machine.json."""
 TRACE: Final = "trace.json.gz"
 """Where the steps of --trace-steps go unless --trace names another file."""
 

@@ -223,6 +223,7 @@ def _check_cluster(settings: TrainSettings) -> None:
         parse_size(cluster.link_bandwidth, "--link-bandwidth")
     alone: dict[str, object] = {
         "--trace": observe.trace,
+        "--trace-steps": observe.trace_steps,
         "--explain": observe.explain,
         "--nforward": run.nforward or run.nforward_warmup,
         "--nbackward": run.nbackward or run.nbackward_warmup,

@@ -9,7 +9,7 @@ or times. Replaying it must give the same actions in the same order, which turns
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
     ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
-    ("adopted", handle, due, stays)
+    ("adopted", handle, due, stays) ("changed", handle)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .events import (
     Event,
     ForgetObject,
     HandleAdopted,
+    HandleChanged,
     HandleReleased,
     MoveTile,
     ReportFailure,
@@ -90,6 +91,8 @@ class EventLog:
             case HandleAdopted(handle, due, stays):
                 self._mention([handle])
                 self.entries.append(("adopted", handle.id, due, stays))
+            case HandleChanged(handle):
+                self.entries.append(("changed", handle.id))
             case _:
                 assert_never(event)
 
@@ -236,6 +239,9 @@ class Revival:
 
     def _on_adopted(self, number: int, due: int, stays: bool) -> HandleAdopted:
         return HandleAdopted(self._handles[number], due, stays)
+
+    def _on_changed(self, number: int) -> HandleChanged:
+        return HandleChanged(self._handles[number])
 
 
 def describe(action: Action) -> Entry:

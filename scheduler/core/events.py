@@ -91,6 +91,13 @@ class HandleAdopted:
     stays: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class HandleChanged:
+    """A task that was to read adopted data has changed it in place: what was written of it to the tier, or is on its way there, is out of date."""
+
+    handle: HandleRecord
+
+
 Event = (
     TaskSubmitted
     | StepStarted
@@ -102,6 +109,7 @@ Event = (
     | HandleReleased
     | SourceAttached
     | HandleAdopted
+    | HandleChanged
 )
 
 

@@ -31,6 +31,7 @@ from .events import (
     CopyFinished,
     Event,
     HandleAdopted,
+    HandleChanged,
     HandleReleased,
     ReportFailure,
     ReportStepDone,
@@ -88,6 +89,7 @@ class Machine:
             HandleReleased: self._on_handle_released,
             SourceAttached: self._on_source_attached,
             HandleAdopted: self._on_handle_adopted,
+            HandleChanged: self._on_handle_changed,
         }
 
     @property
@@ -277,6 +279,7 @@ class Machine:
         source, target, error = event.source, event.target, event.error
         handle = source.handle
         waiting = self.residency.end_copy(source, target)
+        self.residency.changed.discard(handle)
         self.residency.unpin(source)
         self.residency.unpin(target)
         if source.node == FILE or self.nodes[source.node].is_storage:
@@ -317,6 +320,9 @@ class Machine:
     def _on_handle_adopted(self, event: HandleAdopted) -> None:
         event.handle.due = event.due
         self.residency.adopt(event.handle, stays=event.stays)
+
+    def _on_handle_changed(self, event: HandleChanged) -> None:
+        self.residency.change(event.handle)
 
     def _on_source_attached(self, event: SourceAttached) -> None:
         handle = event.handle

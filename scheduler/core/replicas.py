@@ -55,6 +55,7 @@ class Replicas:
         claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
         readers: extents of host memory that those who read files work in; they may move, and never go.
+        changed: data that differs from what is on its way to the last tier.
         held: data that the program keeps in host memory until its handle is released.
         num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
         wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
@@ -66,6 +67,7 @@ class Replicas:
         "_waiting",
         "actions",
         "broken",
+        "changed",
         "claims",
         "clock",
         "copies",
@@ -106,6 +108,7 @@ class Replicas:
         self.num_misses = 0
         self.num_writing = 0
         self.readers: list[Replica] = []
+        self.changed: set[HandleRecord] = set()
         self.held: dict[HandleRecord, Replica] = {}
         self.num_files = 0
         self.num_cold = 0
@@ -200,6 +203,16 @@ class Replicas:
             replica.state = "modified"
             if not replica.is_home:
                 self.shelves[RAM].offer(replica)
+
+    def change(self, handle: HandleRecord) -> None:
+        """What is in host memory, and used there, differs from now on from what the last tier has of it, or is getting."""
+        replica, home = handle.replicas[RAM], handle.replicas.get(self.last)
+        if home is None or home is replica:
+            return
+        if home.arriving:
+            self.changed.add(handle)
+        elif home.state != "reserved":
+            home.state, replica.state = "reserved", "modified"
 
     def let_go(self, handle: HandleRecord) -> None:
         """The program no longer keeps what it held."""
@@ -380,8 +393,11 @@ class Replicas:
             InvalidEvent: no such copy is under way.
         """
         waiting = self.end_copy(source, target)
-        coherence.step(source, "copied from")
-        coherence.step(target, "copy arrived")
+        if source.handle in self.changed:  # while it was copied: the copy is worth nothing
+            self.changed.remove(source.handle)
+        else:
+            coherence.step(source, "copied from")
+            coherence.step(target, "copy arrived")
         self.unpin(source)
         self.unpin(target)
         return [task for task in waiting if not task.num_arriving]

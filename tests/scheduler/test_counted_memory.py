@@ -15,6 +15,7 @@ from scheduler.core.events import (
     Event,
     ForgetObject,
     HandleAdopted,
+    HandleChanged,
     HandleReleased,
     ReportFailure,
     RunTask,
@@ -112,6 +113,33 @@ def test_what_is_used_last_leaves_first_and_comes_back() -> None:
     program.submit("makes 5", [soon, middle], room=4, order=2)
     program.arrive()
     assert program.machine.moved_bytes[RAM, DISK] == 4 * PAGE  # late was clean
+
+
+@pytest.mark.parametrize("on_its_way", [False, True])
+def test_what_a_task_changes_in_place_is_written_anew(on_its_way: bool) -> None:
+    """Whether it was read back from the disk or is being written just now: what the disk has of it is out of date, and is never read."""
+    program = Program(ram=8)
+    data = program.adopt("data", 4, due=50)
+    program.submit("makes 5", [], room=5, order=9)
+    assert len(program.copies) == 1
+    if not on_its_way:
+        program.arrive()
+        program.bring(TaskFinished(program.running.pop()))
+    task = program.submit("changes", [data], room=1, order=1, dues=[60])
+    if not on_its_way:
+        program.arrive()
+    assert program.running == [task]
+    program.bring(HandleChanged(data))
+    program.bring(TaskFinished(task))
+    assert data.replicas[RAM].state == "modified"
+    program.arrive()
+    if not on_its_way:
+        program.submit("makes 6", [], room=6, order=10)
+    program.arrive()
+    assert program.machine.moved_bytes[RAM, DISK] == 8 * PAGE  # twice
+    assert RAM not in data.replicas
+    assert data.replicas[DISK].state == "shared"
+    program.machine.validate()
 
 
 def test_data_may_arrive_above_the_budget_and_then_nothing_is_admitted_until_it_is_met() -> None:

@@ -10,16 +10,27 @@ import ssl
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, Event, LocalCluster
 from test_cli_train import ROOT, numbers, same_state, start
+from test_dask_dashboard import read
 
+from nntask.errors import DataError
+from nntask.trainer.engine import NodesChanged
+from nntask.trainer.settings import ClusterSettings
 from wrappers.cli import main
 from wrappers.dask import cluster as cluster_module
+from wrappers.dask import cluster_nodes, cluster_team
+from wrappers.dask.cluster import Connection
+from wrappers.dask.cluster_team import Team
+from wrappers.dask.dashboard import install
+from wrappers.report.records import read_run
 
 CONFIG = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 FLAGS = "--config-path=small.json --dataset=text --dataset-path=text --tokenizer=bytes --batch=8 --minibatch=2 --lanes=4 --lr=1e-3 --ncpu=1"
@@ -165,6 +176,7 @@ cluster._local_cluster = by_hand
         ("--dask=local:2 --nodes=3", 2, "--nodes must be at most the 2 workers"),
         ("--nodes=2", 2, "add --dask ADDRESS or --dask local:2"),
         ("--dask=local:2 --trace=t.json", 2, "--trace looks at one machine"),
+        ("--dask=local:2 --trace-steps=1:2", 2, "--trace-steps looks at one machine"),
     ],
 )
 def test_mistakes_are_one_sentence(here: Path, capsys: Any, flags: str, code: int, said: str) -> None:
@@ -191,6 +203,86 @@ def test_too_few_workers_other_data_other_versions(here: Path, cluster: LocalClu
     monkeypatch.setattr(cluster_module, "versions", lambda: {**versions, "distributed": "1.0"})
     assert main([*TRAIN, "--steps=2", "--run-dir=run", on]) == 6
     assert "and this client 1.0; install the same versions" in capsys.readouterr().err
+
+
+def test_nodes_leave_files_for_the_report_and_figures_on_the_dashboard(here: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metrics.jsonl and machine.json per node, which a later part of the run continues; gauges; and no harm where there is no dashboard."""
+    on = f"--dask={cluster.scheduler_address}"
+    assert main([*TRAIN, "--steps=4", "--run-dir=run", on, "--nodes=2"]) == 0
+    run = read_run(here / "run")
+    assert [(node.name, [line["step"] for line in node.lines]) for node in run.nodes] == [("0", [1, 2, 3, 4]), ("1", [1, 2, 3, 4])]
+    for whole, *parts in zip(run.lines, *(node.lines for node in run.nodes), strict=True):
+        assert sum(part["tokens"] for part in parts) == whole["tokens"]
+        assert sum(part["loss"] * part["tokens"] for part in parts) / whole["tokens"] == pytest.approx(whole["loss"])
+        assert [part["moved_bytes"][link] > 0 for part, link in zip(parts, ("0=>1", "1=>0"), strict=True)] == [True, True]
+        assert all(0 < part["resident_peak_bytes"]["ram"] <= node.machine["budget_bytes"]["ram"] for part, node in zip(parts, run.nodes, strict=True))
+    with Client(cluster.scheduler_address) as client:
+        limit = monotonic() + 60  # messages of workers go out in batches
+        wanted = {f'nntask_step{{job="run",node="{rank}"}} 4.0' for rank in range(2)}
+        while not wanted <= set(read(install(client).metrics).splitlines()) and monotonic() < limit:
+            client.run_on_scheduler(lambda: None)
+        assert wanted <= set(read(install(client).metrics).splitlines())
+
+    def refuse(client: Client) -> None:
+        raise ImportError("no nntask on the scheduler")
+
+    monkeypatch.setattr(cluster_nodes, "install", refuse)
+    assert main(["train", "--resume=run", "--steps=5", on, "--nodes=1"]) == 0
+    assert [len(node.lines) for node in read_run(here / "run").nodes] == [5, 4]
+
+
+def fail() -> None:
+    """A mistake that a node finds."""
+    raise DataError("worker holds other data")
+
+
+def test_what_one_node_finds_wrong_is_told_while_others_wait_for_it(cluster: LocalCluster) -> None:
+    """The first node's step would never end: the second one's error ends the team at once, not as a hang."""
+    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
+    try:
+        team = Team(connection, connection.machines(2, {})[:2], deque())
+        waits = connection.client.submit(Event("never", client=connection.client).wait, 120, pure=False)
+        with pytest.raises(DataError, match="other data"):
+            team.gather([waits, connection.client.submit(fail, pure=False)], 100)
+        Event("never", client=connection.client).set()
+        team.close()
+    finally:
+        connection.close()
+
+
+def test_a_worker_that_hangs_in_a_long_call_is_found(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening, connecting and checkpoints may take minutes; a worker that hangs meanwhile is given up as in a step."""
+    monkeypatch.setattr(cluster_team, "LEAST_SILENCE", 1.0)
+    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
+    team = Team(connection, connection.machines(2, {})[:2], deque())
+    address = team.machines[1].address
+    pid = connection.client.run(os.getpid, workers=[address])[address]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(NodesChanged, match=f"worker {address} did not answer for 1 s"):
+            team.gather([team.ask(1, "ping")], 100)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert team.unanswering == [address]
+    team.close()
+    connection.close()
+
+
+def test_workers_that_hang_or_run_other_software_do_not_stop_a_run(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped worker is left out instead of waited for; one with other versions is refused to a run that has begun."""
+    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
+    pids = connection.client.run(os.getpid)
+    stopped, *others = sorted(pids)
+    os.kill(pids[stopped], signal.SIGSTOP)
+    try:
+        assert [machine.address for machine in connection.ask(sorted(pids))] == others
+    finally:
+        os.kill(pids[stopped], signal.SIGCONT)
+    versions, refused = cluster_module.versions(), dict[str, str]()
+    monkeypatch.setattr(cluster_module, "versions", lambda: {**versions, "numpy": "1.0"})
+    assert connection.ask(others, refused) == []
+    assert sorted(refused) == others
+    connection.close()
 
 
 def test_plain_text_to_a_cluster_that_speaks_tls(here: Path, capsys: Any) -> None:

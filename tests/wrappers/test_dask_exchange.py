@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from distributed.comm import connect
 
 from nntask.data import Batch
 from nntask.errors import UsageError
@@ -19,7 +25,7 @@ from nntask.trainer.rules import resolve
 from nntask.trainer.settings import TrainSettings
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
-from wrappers.dask.exchange import PeerComms, PeerLost
+from wrappers.dask.exchange import PeerComms, PeerLost, _Peer
 
 CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
 BATCH, LENGTH = 8, 16
@@ -141,6 +147,44 @@ def test_a_lost_peer_fails_what_waits_for_it() -> None:
         with pytest.raises(PeerLost, match="node 1") as failure:
             flight.part()
         assert failure.value.rank == 1
+
+
+class _Raced(deque[Any]):
+    """An inbox whose entries are taken in just before another one is appended."""
+
+    def append(self, entry: Any) -> None:
+        self.clear()
+        super().append(entry)
+
+
+def test_a_task_that_begins_while_the_inbox_is_emptied_is_taken_in() -> None:
+    """The loop took what was there between a look at the inbox and the append: nobody but the newcomer can wake it again."""
+    comms, ended = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0"), Event()
+    try:
+        peer = comms._peers[1] = _Peer(1)
+        peer.lost = PeerLost(1, "gone")
+        comms._inbox = _Raced([(True, 1, "before", ((), lambda error: None))])
+        comms._begin_send(lambda error: ended.set(), peer=1, key="now")
+        assert ended.wait(60)
+    finally:
+        peer.comm = SimpleNamespace(abort=lambda: None)
+        comms.close()
+
+
+def test_nobody_takes_the_place_of_a_connected_node() -> None:
+    """A second connection under a rank that is taken is closed, and so is one from a rank that does not connect here; the first stays."""
+
+    async def say(address: str, rank: object) -> object:
+        comm = await connect(address)
+        await comm.write({"job": "job", "rank": rank})
+        return await comm.read()
+
+    with nodes(2) as comms:
+        peer, address = comms[0]._peers[1].comm, comms[0]._listener.contact_address
+        for rank in (1, 0, "1", None):
+            with pytest.raises(OSError, match="closed"):
+                asyncio.run(say(address, rank))
+        assert comms[0]._peers[1].comm is peer
 
 
 def test_connections_of_another_training_are_refused() -> None:

@@ -99,25 +99,26 @@ class Connection:
         found: dict[str, dict[str, Any]] = identity["workers"]
         return found
 
-    def machines(self, wanted: int | None, unusable: Mapping[str, str]) -> list[Machine]:
+    def machines(self, wanted: int | None, unusable: Mapping[str, str], refused: dict[str, str] | None = None) -> list[Machine]:
         """Workers that can train, sorted by address; waits for as many as are wanted.
 
         Args:
             wanted: None for those that there are, at least one.
             unusable: workers that are left out, with why.
+            refused: see `ask`.
 
         Raises:
-            ClusterError: there are fewer, or a worker runs other software.
+            ClusterError: there are fewer, or a worker runs other software and `refused` is None.
         """
         deadline = monotonic() + WAIT_SECONDS
         while True:
-            addresses = [address for address in self.workers() if address not in unusable]
-            found = self.ask(addresses) if addresses and (len(addresses) >= (wanted or 1) or monotonic() > deadline) else []
+            addresses = [address for address in self.workers() if address not in unusable and address not in (refused or ())]
+            found = self.ask(addresses, refused) if addresses and (len(addresses) >= (wanted or 1) or monotonic() > deadline) else []
             free = [machine for machine in found if not machine.busy]
             if free and len(free) >= (wanted or 1):
                 return free
             if monotonic() > deadline:
-                raise ClusterError(self._too_few(wanted, len(free), len(found) - len(free), unusable))
+                raise ClusterError(self._too_few(wanted, len(free), len(found) - len(free), {**unusable, **(refused or {})}))
             with contextlib.suppress(Exception):  # asked again above
                 self.client.wait_for_workers(max(len(addresses) + 1, wanted or 1), timeout=1)
 
@@ -143,34 +144,49 @@ class Connection:
             return f"the cluster at {self.address} must have a worker, and {there}; start one with: dask worker {self.address}"
         return f"--nodes {wanted} asks for {wanted} workers of {self.address}, and {there}; start more with dask worker, or lower --nodes"
 
-    def ask(self, addresses: list[str]) -> list[Machine]:
+    def ask(self, addresses: list[str], refused: dict[str, str] | None = None) -> list[Machine]:
         """What workers say of themselves; those that do not answer are left out.
 
+        Args:
+            refused: takes the workers that run other software, with why: a run that has begun goes on without them.
+
         Raises:
-            ClusterError: one runs other software than the client.
+            ClusterError: one runs other software than the client, and `refused` is None.
         """
-        own = versions()
+        own, silent = versions(), set(self.silent(addresses))  # a hung worker would keep the question below waiting
+        addresses = [address for address in addresses if address not in silent]
         found = []
         for address, said in self._probe(addresses).items():
             if isinstance(said, OSError):  # it is going
                 continue
-            if not isinstance(said, dict):
-                raise ClusterError(f"worker {address} cannot say what it is: {type(said).__name__}: {said}; install the same nntask there as here")
-            for name in _MUST_AGREE:
-                if said["versions"].get(name) != own.get(name):
-                    raise ClusterError(
-                        f"worker {address} has {name} {said['versions'].get(name) or 'not installed'} and this client {own.get(name)}; "
-                        "install the same versions on every machine"
-                    )
-            found.append(Machine(address, said["host"], said["busy"]))
+            problem = _difference(said, own)
+            if problem is None:
+                found.append(Machine(address, said["host"], said["busy"]))
+            elif refused is None:
+                raise ClusterError(f"worker {address} {problem}")
+            else:
+                refused[address] = problem
         return sorted(found, key=lambda machine: machine.address)
 
     def _probe(self, addresses: list[str]) -> Mapping[str, Any]:
+        if not addresses:  # Dask would ask all
+            return {}
         try:
             found: Mapping[str, Any] = self.client.run(_probe_function(), workers=addresses, on_error="return")
         except Exception as error:
             raise ClusterError(f"the workers of {self.address} cannot be asked what they are: {type(error).__name__}: {error}") from error
         return found
+
+
+def _difference(said: Any, own: Mapping[str, str]) -> str | None:
+    """Why a worker cannot train with this client, from what it says of itself; None if it can."""
+    if not isinstance(said, dict):
+        return f"cannot say what it is: {type(said).__name__}: {said}; install the same nntask there as here"
+    theirs = said["versions"]
+    for name in _MUST_AGREE:
+        if theirs.get(name) != own.get(name):
+            return f"has {name} {theirs.get(name) or 'not installed'} and this client {own.get(name)}; install the same versions on every machine"
+    return None
 
 
 def _probe_function() -> Callable[..., dict[str, Any]]:

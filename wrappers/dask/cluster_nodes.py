@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -28,12 +28,14 @@ from nntask.trainer.rules import local_nodes
 from nntask.trainer.settings import ClusterSettings
 
 from .cluster import Connection
+from .cluster_records import NodeRecords
 from .cluster_team import FIRST_STEP_SECONDS, OPEN_SECONDS, Team, words_for
 from .cluster_tensors import Mirror
+from .dashboard import install
 from .node import Order, Part
 
 MOST_RIDDLES: Final = 3
-"""How often in a row a team may end although all of its workers answer."""
+"""How often in a row, without a new checkpoint, a team may end although all of its workers answer."""
 
 
 class ClusterEngine:
@@ -44,13 +46,14 @@ class ClusterEngine:
         shapes: of the model and the optimizer.
         all_shares: what each node does.
         told: what each node said of itself when it opened.
+        records: of the nodes.
 
     Attributes:
         gpus: of this machine: nodes use their own.
     """
 
-    def __init__(self, team: Team, shapes: Sketch, all_shares: Sequence[Share], told: Sequence[Mapping[str, Any]]) -> None:
-        self.team, self._shares = team, all_shares
+    def __init__(self, team: Team, shapes: Sketch, all_shares: Sequence[Share], told: Sequence[Mapping[str, Any]], records: NodeRecords) -> None:
+        self.team, self._shares, self.records = team, all_shares, records
         self.gpus: Sequence[Any] = ()
         self.num_tasks = sum(each["num_tasks"] for each in told)
         self.num_trained = int(told[0]["num_trained"])
@@ -60,11 +63,12 @@ class ClusterEngine:
 
     def start(self, step: int, lr: float, batch: Batch) -> _Pending:
         """Begin optimizer step `step` on all nodes."""
-        return _Pending(self, self.team.begin("step", step, lr, batch.begin))
+        return _Pending(self, step, lr, self.team.begin("step", step, lr, batch.begin))
 
-    def finish(self, parts: Sequence[Part]) -> Outcome:
+    def finish(self, step: int, lr: float, begun: float, parts: Sequence[Part]) -> Outcome:
         """Put the nodes' parts of a step together."""
         now = monotonic()
+        seconds = now - max(begun, self._last_end)
         if self._last_end:
             self.team.note_step(now - self._last_end)
         self._last_end = now
@@ -75,7 +79,9 @@ class ClusterEngine:
                 losses[number] = loss
         squares = parts[0].squares
         assert squares is not None  # the first node is always told
-        return outcome_of(losses, squares)
+        outcome = outcome_of(losses, squares)
+        self.records.add(step, lr, outcome, parts, seconds)
+        return outcome
 
     def evaluate(self, batch: Batch) -> float:
         """Sum of the token losses of a batch, by the first node."""
@@ -134,13 +140,14 @@ class ClusterEngine:
 class _Pending:
     """A step under way on all nodes."""
 
-    def __init__(self, engine: ClusterEngine, futures: Sequence[Any]) -> None:
-        self._engine, self._futures = engine, futures
+    def __init__(self, engine: ClusterEngine, step: int, lr: float, futures: Sequence[Any]) -> None:
+        self._engine, self._step, self._lr, self._futures = engine, step, lr, futures
+        self._begun = monotonic()
 
     def result(self) -> Outcome:
         """Wait until the step is over on every node."""
         team = self._engine.team
-        return self._engine.finish(team.gather(self._futures, team.patience))
+        return self._engine.finish(self._step, self._lr, self._begun, team.gather(self._futures, team.patience))
 
 
 def _with_whole_paths(prepared: Prepared) -> Prepared:
@@ -167,12 +174,14 @@ class DaskCluster:
     def __init__(self, connection: Connection, settings: ClusterSettings) -> None:
         self._connection, self._settings = connection, settings
         self._unusable: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # for good: they run other software
         self._team: Team | None = None
         self._most = 1
         self._has_begun = False
-        self._num_riddles = 0
+        self._num_riddles = self._last_saved = 0
         self._durations: deque[float] = deque(maxlen=64)
         self._run: Path | None = None
+        self._board: bool | None = None  # not asked yet
 
     @contextmanager
     def open(
@@ -182,20 +191,27 @@ class DaskCluster:
         tiling, self._run = prepared.settings.tiling, prepared.run
         num_minibatches, lanes = (tiling.batch or 1) // tiling.minibatch, tiling.lanes or 1
         wanted = self._wanted(num_minibatches, lanes, say)
+        saved = prepared.resumed.step if prepared.resumed is not None else 0
+        if saved != self._last_saved:  # the run has got on since
+            self._num_riddles, self._last_saved = 0, saved
         if self._num_riddles == MOST_RIDDLES:
             raise ClusterError(
                 f"training stopped {MOST_RIDDLES} times in a row although all workers answer; look at the network between them and at their logs, "
                 "and if memory is short raise --ram"
             )
         self._check_silent()
-        machines = self._connection.machines(None if self._has_begun else wanted, self._unusable)[: self._most]
+        if self._has_begun:
+            machines = self._connection.machines(None, self._unusable, self._refused)[: self._most]
+        else:
+            machines = self._connection.machines(wanted, self._unusable)[: self._most]
         team = self._team = Team(self._connection, machines, self._durations)
         try:
             engine = self._open(team, prepared, base, dataset, shares(num_minibatches, lanes, len(machines)))
             for rank, machine in enumerate(machines):
                 say(f"node {rank}: {machine.address} on {machine.host}")
             self._has_begun = True
-            yield engine, engine
+            with closing(engine.records):
+                yield engine, engine
         finally:
             self._num_riddles = self._num_riddles + 1 if team.is_riddle else 0
             self._unusable.update(dict.fromkeys(team.unanswering, "does not answer"))
@@ -231,13 +247,26 @@ class DaskCluster:
         widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32
         largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.machines))) * max(widest, 1))
         hosts = [machine.host for machine in team.machines]
+        board = prepared.run.name if self._has_board() else ""
         opening = [
-            team.ask(share.rank, "open", Order(prepared, base, share, dataset.fingerprint, hosts.count(host), largest))
+            team.ask(share.rank, "open", Order(prepared, base, share, dataset.fingerprint, hosts.count(host), largest, board))
             for share, host in zip(all_shares, hosts, strict=True)
         ]
         told = team.gather(opening, OPEN_SECONDS)
         team.call("connect", addresses)
-        return ClusterEngine(team, shapes, all_shares, told)
+        settings, first = prepared.settings, prepared.resumed.step if prepared.resumed is not None else 0
+        tokens = settings.tiling.minibatch * (settings.model.seq_len or prepared.config.n_positions)
+        return ClusterEngine(team, shapes, all_shares, told, NodeRecords(prepared.run, first, all_shares, tokens, told))
+
+    def _has_board(self) -> bool:
+        """Whether the scheduler shows runs, asked once: what its Python lacks for that costs the page, not the training."""
+        if self._board is None:
+            try:
+                found = install(self._connection.client)
+                self._board = found.page is not None or found.metrics is not None
+            except Exception:  # it has no nntask, for example
+                self._board = False
+        return self._board
 
     def what_is_safe(self) -> str:
         """What is left of the run, and how to continue it."""
@@ -258,8 +287,8 @@ class DaskCluster:
             return
         self._check_silent()
         here = {machine.address for machine in team.machines}
-        others = [address for address in self._connection.workers() if address not in here and address not in self._unusable]
-        free = [machine.address for machine in self._connection.ask(others) if not machine.busy] if others else []
+        others = [address for address in self._connection.workers() if address not in here | self._unusable.keys() | self._refused.keys()]
+        free = [machine.address for machine in self._connection.ask(others, self._refused) if not machine.busy] if others else []
         if free:
             raise NodesChanged(f"{words_for(free[: self._most - len(here)])} joined")
 

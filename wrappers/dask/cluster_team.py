@@ -103,6 +103,7 @@ class Team:
         """
         results = []
         deadline, look = monotonic() + patience, monotonic() + LOOK_SECONDS
+        ping, suspects = monotonic() + LEAST_SILENCE / 2, set[str]()
         for future in futures:
             while True:
                 try:
@@ -114,11 +115,24 @@ class Team:
                 except Exception as error:
                     self._fail(error)
                 if monotonic() > look:
+                    self._raise_failed(futures)
                     self._look()
                     look = monotonic() + LOOK_SECONDS
+                if monotonic() > ping:
+                    suspects = self._ping(suspects)
+                    ping = monotonic() + LEAST_SILENCE / 2
                 if monotonic() > deadline:
                     self._fail_hung(patience)
         return results
+
+    def _raise_failed(self, futures: Sequence[Any]) -> None:
+        """What one node found wrong is told at once: the others may wait for what it will never send."""
+        for future in futures:
+            if future.done():
+                try:
+                    future.result(timeout=LOOK_SECONDS)
+                except Exception as error:
+                    self._fail(error)
 
     def note_step(self, seconds: float) -> None:
         """A step took so long."""
@@ -135,6 +149,18 @@ class Team:
         gone = [machine.address for machine in self.machines if machine.address not in there]
         if gone:
             raise NodesChanged(f"lost {words_for(gone)}")
+
+    def _ping(self, suspects: set[str]) -> set[str]:
+        """Ask all workers, whose event loops answer whatever their nodes are doing; those that are silent, if they were not so before.
+
+        Raises:
+            NodesChanged: some were silent the last time, too: they hang, however long what they do may take.
+        """
+        silent = set(self.connection.silent([machine.address for machine in self.machines]))
+        if silent & suspects:
+            self.unanswering = sorted(silent & suspects)
+            raise NodesChanged(f"{words_for(self.unanswering)} did not answer for {LEAST_SILENCE:.0f} s")
+        return silent
 
     def _fail(self, error: Exception) -> NoReturn:
         """Tell apart what an error of a node means."""

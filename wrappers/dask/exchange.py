@@ -206,11 +206,12 @@ class PeerComms:
         except (TimeoutError, OSError):
             comm.abort()
             return
-        if not isinstance(hello, dict) or hello.get("job") != self._job:
+        rank = hello.get("rank") if isinstance(hello, dict) and hello.get("job") == self._job else None
+        if type(rank) is not int or rank <= self._rank or rank in self._peers:  # a stranger, or not one that has to connect to this node
             await comm.close()
             return
         await comm.write(self._job)
-        self._welcome(hello["rank"], comm)
+        self._welcome(rank, comm)
 
     def _welcome(self, rank: int, comm: Any) -> None:
         peer = self._peers[rank] = self._peers.get(rank) or _Peer(rank)
@@ -229,10 +230,12 @@ class PeerComms:
         self._begin(False, peer, key, (tiles[:count], done))
 
     def _begin(self, is_send: bool, peer: int, key: str, waiting: Waiting) -> None:
-        """Called under the runtime's lock."""
-        is_first = not self._inbox
+        """Called under the runtime's lock, so that one thread at a time appends.
+
+        Append first, look then: an entry that is not alone now is taken in by whoever takes in the one before it.
+        """
         self._inbox.append((is_send, peer, key, waiting))
-        if is_first:
+        if len(self._inbox) == 1:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits for this training any more
                 self._loop.call_soon_threadsafe(self._take_in)
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -46,6 +47,7 @@ class Order:
         fingerprint: of the data, as the client has it.
         on_host: nodes of this training that share the node's machine, this one included.
         largest: bytes of the largest bucket that travels.
+        board: name of the run on the cluster's dashboard; "" for none.
     """
 
     prepared: Prepared
@@ -54,13 +56,16 @@ class Order:
     fingerprint: str
     on_host: int
     largest: int
+    board: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a node has to say of a step: its losses, the sum of squares of the gradient if it was told, and its counters so far."""
+    """What a node has to say of a step: its losses, their mean per token, the sum of squares of the gradient if it was told, and its counters so
+    far."""
 
     losses: list[float]
+    loss: float
     squares: float | None
     stats: dict[str, Any]
 
@@ -91,6 +96,7 @@ class Node:
         self._runtime: Runtime | None = None
         self._engine: Any = None
         self._closed = False
+        self._last_end = 0.0
 
     async def listen(self, bandwidth: float | None = None) -> str:
         """Begin to listen for peers; returns the address."""
@@ -130,6 +136,7 @@ class Node:
         from nntask.trainer.weights import model_to_start_from
 
         prepared, share = order.prepared, order.share
+        self._order = order
         dataset = open_dataset(prepared.data)
         if dataset.fingerprint != order.fingerprint:
             raise DataError(
@@ -211,16 +218,35 @@ class Node:
 
     async def step(self, number: int, lr: float, begin: Cursor) -> Part:
         """Do this node's part of step `number` (from 1), whose batch begins at a place in the data; at most two are under way."""
+        begun = perf_counter()
         flight = await self._run(self._starts, self._start, number, lr, begin)
-        return await self._run(self._results, self._finish, flight)
+        return await self._run(self._results, self._finish, flight, number, begun)
 
     def _start(self, number: int, lr: float, begin: Cursor) -> Any:
         self._stream.cursor = begin
         return self._engine.start(number, lr, self._stream.next())
 
-    def _finish(self, flight: Any) -> Part:
+    def _finish(self, flight: Any, number: int, begun: float) -> Part:
         losses, squares = flight.part()
-        return Part(losses, squares, self._stats())
+        share, stats, now = self._order.share, self._stats(), perf_counter()
+        loss = sum(losses) * share.num_minibatches / len(losses)  # each is its part of the step's mean
+        seconds, self._last_end = now - max(begun, self._last_end), now
+        if self._order.board:
+            self._publish(number, loss, len(losses) * self._settings.tiling.minibatch * self._stream.length / seconds, stats)
+        return Part(losses, loss, squares, stats)
+
+    def _publish(self, number: int, loss: float, tokens_per_second: float, stats: Mapping[str, Any]) -> None:
+        """Tell the dashboard; nobody waits for it, and training goes on without it."""
+        from .dashboard import publish
+
+        figures = {
+            "loss": loss,
+            "tokens_per_second": tokens_per_second,
+            "resident_bytes": stats["resident_bytes"],
+            "budget_bytes": stats["budget_bytes"],
+        }
+        with contextlib.suppress(Exception):
+            publish(self._worker, {"job": self._order.board, "node": str(self.rank), "step": number, **figures})
 
     def _stats(self) -> dict[str, Any]:
         assert self._runtime is not None  # open() comes first

@@ -23,10 +23,9 @@ from typing import Any, Final
 from nntask.errors import DataError, UsageError
 from nntask.jsonfile import read_object
 from nntask.trainer.metrics import read_metrics
-from nntask.trainer.outputs import CONFIG, MACHINE, METRICS, SUMMARY, TRACE
+from nntask.trainer.outputs import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE
 from scheduler.trace import FORMAT
 
-NODES: Final = "nodes"
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
 _AGAIN: Final = "trace some steps anew, as in nntask train --trace-steps 10:11"
 

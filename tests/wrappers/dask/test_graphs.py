@@ -46,6 +46,55 @@ def test_arrays_equal_those_of_dask() -> None:
         np.testing.assert_array_equal(found, truth)
 
 
+def bump(array: Any) -> Any:
+    """What it is given, changed in place; an array, or a dict of more items than one is taken apart into."""
+    for each in array.values() if isinstance(array, dict) else [array]:
+        each += 100.0
+    return array
+
+
+def many(number: int) -> dict[int, Any]:
+    """Arrays in a dict that leaves memory as a whole."""
+    return {place: np.full(MIB // 8 // 128, float(number)) for place in range(128)}
+
+
+@pytest.mark.parametrize("make", [lambda number: np.full(MIB // 8, float(number)), many])
+def test_what_a_function_changes_in_place_and_returns_is_not_lost(tmp_path: Path, make: Any) -> None:
+    """``x += 1; return x`` on results that were on the disk before: they are written anew, not read back as they were."""
+
+    def first(array: Any, *after: Any) -> float:
+        return float((array[0] if isinstance(array, dict) else array)[0])
+
+    graph: dict[str, Any] = {f"made{n}": Task(f"made{n}", make, n) for n in range(12)}
+    graph |= {f"seen{n}": Task(f"seen{n}", first, TaskRef(f"made{n}")) for n in range(12)}
+    graph["all made"] = Task("all made", lambda *each: None, *(TaskRef(f"seen{n}") for n in range(12)))
+    graph |= {f"bumped{n}": Task(f"bumped{n}", lambda array, _: bump(array), TaskRef(f"made{n}"), TaskRef("all made")) for n in range(12)}
+    graph |= {f"again{n}": Task(f"again{n}", first, TaskRef(f"bumped{n}")) for n in range(12)}
+    graph["all bumped"] = Task("all bumped", lambda *each: None, *(TaskRef(f"again{n}") for n in range(12)))
+    graph |= {f"last{n}": Task(f"last{n}", first, TaskRef(f"bumped{n}"), TaskRef("all bumped")) for n in range(12)}
+    with runtime(ram=5 * MIB, disk=tmp_path, workers=1) as graphs:
+        found = graphs.get(graph, [f"last{n}" for n in range(12)])
+        assert graphs.stats()["moved_bytes"]["disk->ram"] > 6 * MIB
+    assert found == tuple(100.0 + n for n in range(12))
+
+
+def test_graphs_within_tasks_that_wait_for_what_those_hold_say_so(tmp_path: Path) -> None:
+    """Two tasks pin most of the memory and compute graphs that need the rest twice: an error instead of waiting forever."""
+    both = threading.Barrier(2)
+
+    def compute_within(array: Any) -> float:
+        both.wait(60)
+        parts = {f"part{n}": Task(f"part{n}", np.ones, 10 * MIB // 64) for n in range(3)}
+        return float(get(parts | {"sum": Task("sum", combine, *map(TaskRef, parts))}, "sum")) + float(array[0])
+
+    graph: dict[str, Any] = {f"made{n}": ones(f"made{n}", 5 * MIB) for n in range(2)}
+    graph |= {f"outer{n}": Task(f"outer{n}", compute_within, TaskRef(f"made{n}")) for n in range(2)}
+    with runtime(ram=12 * MIB, disk=tmp_path, workers=2) as graphs:
+        with pytest.raises(DoesNotFit, match="graphs that are computed within tasks wait for memory that those tasks hold"):
+            graphs.get(graph, ["outer0", "outer1"])
+        assert graphs.get({"after": ones("after", 8 * MIB)}, "after").nbytes == 8 * MIB
+
+
 def test_a_budget_is_kept_by_way_of_the_disk(tmp_path: Path) -> None:
     """Data of eight times the budget is standardized in two passes; results are equal, and what is counted stays within the stated bound."""
     x = da.random.default_rng(0).random((2048, 1024), chunks=256)  # 16 MiB in blocks of 512 KiB

@@ -42,6 +42,11 @@ class Plan:
     data: dict[Key, Any]
     wanted: set[Key]
 
+    def is_wanted(self, number: int) -> bool:
+        """Whether a task's value was asked for, under its own key or an alias."""
+        names = self.names.get(number)
+        return self.keys[number] in self.wanted or (names is not None and not self.wanted.isdisjoint(names))
+
 
 def prepare(graph: Any, keys: Any) -> tuple[dict[Key, GraphNode], set[Key]]:
     """The graph as new-style nodes, and the keys that were asked for."""

@@ -26,7 +26,7 @@ from .evaluate import evaluate
 from .observe import Observers
 from .plan import Key, Plan, prefix_of
 from .store import FAR, Store
-from .values import SMALL, Block, Held, hold, holds, is_of, weigh
+from .values import SMALL, Block, Held, hold, holds, is_of, is_part, weigh
 
 RESULTS = -1
 """Number of what is submitted to get the results themselves into memory."""
@@ -44,29 +44,32 @@ class Run:
         workers: how many threads `work`.
         observers: callbacks of Dask's.
         first: `order` of task 0.
+        is_nested: whether a task of another run of the store waits for this one.
 
     Attributes:
         error: the first failure; `failed` the node and values of a task that raised it.
     """
 
-    def __init__(self, store: Store, plan: Plan, workers: int, observers: Observers, first: int) -> None:
+    def __init__(self, store: Store, plan: Plan, workers: int, observers: Observers, first: int, *, is_nested: bool = False) -> None:
         self.store = store
+        self.is_nested = is_nested
+        self._num_working = workers
         self.plan = plan
         self.error: BaseException | None = None
         self.failed: tuple[GraphNode, Mapping[Key, Any]] | None = None
         self._observers = observers
-        self._first = first
+        self.first = first
         self._workers = workers
         self._limit = 2 * workers if store.spills else workers
         self._wake = threading.Condition(store.lock)
         self._finished = threading.Event()
         self._fetched = threading.Event()
         self._fetching: Task | None = None
+        self._is_fetching = False
         self._cache: dict[Key, Any] = dict(plan.data)
         self._waiting = [len(reads) for reads in plan.reads]
         self._ready = [number for number, count in enumerate(self._waiting) if not count]
-        self._is_wanted = [self._asked_for(number) for number in range(len(plan.nodes))]
-        self._left = [len(readers) + wanted for readers, wanted in zip(plan.readers, self._is_wanted, strict=True)]
+        self._left = [len(readers) + plan.is_wanted(number) for number, readers in enumerate(plan.readers)]
         self._weights = [0] * len(plan.nodes)
         self._done = bytearray(len(plan.nodes))
         self._admitted: list[tuple[int, Task]] = []
@@ -82,14 +85,11 @@ class Run:
         if self._ended:
             self._finished.set()
 
-    def _asked_for(self, number: int) -> bool:
-        names = self.plan.names.get(number)
-        return self.plan.keys[number] in self.plan.wanted or (names is not None and not self.plan.wanted.isdisjoint(names))
-
     def work(self) -> None:
         """Run tasks until there are none; what a worker thread does."""
         try:
             with self._wake:
+                self.store.threads.add(threading.get_ident())
                 job = self._take()
             while job is not None:
                 number, task = job
@@ -104,6 +104,11 @@ class Run:
                 task = job[1] if job is not None else None
                 if task is not None and task.state == "running" and self.store.failure is None:
                     self.store.finish(task)
+        finally:
+            with self._wake:
+                self._num_working -= 1
+                self.store.threads.discard(threading.get_ident())
+                self.store.look_for_deadlock()
 
     def wait(self) -> None:
         """Sleep until the run has ended; Ctrl-C is heard."""
@@ -149,9 +154,23 @@ class Run:
                     return heapq.heappop(self._admitted)
             if not self._ended:
                 self._num_idle += 1
-                self._wake.wait()
+                self.store.look_for_deadlock()
+                if not self._ended:
+                    self._wake.wait()
                 self._num_idle -= 1
         return None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody still waits for it."""
+        return not self._ended or self._is_fetching
+
+    @property
+    def num_busy(self) -> int:
+        """Threads that run a task, or could take one."""
+        if self._admitted or (self._ready and not self._ended and (self._num_submitted < self._limit or self._is_light(self._ready[0]))):
+            return self._num_working
+        return self._num_working - self._num_idle
 
     def _is_light(self, number: int) -> bool:
         if self._num_held:
@@ -159,9 +178,7 @@ class Run:
             for source in self.plan.reads[number]:
                 if type(cache[keys[source]]) is Held:
                     return False
-        if self._rooms and self._room(number) >= SMALL:
-            return False
-        return not self.store.is_full
+        return not (self._rooms and self._room(number) >= SMALL) and not self.store.is_full
 
     def _prefix(self, number: int) -> str:
         name = prefix_of(self.plan.keys[number])
@@ -182,19 +199,19 @@ class Run:
                 blocks.update(dict.fromkeys(entry.blocks))
         self._num_submitted += 1
         dues = [self._due(block, number) for block in blocks]
-        self.store.submit(self, number, self._prefix(number), self._first + number, list(blocks), max(room, PAGE), dues)
+        self.store.submit(self, number, self._prefix(number), self.first + number, list(blocks), max(room, PAGE), dues)
 
     def _due(self, block: Block, number: int) -> int:
         """`order` of the next task, other than this one, that will read the block."""
         uses, done = block.uses, self._done
         while uses and (uses[0] == number or done[uses[0]]):
             heapq.heappop(uses)
-        return self._first + uses[0] if uses else FAR
+        return self.first + uses[0] if uses else FAR
 
     def admitted(self, number: int, task: Task) -> None:
         """The task's data is in place."""
         if number == RESULTS and not self._closed:
-            self._fetching = task
+            self._fetching, self._is_fetching = task, False
             self._fetched.set()
         elif self._ended:
             self.store.finish(task)
@@ -206,7 +223,7 @@ class Run:
     def refused(self, number: int, error: BaseException) -> None:
         """The task will never run: there is no room for it, or what it reads is lost."""
         if number == RESULTS:
-            self.error = self.error or error
+            self.error, self._is_fetching = self.error or error, False
             self._fetched.set()
             return
         if self._ended:
@@ -221,17 +238,10 @@ class Run:
         self._fail(error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error)
 
     def _explain(self, number: int) -> DoesNotFit:
-        """Why a task cannot run within the budget, in the words of graphs."""
+        """Why a task cannot run within the budget."""
         reads = [each for source in self.plan.reads[number] if type(each := self._cache[self.plan.keys[source]]) is Held]
         nbytes = sum(block.nbytes for block in dict.fromkeys(block for held in reads for block in held.blocks))
-        ram = self.store.ram
-        taken = sum(record.nbytes for record in self.store.machine.residency.held)
-        below = "" if self.store.spills else "; without a disk nothing can leave it"
-        return DoesNotFit(
-            f"task {self.plan.keys[number]!r} reads {nbytes:,} B of results at once, but of {ram.budget:,} B of ram {taken:,} B are lent to the "
-            f"program or small results{below}; raise ram, name a disk, use smaller chunks, or let go of earlier results",
-            ram.name,
-        )
+        return self.store.too_large(self.plan.keys[number], nbytes)
 
     def broken(self, error: BaseException) -> None:
         """Nothing will run any more."""
@@ -310,19 +320,18 @@ class Run:
             if block.record is None:
                 made += block.nbytes
                 self.store.adopt(block, name, self._due(block, number))
+            elif not is_part(held.value, block):  # it may be what the task was given, changed in place
+                self.store.note_changed(block)
         if made > self._rooms.get(name, 0):
             self._rooms[name] = made
 
     def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> Block | None:
         """The block of an owner; None for memory that the graph itself holds, which is the program's."""
-        if id(owner) not in self.store.blocks and (holds(self.plan.nodes[number], owner) or self._is_data(number, owner)):
-            return None
+        if id(owner) not in self.store.blocks:
+            node, data = self.plan.nodes[number], self.plan.data
+            if holds(node, owner) or any(is_of(data[key], owner) for key in node.dependencies if key in data):
+                return None
         return self.store.find(owner, nbytes, is_array)
-
-    def _is_data(self, number: int, owner: Any) -> bool:
-        """Whether a task reads, as data of the graph, the owner or a view of it."""
-        data = self.plan.data
-        return any(is_of(data[key], owner) for key in self.plan.nodes[number].dependencies if key in data)
 
     def _drop(self, number: int) -> None:
         """Nobody reads a task's value any more."""
@@ -352,7 +361,9 @@ class Run:
         blocks = list(dict.fromkeys(block for each in held for block in each.blocks))
         if blocks and self.store.spills:
             with self._wake:
-                self.store.submit(self, RESULTS, "the results", self._first + len(self.plan.nodes), blocks, 0, [FAR] * len(blocks))
+                self._is_fetching = True
+                self.store.submit(self, RESULTS, "the results", self.first + len(self.plan.nodes), blocks, 0, [FAR] * len(blocks))
+                self.store.look_for_deadlock()
             self._fetched.wait()
             if self.error is not None:
                 raise self.error

@@ -158,9 +158,10 @@ class GraphRuntime:
                 submit, count = self._crew(num_workers, pool)
                 with self._store.lock:
                     first, self._num_orders = self._num_orders, self._num_orders + len(plan.nodes) + 1
-                    run = Run(self._store, plan, count, observers, first)
+                    count = min(count, len(plan.nodes))
+                    run = Run(self._store, plan, count, observers, first, is_nested=threading.get_ident() in self._store.threads)
                     self._store.clients.add(run)
-                values = self._carry_out(run, submit, min(count, len(plan.nodes)), lends, rerun_exceptions_locally)
+                values = self._carry_out(run, submit, count, lends, rerun_exceptions_locally)
                 failed = False
             finally:
                 observers.finish(failed=failed)

@@ -105,6 +105,8 @@ class SpillEngine(DiskEngine):
         leaves = action.target.node == self.node
         try:
             if leaves:
+                self.discard(block.place)  # of what it was before a task changed it
+                block.place = None
                 block.place = self._write(block)
             else:
                 block.owner = self._read(block.place, is_array=block.is_array)

@@ -27,6 +27,7 @@ from scheduler.core.events import (
     Event,
     ForgetObject,
     HandleAdopted,
+    HandleChanged,
     HandleReleased,
     ReportFailure,
     RunTask,
@@ -56,7 +57,25 @@ FAR: Final = 1 << 50
 
 
 class Client(Protocol):
-    """Who submits tasks, called with the store's lock held."""
+    """Who submits tasks, called with the store's lock held.
+
+    Attributes:
+        first: `order` of its first task.
+    """
+
+    first: int
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a task of another client waits for it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody still waits for it."""
+
+    @property
+    def num_busy(self) -> int:
+        """Threads that run a task, or could take one."""
 
     def admitted(self, number: int, task: Task) -> None:
         """The task's data is in place."""
@@ -98,6 +117,7 @@ class Store:
         self.ram = nodes[0]
         self.machine = Machine(nodes, POLICIES["prio"](Models()))
         self.clients: set[Client] = set()
+        self.threads: set[int] = set()  # those that run tasks
         self.inbox: deque[HandleRecord] = deque()
         self.blocks: dict[int, Block] = {}  # by the identity of their owner
         self.small_bytes = 0
@@ -169,6 +189,11 @@ class Store:
         self.largest = max(self.largest, block.nbytes)
         self.bring(HandleAdopted(block.record, due))
 
+    def note_changed(self, block: Block) -> None:
+        """A task may have changed a block that it reads."""
+        assert block.record is not None  # it is counted
+        self.bring(HandleChanged(block.record))
+
     def release(self, block: Block) -> None:
         """Nobody reads the block any more."""
         if block.owner is not None:
@@ -234,6 +259,32 @@ class Store:
                 token = action.task.token  # type: ignore[assignment]
                 token.client.refused(token.number, action.error)
 
+    def too_large(self, key: object, nbytes: int) -> DoesNotFit:
+        """Why a task that reads so many bytes at once cannot run, in the words of graphs."""
+        taken = sum(record.nbytes for record in self.machine.residency.held)
+        below = "" if self.spills else "; without a disk nothing can leave it"
+        return DoesNotFit(
+            f"task {key!r} reads {nbytes:,} B of results at once, but of {self.ram.budget:,} B of ram {taken:,} B are lent to the "
+            f"program or small results{below}; raise ram, name a disk, use smaller chunks, or let go of earlier results",
+            self.ram.name,
+        )
+
+    def look_for_deadlock(self) -> None:
+        """End the latest run if tasks wait for the graphs they compute, those for memory, and nothing else runs or moves: what these tasks read stays
+        in memory until they end. The core cannot know, because to it they run."""
+        nested = [client for client in self.clients if client.is_nested and client.is_open]
+        if not nested or self.failure is not None or self.machine.residency.copies:
+            return
+        if sum(client.num_busy for client in self.clients) <= len(nested):
+            latest = max(nested, key=lambda client: client.first)
+            latest.broken(
+                DoesNotFit(
+                    f"{len(nested)} graphs that are computed within tasks wait for memory that those tasks hold: of {self.ram.budget:,} B of ram "
+                    f"{self.ram.used:,} B are taken; raise ram, use fewer workers, or compute nothing within tasks",
+                    self.ram.name,
+                )
+            )
+
     def _forget(self, action: ForgetObject) -> None:
         block = action.handle.view
         if not isinstance(block, Block):
@@ -253,6 +304,7 @@ class Store:
                 if action.target.node == RAM:
                     self.blocks[id(block.owner)] = block
                 self.bring(CopyFinished(action.source, action.target))
+                self.look_for_deadlock()
                 self._untrimmed += action.source.handle.nbytes
         if self._untrimmed > self.ram.budget // TRIM:
             self._untrimmed = 0
@@ -262,6 +314,7 @@ class Store:
         with self.lock:
             if self.failure is None:
                 self.bring(CopyFailed(action.source, action.target, error))
+                self.look_for_deadlock()
 
     def _keep(self, block: Block) -> None:
         """What cannot be pickled stays in memory for good, and is counted so."""

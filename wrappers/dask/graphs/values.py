@@ -184,6 +184,11 @@ def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array
 
 
+def is_part(value: Any, block: Block) -> bool:
+    """Whether a result is an array over some of a block's memory."""
+    return type(value) is np.ndarray and block.is_array and value.nbytes < block.nbytes
+
+
 def address_of(array: np.ndarray[Any, Any]) -> int:
     """Where the first item of an array lies."""
     return int(array.__array_interface__["data"][0])
