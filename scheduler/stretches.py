@@ -22,8 +22,8 @@ from .storage.device import DeviceMemory
 
 MOST_TASKS: Final = 32
 """In a stretch."""
-MOST_GRAPHS: Final = 8
-"""Of one stretch: sets of addresses it has run on."""
+MOST_GRAPHS: Final = 16
+"""Of one stretch: sets of addresses it has run on, two for each GPU where addresses stay; the oldest is given up."""
 
 
 class _Member(NamedTuple):
@@ -59,16 +59,19 @@ class Stretch:
         start = self._graphs.get(key, self)
         if start is self:  # never seen
             if len(self._graphs) >= MOST_GRAPHS:
-                self._graphs.clear()
+                self._graphs = dict(list(self._graphs.items())[1:])
             self._graphs[key] = None
             self._run(views)
             return
         if start is None:
             start = self._graphs[key] = captured(lambda: self._run(views)) or False
         if start:
-            start()
-        else:
-            self._run(views)
+            try:
+                start()
+                return
+            except RuntimeError:  # nothing has begun: starting its kernels one by one works, or says what is wrong
+                self._graphs[key] = False
+        self._run(views)
 
     def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
         """Of all together."""
