@@ -145,7 +145,7 @@ def _end_of(plan: StepPlan, first: int, room: int, budget: int) -> int:
 def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, Block], HandleRecord], owned: dict[HandleRecord, bool]) -> RecordedTask:
     """Tasks [first, end) as one; its scratch memory enters `owned`."""
     modes: dict[HandleRecord, Mode] = {}
-    inner: list[HandleRecord] = []
+    inner: dict[HandleRecord, None] = {}
     joined = plan.tasks[first:end]
     for handle, mode in (access for task in joined for access in task.accesses):
         before = modes.get(handle)
@@ -153,12 +153,12 @@ def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, Block], Han
             uses = plan.uses[handle].positions
             if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
                 modes[handle] = SCRATCH
-                inner.append(handle)
+                inner[handle] = None
             else:
                 modes[handle] = mode
         elif before == R and mode != R:
             modes[handle] = RW
-    accesses: list[tuple[HandleRecord, Mode]] = [(handle, mode) for handle, mode in modes.items() if mode != SCRATCH]
+    accesses: list[tuple[HandleRecord, Mode]] = [(handle, mode) for handle, mode in modes.items() if handle not in inner]
     offsets, nbytes = _packed([(handle.size, plan.uses[handle].positions[0], plan.uses[handle].positions[-1]) for handle in inner])
     places = {handle: place for place, handle in enumerate([*(handle for handle, _ in accesses), *inner])}
     if inner:

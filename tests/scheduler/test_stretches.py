@@ -129,6 +129,25 @@ def test_how_tasks_are_joined() -> None:
     assert MOST_TASKS == 32
 
 
+def test_scratch_memory_of_more_tasks_than_a_stretch_has() -> None:
+    """One handle for all: each stretch has its own, as each task had."""
+
+    def run(runtime: Any) -> float:
+        with runtime:
+            kept = runtime.handle(PAGE, Numbers(), kind="persistent")
+            runtime.submit(FILL, [(kept, W)], {"value": 1.0})
+            with runtime.record() as step:
+                room = runtime.handle(PAGE, Numbers(), name="room", data_class="scratch")
+                for _ in range(MOST_TASKS + 9):
+                    runtime.submit(SPOIL, [(kept, "RW"), (room, SCRATCH)], {})
+            for _ in range(3):
+                step.replay()
+            return value(runtime, kept)
+
+    memory = {"gpu_memory": 256 * PAGE, "ram": 512 * PAGE}
+    assert run(Runtime(0, gpus=gpus(1, 0), **memory)) == (1 + 3 * (MOST_TASKS + 9)) * COUNT
+
+
 def test_a_graph_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are started one by one, and it is not tried again."""
     tried: list[object] = []
