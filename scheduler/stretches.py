@@ -22,8 +22,8 @@ from .storage.device import DeviceMemory
 
 MOST_TASKS: Final = 32
 """In a stretch."""
-MOST_GRAPHS: Final = 8
-"""Of one stretch: sets of addresses it has run on."""
+MOST_GRAPHS: Final = 16
+"""Of one stretch: sets of addresses it has run on, two for each GPU where addresses stay; the oldest is given up."""
 
 
 class _Member(NamedTuple):
@@ -59,16 +59,19 @@ class Stretch:
         start = self._graphs.get(key, self)
         if start is self:  # never seen
             if len(self._graphs) >= MOST_GRAPHS:
-                self._graphs.clear()
+                self._graphs = dict(list(self._graphs.items())[1:])
             self._graphs[key] = None
             self._run(views)
             return
         if start is None:
             start = self._graphs[key] = captured(lambda: self._run(views)) or False
         if start:
-            start()
-        else:
-            self._run(views)
+            try:
+                start()
+                return
+            except RuntimeError:  # nothing has begun: starting its kernels one by one works, or says what is wrong
+                self._graphs[key] = False
+        self._run(views)
 
     def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
         """Of all together."""
@@ -142,7 +145,7 @@ def _end_of(plan: StepPlan, first: int, room: int, budget: int) -> int:
 def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, Block], HandleRecord], owned: dict[HandleRecord, bool]) -> RecordedTask:
     """Tasks [first, end) as one; its scratch memory enters `owned`."""
     modes: dict[HandleRecord, Mode] = {}
-    inner: list[HandleRecord] = []
+    inner: dict[HandleRecord, None] = {}
     joined = plan.tasks[first:end]
     for handle, mode in (access for task in joined for access in task.accesses):
         before = modes.get(handle)
@@ -150,12 +153,12 @@ def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, Block], Han
             uses = plan.uses[handle].positions
             if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
                 modes[handle] = SCRATCH
-                inner.append(handle)
+                inner[handle] = None
             else:
                 modes[handle] = mode
         elif before == R and mode != R:
             modes[handle] = RW
-    accesses: list[tuple[HandleRecord, Mode]] = [(handle, mode) for handle, mode in modes.items() if mode != SCRATCH]
+    accesses: list[tuple[HandleRecord, Mode]] = [(handle, mode) for handle, mode in modes.items() if handle not in inner]
     offsets, nbytes = _packed([(handle.size, plan.uses[handle].positions[0], plan.uses[handle].positions[-1]) for handle in inner])
     places = {handle: place for place, handle in enumerate([*(handle for handle, _ in accesses), *inner])}
     if inner:

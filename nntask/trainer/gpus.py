@@ -166,7 +166,7 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
 
     Raises:
         DoesNotFit: a card did not give the memory that CUDA needs for itself.
-        UsageError: what CuPy needs is missing.
+        UsageError: what CuPy needs is missing, or a card does not work.
     """
     if not plan.parts:
         return []
@@ -176,6 +176,11 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
         raise DoesNotFit(str(error)) from error
     except ImportError as error:
         raise UsageError(f"{error}") from error
+    except RuntimeError as error:  # of CUDA, of cuBLAS, or a source that does not compile
+        raise UsageError(
+            f"{' and '.join(plan.names)} could not be opened ({error}); see in nvidia-smi whether another program has it, or compute on the CPU with "
+            "--ngpu 0"
+        ) from error
 
 
 def check_fallbacks(tasks: Iterable[RecordedTask], settings: TrainSettings) -> dict[str, int]:

@@ -151,8 +151,8 @@ class CudaCopier(threading.Thread):
     def _start(self, action: CopyTile, marks: Sequence[tuple[Flow, int]]) -> _Copy:
         source, target, stream = action.source, action.target, self._stream
         origin, goal, nbytes = self.arenas[source.node], self.arenas[target.node], source.handle.nbytes
-        copy = _Copy(action, self._event(), self._event())
         try:
+            copy = _Copy(action, self._event(), self._event())
             for flow, number in marks:
                 flow.hold(stream, number)
             stream.record(copy.begin)

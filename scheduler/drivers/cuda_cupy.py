@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -64,12 +64,15 @@ def installed_packages() -> list[str]:
     return [name for name in PACKAGES if name in found]
 
 
-def find_gpus(packages: Callable[[], Sequence[str]] = installed_packages, runtime: Callable[[], Any] | None = None) -> list[GpuFacts]:
-    """All GPUs that this process may use.
+def find_gpus(
+    packages: Callable[[], Sequence[str]] = installed_packages, runtime: Callable[[], Any] | None = None, most: int | None = None
+) -> list[GpuFacts]:
+    """GPUs that this process may use. Each that is looked at takes some memory for this process, and may belong to another one alone.
 
     Args:
         packages: what of CuPy is installed.
         runtime: imports CuPy's `cuda.runtime`.
+        most: how many are looked at, the first ones, where there are so many; else all are.
 
     Raises:
         NoGpu: there is none, or it cannot be used.
@@ -88,7 +91,7 @@ def find_gpus(packages: Callable[[], Sequence[str]] = installed_packages, runtim
         raise NoGpu(f"{installed[0]} is installed and cannot be imported ({error}); {INSTALL} brings the libraries that it needs") from error
     try:
         count = int(cuda.getDeviceCount())
-        return [_facts(cuda, index) for index in range(count)]
+        return [_facts(cuda, index) for index in range(count if most is None else min(most, count))]
     except RuntimeError as error:
         raise NoGpu(_reason(cuda, installed[0], error)) from error
 
@@ -122,18 +125,19 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def choose_gpus(count: int | None, found: Callable[[], list[GpuFacts]] = find_gpus) -> list[GpuFacts]:
+def choose_gpus(count: int | None, found: Callable[[], list[GpuFacts]] | None = None) -> list[GpuFacts]:
     """The GPUs that a run uses.
 
     Args:
         count: how many, the first ones; None for all there are, or none where CuPy is not installed.
+        found: those there are; `find_gpus` unless given.
 
     Raises:
         NoGpu: there are fewer, or CuPy is installed and finds none.
     """
     if count == 0 or (count is None and not installed_packages()):
         return []
-    gpus = found()
+    gpus = find_gpus(most=count) if found is None else found()
     if count is not None and count > len(gpus):
         names = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none"
         raise NoGpu(f"--ngpu must be at most the number of GPUs that CUDA shows, got {count} and there are {len(gpus)} ({names}); lower it")
@@ -202,6 +206,20 @@ class CupyEvent:
             self._cuda.eventDestroy(self.number)
 
 
+class CupyGraph:
+    """Kernels ready to be started; a graph that is under way when it is given up ends first (cuGraphExecDestroy)."""
+
+    __slots__ = ("_cuda", "number")
+
+    def __init__(self, cuda: Any, graph: int) -> None:
+        self._cuda = cuda
+        self.number = int(cuda.graphInstantiate(graph))
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the interpreter, or the device, may be gone
+            self._cuda.graphExecDestroy(self.number)
+
+
 class CupyStream:
     """A stream that waits for no other by itself."""
 
@@ -226,7 +244,7 @@ class CupyStream:
 
     def start(self, graph: object) -> None:
         """Start a graph."""
-        self._cuda.graphLaunch(graph, self.number)
+        self._cuda.graphLaunch(graph.number, self.number)  # type: ignore[attr-defined]
 
     def hold(self, event: Event) -> None:
         """What follows waits for it."""
@@ -257,6 +275,16 @@ class CupyGpu:
         """The calling thread will use this GPU."""
         self._cuda.setDevice(self.index)
 
+    @contextmanager
+    def _visit(self) -> Iterator[None]:
+        """The calling thread uses this GPU for a moment: it may be the worker of another one, whose kernels would fail here."""
+        before = self._cuda.getDevice()
+        self._cuda.setDevice(self.index)
+        try:
+            yield
+        finally:
+            self._cuda.setDevice(before)
+
     def enter(self, stream: Stream) -> None:
         """Kernels and library calls of the calling thread go to that stream."""
         self.adopt()
@@ -268,12 +296,12 @@ class CupyGpu:
         Raises:
             MemoryError: the GPU has less.
         """
-        self.adopt()
-        self._cuda.free(0)  # makes the device's context current, which the driver needs
         address = ctypes.c_uint64()
-        status = _driver().cuMemAlloc_v2(ctypes.byref(address), nbytes)
+        with self._visit():
+            self._cuda.free(0)  # makes the device's context current, which the driver needs
+            status = _driver().cuMemAlloc_v2(ctypes.byref(address), nbytes)
+            free, total = self._cuda.memGetInfo() if status else (0, 0)
         if status:
-            free, total = self._cuda.memGetInfo()
             raise MemoryError(
                 f"{self.name} did not give {nbytes:,} bytes (CUDA error {status}): {free:,} of its {total:,} are free; lower --gpu-memory, or end "
                 "what else uses the card"
@@ -283,21 +311,21 @@ class CupyGpu:
 
     def release(self, address: int) -> None:
         """Give it back."""
-        self.adopt()
         del self._sizes[address]
-        _driver().cuMemFree_v2(address)
+        with self._visit():
+            _driver().cuMemFree_v2(address)
 
     def stream(self) -> CupyStream:
         """A new stream."""
-        self.adopt()
-        return CupyStream(self._cuda)
+        with self._visit():
+            return CupyStream(self._cuda)
 
     def event(self) -> CupyEvent:
         """A new event."""
-        self.adopt()
-        return CupyEvent(self._cuda)
+        with self._visit():
+            return CupyEvent(self._cuda)
 
-    def capture(self, stream: Stream, run: Callable[[], None]) -> int:
+    def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
         """Record kernels as a graph, ready to be started.
 
         Raises:
@@ -313,20 +341,20 @@ class CupyGpu:
             raise
         graph = self._cuda.streamEndCapture(number)
         try:
-            return int(self._cuda.graphInstantiate(graph))
+            return CupyGraph(self._cuda, graph)
         finally:
             self._cuda.graphDestroy(graph)
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Lock host memory for all GPUs; whether the system let us."""
-        self.adopt()
-        self._cuda.free(0)
-        return bool(_driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE) == 0)
+        with self._visit():
+            self._cuda.free(0)
+            return bool(_driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE) == 0)
 
     def unpin(self, address: int) -> None:
         """Let it go."""
-        self.adopt()
-        _driver().cuMemHostUnregister(address)
+        with self._visit():
+            _driver().cuMemHostUnregister(address)
 
     def failed(self, error: RuntimeError) -> DeviceFailed:
         """What a program is told when the card has stopped working."""

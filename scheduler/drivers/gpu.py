@@ -139,7 +139,7 @@ class Flow:
         self._marks: deque[_Mark] = deque()
         self._spare: list[Event] = []
         self._last = gpu.event()  # the newest point known to have passed
-        self.stream.record(self._last)
+        self._record(self._last)
         self._last_ns = perf_counter_ns()
         self._num_tasks = 0
         self._aside: Stream | None = None  # where graphs are recorded: nobody else puts anything there
@@ -159,27 +159,38 @@ class Flow:
                 oldest = self._marks[0].event
             self._wait(oldest)
             ended += self.collect()
-        if not self._marks:  # idle: time counts from here
-            with self._lock:
-                self.stream.record(self._last)
+        with self._lock:
+            if not self._marks:  # idle: time counts from here
+                self._record(self._last)
                 self._last_ns = perf_counter_ns()
         return ended
 
     def mark(self, task: Task | None = None) -> None:
-        """What was put on the stream so far is one more piece of work, that of `task` or of nobody."""
+        """What was put on the stream so far is one more piece of work, that of `task` or of nobody.
+
+        Raises:
+            DeviceFailed: the GPU stopped working.
+        """
         with self._lock:
             event = self._spare.pop() if self._spare else self.gpu.event()
-            self.stream.record(event)
+            self._record(event)
             self._marks.append(_Mark(self.number + 1, event, task))
             self._num_tasks += task is not None
             self.number += 1
 
     def move(self, target: int, origin: int, nbytes: int) -> None:
-        """Move bytes within the device, even where they overlap: in pieces that do not, none overwritten before it is read."""
+        """Move bytes within the device, even where they overlap: in pieces that do not, none overwritten before it is read.
+
+        Raises:
+            DeviceFailed: the GPU stopped working.
+        """
         step = min(nbytes, abs(target - origin)) or nbytes
         pieces = range(0, nbytes, step)
-        for start in pieces if target <= origin else reversed(pieces):
-            self.stream.copy(target + start, origin + start, min(step, nbytes - start))
+        try:
+            for start in pieces if target <= origin else reversed(pieces):
+                self.stream.copy(target + start, origin + start, min(step, nbytes - start))
+        except RuntimeError as error:
+            raise device_failed(self.gpu, error) from error
         self.mark()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
@@ -223,9 +234,9 @@ class Flow:
     def hold(self, stream: Stream, number: int) -> None:
         """What is put on another stream from now on begins after the mark of that number."""
         with self._lock:
-            mark = next((mark for mark in self._marks if mark.number >= number), None)
-            if mark is not None:
-                stream.hold(mark.event)
+            place = number - self._marks[0].number if self._marks else -1
+            if place >= 0:  # else the device is past it
+                stream.hold(self._marks[place].event)
 
     def wait(self) -> None:
         """Until everything that was put on the stream has ended.
@@ -237,6 +248,12 @@ class Flow:
             newest = self._marks[-1].event if self._marks else None
         if newest is not None:
             self._wait(newest)
+
+    def _record(self, event: Event) -> None:
+        try:
+            self.stream.record(event)
+        except Exception as error:
+            raise device_failed(self.gpu, error) from error
 
     def _wait(self, event: Event) -> None:
         try:

@@ -62,7 +62,7 @@ class PinnedRange:
     @property
     def nbytes(self) -> int:
         """Locked bytes, all of them within the arena."""
-        return sum(min(PIN_NBYTES, self._end - self._begin - number * PIN_NBYTES) for number in self._pinned)
+        return sum(min(PIN_NBYTES, self._end - self._begin - number * PIN_NBYTES) for number in tuple(self._pinned))
 
     def _pin(self, number: int) -> None:
         with self._lock:

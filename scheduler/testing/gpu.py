@@ -50,8 +50,13 @@ class FakeStream:
         self.steps: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
 
     def put(self, step: Callable[[], object], when: Callable[[], bool] = lambda: True) -> None:
-        """Add a step that can be carried out once `when` holds."""
+        """Add a step that can be carried out once `when` holds.
+
+        Raises:
+            RuntimeError: the device has stopped working.
+        """
         with self._gpu.lock:
+            self._gpu._check()
             self.steps.append((when, step))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

@@ -208,6 +208,22 @@ def test_a_held_stream_waits_for_its_mark_and_no_other() -> None:
     assert numbers[1] == 7
 
 
+def test_a_mark_that_the_device_is_past_holds_nobody() -> None:
+    """Not even by the next one, whose kernel runs for long: copies go on beside it."""
+    gpu = Gpu()
+    flow, other, event = Flow(gpu), gpu.stream(), gpu.event()
+    flow.begin()
+    flow.mark()
+    first = flow.number
+    flow.wait()
+    flow.collect()
+    flow.stream.put(lambda: None, lambda: False)  # a kernel that never ends
+    flow.mark()
+    flow.hold(other, first)
+    other.record(event)
+    event.wait()
+
+
 def test_tasks_finish_before_their_kernels_but_not_many() -> None:
     """With the device stuck in the first kernel, `IN_FLIGHT` tasks are put on the flow without waiting; the next one waits."""
     gpu, is_open = Gpu(), threading.Event()

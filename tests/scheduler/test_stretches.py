@@ -6,13 +6,17 @@ import random
 from typing import Any
 
 import pytest
-from test_gpu_flow import COUNT, FILL, MIX, SPOIL, Numbers, gpus, value
+from test_gpu_flow import COUNT, FILL, MIX, SPOIL, Gpu, Numbers, gpus, value
 
-from scheduler import SCRATCH, R, Runtime, TaskRuntime, W
+from scheduler import SCRATCH, Codelet, R, Runtime, TaskRuntime, W
 from scheduler.capture import CapturingRuntime
 from scheduler.core.records import HandleId, HandleRecord
+from scheduler.drivers import cuda
+from scheduler.drivers.gpu import Flow
 from scheduler.inline import InlineRuntime
-from scheduler.stretches import MOST_TASKS, Block, _packed, stretched
+from scheduler.storage.device import DeviceMemory
+from scheduler.stretches import MOST_GRAPHS, MOST_TASKS, Block, Stretch, _Member, _packed, stretched
+from scheduler.testing.gpu import FakeStream
 
 PAGE = 8 * COUNT
 
@@ -123,6 +127,55 @@ def test_how_tasks_are_joined() -> None:
     assert sorted(first.values()) == ["RW", "RW", "SCRATCH"]
     assert len(stretched(plan, 0, 16 * PAGE, make).tasks) == len(found.tasks) + 1
     assert MOST_TASKS == 32
+
+
+def test_scratch_memory_of_more_tasks_than_a_stretch_has() -> None:
+    """One handle for all: each stretch has its own, as each task had."""
+
+    def run(runtime: Any) -> float:
+        with runtime:
+            kept = runtime.handle(PAGE, Numbers(), kind="persistent")
+            runtime.submit(FILL, [(kept, W)], {"value": 1.0})
+            with runtime.record() as step:
+                room = runtime.handle(PAGE, Numbers(), name="room", data_class="scratch")
+                for _ in range(MOST_TASKS + 9):
+                    runtime.submit(SPOIL, [(kept, "RW"), (room, SCRATCH)], {})
+            for _ in range(3):
+                step.replay()
+            return value(runtime, kept)
+
+    memory = {"gpu_memory": 256 * PAGE, "ram": 512 * PAGE}
+    assert run(Runtime(0, gpus=gpus(1, 0), **memory)) == (1 + 3 * (MOST_TASKS + 9)) * COUNT
+
+
+def test_a_graph_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are started one by one, and it is not tried again."""
+    tried: list[object] = []
+
+    def start(self: FakeStream, graph: object) -> None:
+        tried.append(graph)
+        raise RuntimeError("planted: out of memory")
+
+    monkeypatch.setattr(FakeStream, "start", start)
+    (gpu,) = gpus(1, 0)
+    assert results(Runtime(0, gpus=[gpu], gpu_memory=256 * PAGE, ram=512 * PAGE), 3, replays=9) == eager(3, replays=9)
+    assert 0 < len(tried) == len({id(graph) for graph in tried})
+
+
+def test_graphs_of_few_sets_of_addresses_are_kept() -> None:
+    """The oldest is given up."""
+    gpu, started = Gpu(), []
+    flow = Flow(gpu)
+    gpu.enter(flow.stream)
+    cuda._here.flow = flow
+    stretch = Stretch([_Member(Codelet("note", cuda=lambda place: gpu.later(lambda: started.append(place.address))), (0,), {})], [])
+    for number in (*range(MOST_GRAPHS + 1), *range(MOST_GRAPHS + 1)):
+        flow.begin()
+        stretch(DeviceMemory(number))
+        flow.mark()
+    flow.wait()
+    assert started == [*range(MOST_GRAPHS + 1), *range(MOST_GRAPHS + 1)]
+    assert len(stretch._graphs) == MOST_GRAPHS
 
 
 def test_inner_data_shares_places() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 from cuda_emulator import COMPILER, Emulator, on_device, on_host
 
 from scheduler import Runtime
+from scheduler.core.errors import DeviceFailed
+from scheduler.drivers.cuda_cupy import CupyGpu
 from tiles import TileTensor
 from tiles.kernels import registry
-from tiles.kernels.cuda import launch
+from tiles.kernels.cuda import launch, products
 from tiles.kernels.cuda.compiling import KernelBuildError, build, source_text, target_of
+from tiles.kernels.cuda.device import CudaDevice
 from tiles.kernels.cuda.launch import Arguments
 from tiles.kernels.cuda.products import column_major
 from tiles.ops.elementwise import activation, scale
@@ -53,6 +57,45 @@ def test_row_major_products_are_cublas_transposes(trans_a: bool, trans_b: bool, 
     place = on_device(left).at(np.float32, *a.shape)
     blas(column_major(place, on_device(b), on_device(out), trans_a=trans_a, trans_b=trans_b, stride_a=stride))
     np.testing.assert_allclose(out, (a.T if trans_a else a) @ (b.T if trans_b else b), rtol=1e-5)
+
+
+class Library:
+    """cuBLAS as far as it is set up."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda handle, *arguments: self.calls.append((name, arguments)) or 0
+
+
+def test_cublas_adds_up_in_fp32_and_keeps_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of bf16 products are not rounded in between; a stream takes the workspace away, so it is given after it."""
+    library = Library()
+    monkeypatch.setattr(products, "_library", lambda: library)
+    products.Cublas(4096, tf32=False).use(7)
+    assert library.calls == [
+        ("cublasCreate_v2", ()),
+        ("cublasSetMathMode", (16,)),
+        ("cublasSetStream_v2", (7,)),
+        ("cublasSetWorkspace_v2", (4096, products.WORKSPACE_NBYTES)),
+    ]
+
+
+def test_what_cannot_be_recorded_is_not_taken_for_a_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS says the same of both; outside of a recording it ends the run."""
+    gpu = CudaDevice.__new__(CudaDevice)  # no CuPy here
+    gpu.name, gpu._local = "GPU 0", threading.local()
+    error = products.CublasError(13)
+
+    def refused() -> None:
+        gpu._again(error, refused)
+
+    monkeypatch.setattr(CupyGpu, "capture", lambda self, stream, run: run())
+    with pytest.raises(products.CublasError):
+        gpu.capture(None, refused)  # type: ignore[arg-type]
+    with pytest.raises(DeviceFailed):
+        refused()
 
 
 def test_products_of_two_types_are_refused() -> None:

@@ -106,7 +106,7 @@ def test_a_lost_device_ends_with_six_and_a_whole_checkpoint(cards: EmulatedCards
     assert main([*TRAIN, "--steps=200", "--save-every=1", "--run-dir=lost"]) == 6
     err = capsys.readouterr().err
     assert err.startswith("nntask: emulated stopped working: planted")
-    assert "the last checkpoint is safe" in err
+    assert "the newest checkpoint is lost/checkpoints/" in err
     cards.fails_after = None
     assert main(["train", "--resume=lost", "--steps=4", "--sample-tokens=0"]) == 0
     assert main([*TRAIN, "--steps=4", "--run-dir=whole"]) == 0
@@ -119,7 +119,7 @@ def test_a_lost_device_ends_with_six_and_a_whole_checkpoint(cards: EmulatedCards
         (
             KernelBuildError("the kernels of norm.cu do not compile for sm_90 (x)"),
             6,
-            "norm.cu do not compile for sm_90 (x); the last checkpoint is safe",
+            "norm.cu do not compile for sm_90 (x); nothing was saved, so there is nothing to continue",
         ),
         (DoesNotFit("GPU 0 (Emulated) has no memory left; lower --gpu-memory", "GPU 0 (Emulated)"), 3, "has no memory left; lower --gpu-memory"),
     ],
@@ -246,6 +246,17 @@ def test_a_card_that_cuda_visible_devices_hides(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(NoGpu, match="with CUDA_VISIBLE_DEVICES='7'; change it"):
         find_gpus(lambda: ["cupy-cuda12x"], lambda: CudaRuntime(100, 13000))
+
+
+def test_a_card_that_cannot_be_opened(cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence with what a library said."""
+
+    def broken(*_: Any, **__: Any) -> list[Any]:
+        raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(cards, "open", broken)
+    assert main([*TRAIN, "--steps=1", "--run-dir=run", "--ngpu=1"]) == 2
+    assert "GPU 0 (Emulated) could not be opened (CUBLAS_STATUS_NOT_INITIALIZED); see in nvidia-smi" in capsys.readouterr().err
 
 
 @needs_compiler

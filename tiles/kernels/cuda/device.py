@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from scheduler.core.errors import DoesNotFit
-from scheduler.drivers.cuda_cupy import CupyGpu, GpuFacts, is_fatal, is_out_of_memory
+from scheduler.drivers.cuda_cupy import CupyGpu, CupyGraph, GpuFacts, is_fatal, is_out_of_memory
 from scheduler.drivers.gpu import Stream
 
 from ..registry import BF16
@@ -97,6 +97,14 @@ class CudaDevice(CupyGpu):
         except RuntimeError as error:
             self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
 
+    def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
+        """Record kernels as a graph."""
+        self._local.captures = True
+        try:
+            return super().capture(stream, run)
+        finally:
+            self._local.captures = False
+
     def measure_products(self, dtype: str) -> None:
         """Measure how fast matrix products are, the best of three tries: `products_flops`, which no step on this card can beat. Takes 0.1 s.
 
@@ -152,10 +160,15 @@ class CudaDevice(CupyGpu):
     def _again(self, error: RuntimeError, call: Callable[[], _T]) -> _T:
         """After a call that failed: once more, if memory was short and there is some to give back.
 
+        What fails while a graph is recorded is told as it is: libraries say of what cannot be recorded what they say of a device that works no more,
+        and nothing may be waited for. Its kernels are started one by one then, where the same failure would be seen for what it is.
+
         Raises:
             DeviceFailed: the device works no more.
             DoesNotFit: memory is short in spite of it.
         """
+        if getattr(self._local, "captures", False):
+            raise error
         if is_out_of_memory(error) and self._spare is not None:
             self._cuda.streamSynchronize(self._local.stream)
             self.release(self._spare)

@@ -27,6 +27,8 @@ _FP32: Final = 68
 _TF32: Final = 77
 """cublasComputeType: CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32."""
 _DEFAULT_ALGORITHM: Final = -1
+_SUMS_IN_FP32: Final = 16
+"""cublasMath_t: CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION; otherwise parts of a bf16 product may be added up in bf16."""
 _NAMES: Final = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"}
 
 
@@ -89,6 +91,7 @@ class Cublas:
         self._handle = ctypes.c_void_p()
         self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
         self._check(self._library.cublasCreate_v2(ctypes.byref(self._handle)))
+        self._check(self._library.cublasSetMathMode(self._handle, _SUMS_IN_FP32))
 
     def use(self, stream: int) -> None:
         """Compute on that stream from now on."""
@@ -134,6 +137,7 @@ def _library() -> Any:
 def _typed(library: Any) -> Any:
     handle, integer, pointer = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
     library.cublasCreate_v2.argtypes = [ctypes.POINTER(handle)]
+    library.cublasSetMathMode.argtypes = [handle, integer]
     library.cublasSetStream_v2.argtypes = [handle, pointer]
     library.cublasSetWorkspace_v2.argtypes = [handle, pointer, ctypes.c_size_t]
     matrix = [pointer, integer, integer]

@@ -1,0 +1,87 @@
+"""What is asked of CuPy, without CuPy: which device a thread has, which cards are looked at, when graphs are given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler.drivers import cuda_cupy
+from scheduler.drivers.cuda_cupy import CupyGpu, CupyGraph, GpuFacts, NoGpu, choose_gpus, find_gpus
+
+
+class Cuda:
+    """CuPy's runtime on a machine with three cards.
+
+    Attributes:
+        device: of the calling thread; `looked_at` those that memory was taken on.
+    """
+
+    eventBlockingSync = 1
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.looked_at: list[int] = []
+        self.events: list[int] = []
+        self.graphs: list[int] = []
+
+    def getDeviceCount(self) -> int:
+        return 3
+
+    def getDeviceProperties(self, index: int) -> dict[str, Any]:
+        return {"name": b"Fake", "major": 9, "minor": 0}
+
+    def memGetInfo(self) -> tuple[int, int]:
+        self.looked_at.append(self.device)
+        return 1 << 30, 1 << 31
+
+    def getDevice(self) -> int:
+        return self.device
+
+    def setDevice(self, index: int) -> None:
+        self.device = index
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        self.events.append(self.device)
+        return len(self.events)
+
+    def eventDestroy(self, number: int) -> None:
+        pass
+
+    def graphInstantiate(self, graph: int) -> int:
+        self.graphs.append(graph)
+        return graph
+
+    def graphExecDestroy(self, number: int) -> None:
+        self.graphs.remove(number)
+
+
+def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of one GPU makes an event of another, as when it moves data there, and still starts kernels on its own."""
+    cuda = Cuda()
+    monkeypatch.setattr(cuda_cupy, "_runtime", lambda: cuda)
+    first, second = (CupyGpu(GpuFacts(index, "Fake", 90, 1 << 31, 1 << 30)) for index in range(2))
+    second.adopt()
+    first.event()
+    assert cuda.events == [0]
+    assert cuda.device == 1
+
+
+def test_cards_that_are_not_used_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at a card takes memory there; all are looked at where too many were asked for, to be named."""
+    cuda = Cuda()
+    assert len(find_gpus(lambda: ["cupy-cuda13x"], lambda: cuda, most=1)) == 1
+    assert cuda.looked_at == [0]
+    monkeypatch.setattr(cuda_cupy, "find_gpus", lambda most: find_gpus(lambda: ["cupy-cuda13x"], lambda: cuda, most))
+    assert [card.index for card in choose_gpus(2)] == [0, 1]
+    with pytest.raises(NoGpu, match=r"got 4 and there are 3 \(0: Fake, 1: Fake, 2: Fake\)"):
+        choose_gpus(4)
+
+
+def test_a_graph_that_nobody_has_is_given_back() -> None:
+    """It holds memory of the device that no budget counts."""
+    cuda = Cuda()
+    graphs = [CupyGraph(cuda, number) for number in range(2)]
+    assert cuda.graphs == [0, 1]
+    del graphs[0]
+    assert cuda.graphs == [1]
