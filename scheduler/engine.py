@@ -419,17 +419,16 @@ class Engine:
     def wait(self) -> BaseException | None:
         """Sleep until no task is left; returns the first failure since the last wait, or the stop that nobody has been told of."""
         self._sleep(self._drained, 0)
-        for arena in self.arenas:
-            if isinstance(arena, DeviceArena):
-                self._settle(arena)
+        for thread in self._threads.values():
+            if isinstance(thread, CudaThread):
+                self._settle(thread)
         failure, self._failure = self._failure, None
         return failure or self.watch.untold()
 
-    def _settle(self, arena: DeviceArena) -> None:
+    def _settle(self, thread: CudaThread) -> None:
         """Until a GPU has done what it was asked for."""
         try:
-            arena.gpu.adopt()
-            arena.flow.wait()
+            thread.settle()
         except BaseException as error:
             self.fail(error)
             raise

@@ -14,6 +14,7 @@ what moves does not shrink with the model in proportion. Nothing is searched for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -27,6 +28,7 @@ from scheduler.core import errors as scheduler_errors
 from scheduler.core.perf import footprint
 from scheduler.core.records import Task
 from scheduler.core.steps import RecordedTask, StepPlan
+from scheduler.runtime import Runtime
 from scheduler.trace import Accesses, Trace
 
 from ..checkpoints import Checkpoint
@@ -239,18 +241,23 @@ def _run(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, stop
         0, config.vocab_size, (settings.tiling.batch or 1, (settings.model.seq_len or config.n_positions) + 1), np.int32
     )
     batch = Batch(tokens[:, :-1], tokens[:, 1:])
+    settings = replace(settings, resources=replace(settings.resources, graphs=False))  # on GPUs, so that each task has a time
     runtime = open_runtime(settings, watch)
     try:
         with runtime:
             engine = RecordedEngine(config, tiling, runtime, settings)
             runtime.wait()
             plan = engine.order.plan
-            return plan, min(_laps(engine, watch, batch, stopped), key=lambda lap: lap.seconds)
+            return plan, min(_laps(engine, runtime, watch, batch, stopped), key=lambda lap: lap.seconds)
     except FAILURES as error:
         raise told(error, runtime, settings.resources, "the run has not begun, name another place with --disk") from error
+    finally:  # the next trial opens them anew
+        for gpu in runtime.gpus:
+            with suppress(RuntimeError):  # one that has failed takes nothing back
+                gpu.close()
 
 
-def _laps(engine: RecordedEngine, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:
+def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:
     """Steps of a trial without the first."""
     laps: list[_Lap] = []
     total = 0.0
@@ -260,6 +267,7 @@ def _laps(engine: RecordedEngine, watch: _Stopwatch, batch: Batch, stopped: Stop
         watch.seconds.clear()
         begin = perf_counter()
         engine.start(number, 0.0, batch).result()
+        runtime.wait()  # on a GPU kernels, and then their times, come later than the loss
         seconds = perf_counter() - begin
         if number > 1:
             laps.append(_Lap(seconds, [watch.seconds[task] for task in sorted(watch.seconds)]))  # ids rise in planned order

@@ -17,10 +17,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from scheduler.core.errors import SchedulerError
 from scheduler.core.steps import StepPlan
 from scheduler.trace import Ran
 
@@ -70,12 +72,14 @@ class Tracer:
         trace = self._runtime.trace
         if trace is None:
             return
+        with suppress(SchedulerError):  # on a GPU the times of the last tasks come later than what they computed; a run that failed is traced too
+            self._runtime.wait()
         trace.active = False
         ran = list(trace.tasks())
         begin = self._first + 1
-        placed = places_in_steps(ran, step.first_tasks, step.num_tasks, begin, max(self._range[0] if self._range else begin, begin))
-        about: dict[str, Any] = {"unix_ns": time.time_ns() - time.perf_counter_ns()}
         assert step.plan is not None  # the run has replayed it
+        placed = places_in_steps(ran, step.first_tasks, len(step.plan.tasks), begin, max(self._range[0] if self._range else begin, begin))
+        about: dict[str, Any] = {"unix_ns": time.time_ns() - time.perf_counter_ns()}
         about |= facts_of(ran, placed, step.plan, self._runtime)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

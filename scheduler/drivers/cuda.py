@@ -65,10 +65,19 @@ class CudaThread(cpu.WorkerThread):
             flow.gpu.enter(flow.stream)
             _here.flow = flow
             super().run()
-            flow.wait()
-            self._note(flow.collect())
+            self.settle()
         except BaseException as error:  # nobody may be left waiting
             self.engine.fail(error)
+
+    def settle(self) -> None:
+        """Wait until the device has ended what is on the flow, and take note of it; called by any thread.
+
+        Raises:
+            DeviceFailed: something failed.
+        """
+        self.flow.gpu.adopt()
+        self.flow.wait()
+        self._note(self.flow.collect())
 
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
         flow, watch = self.flow, self.engine.watch

@@ -356,6 +356,11 @@ class CupyGpu:
         with self._visit():
             _driver().cuMemHostUnregister(address)
 
+    def close(self) -> None:
+        """Give back what was taken beside the budget; nothing can be computed after that."""
+        for address in list(self._sizes):
+            self.release(address)
+
     def failed(self, error: RuntimeError) -> DeviceFailed:
         """What a program is told when the card has stopped working."""
         return device_failed(self, error)

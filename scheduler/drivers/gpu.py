@@ -102,6 +102,9 @@ class Gpu(Protocol):
     def unpin(self, address: int) -> None:
         """Let it go."""
 
+    def close(self) -> None:
+        """Give back what it took for itself; nothing can be computed after that."""
+
 
 class Ended(NamedTuple):
     """A task that the device has ended.
@@ -154,9 +157,7 @@ class Flow:
             DeviceFailed: something on the stream failed.
         """
         ended = self.collect()
-        while self._num_tasks >= IN_FLIGHT:
-            with self._lock:
-                oldest = self._marks[0].event
+        while (oldest := self._too_many()) is not None:
             self._wait(oldest)
             ended += self.collect()
         with self._lock:
@@ -248,6 +249,11 @@ class Flow:
             newest = self._marks[-1].event if self._marks else None
         if newest is not None:
             self._wait(newest)
+
+    def _too_many(self) -> Event | None:
+        """The oldest event, where as many tasks are on the flow as may be; others than the worker collect them too."""
+        with self._lock:
+            return self._marks[0].event if self._num_tasks >= IN_FLIGHT else None
 
     def _record(self, event: Event) -> None:
         try:

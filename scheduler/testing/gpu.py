@@ -174,6 +174,9 @@ class FakeGpu:
         """Let it go."""
         del self.pinned[address]
 
+    def close(self) -> None:
+        """Nothing to do."""
+
     def later(self, step: Callable[[], Any]) -> None:
         """Put a kernel on the stream of the calling thread."""
         self._here.stream.put(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -299,3 +300,21 @@ def test_what_has_no_cuda_kernel(own_kernels: None, cards: EmulatedCards, capsys
         assert list(json.loads(Path("run/summary.json").read_text())["fallbacks"]) == ["residual_layer_norm"]
         assert main([*TRAIN, "--steps=2", "--run-dir=cpu", "--ngpu=0", "--ncpu=1"]) == 0
         np.testing.assert_allclose(losses("run"), losses("cpu"), rtol=1e-4)
+
+
+@needs_compiler
+def test_measured_tiles_on_a_gpu(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each task of a trial has its time, although kernels end after the loss is known and the run joins tasks."""
+    given = ["--seq-tile=8", "--embd-tile=-1", "--inner-tile=-1", "--head-tile=-1", "--vocab-tile=-1"]
+    assert main([*TRAIN, *given, "--steps=1", "--run-dir=run", "--ngpu=1", "--auto-tile=measured"]) == 0
+    assert "s a step" in capsys.readouterr().out
+
+
+@needs_compiler
+def test_a_trace_knows_the_steps_of_joined_tasks(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many tasks in each step."""
+    assert main([*TRAIN, "--steps=6", "--run-dir=run", "--ngpu=1", "--trace=trace.json"]) == 0
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    steps = Counter(event["args"]["step"] for event in events if "step" in event.get("args", {}))
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert len(set(steps.values())) == 1

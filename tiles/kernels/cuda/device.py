@@ -128,11 +128,6 @@ class CudaDevice(CupyGpu):
                 self.products_flops = max(self.products_flops, _PEAK_PRODUCTS * 2.0 * _PEAK_SIZE**3 / end.seconds_since(begin))
         self.release(address)
 
-    def close(self) -> None:
-        """Give back what was taken beside the budget; nothing can be computed after that."""
-        for address in list(self._sizes):
-            self.release(address)
-
     def _function(self, source: str, element: str, kernel: str) -> int:
         """Load a function of a source."""
         module = self._modules.get((source, element))
