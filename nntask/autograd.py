@@ -19,14 +19,13 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, copy_context
-from functools import partial
+from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import Handle
+from scheduler import Handle, kept_in_contribution
 from tiles import TileTensor
 from tiles.kernels.registry import NARROW
 from tiles.ops import elementwise
@@ -249,7 +248,7 @@ def contribute_late(contribute: Callable[[], None]) -> None:
     if queue is None:
         contribute()
     else:
-        queue.append(partial(copy_context().run, contribute))  # it stays part of the contribution that it belongs to
+        queue.append(kept_in_contribution(contribute))
 
 
 def tape_enabled() -> bool:

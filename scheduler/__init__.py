@@ -4,7 +4,7 @@ from .codelet import Codelet, Cost
 from .core.errors import DoesNotFit, HandleLost, PlacementError, RunStopped, SchedulerError, Stalled, TaskError
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
 from .drivers.disk import Source
-from .frontend import Access, Handle, TaskRuntime, View, contribution
+from .frontend import Access, Handle, TaskRuntime, View, contribution, kept_in_contribution
 from .inline import InlineRuntime
 from .recording import RecordingError, Step, Ticket
 from .runtime import Runtime, usable_cores
@@ -43,5 +43,6 @@ __all__ = [
     "View",
     "W",
     "contribution",
+    "kept_in_contribution",
     "usable_cores",
 ]

@@ -323,7 +323,7 @@ def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:
 
 
 @contextmanager
-def contribution(number: int) -> Iterator[None]:
+def contribution(number: int | None) -> Iterator[None]:
     """REDUX accesses of tasks submitted inside belong to contribution `number` of each sum, whatever came before: they go to lane `number` mod L, one
     after another. So the sums of numbered contributions are the same bits wherever each of them is made."""
     token = _contribution.set(number)
@@ -331,6 +331,17 @@ def contribution(number: int) -> Iterator[None]:
         yield
     finally:
         _contribution.reset(token)
+
+
+def kept_in_contribution(function: Callable[[], None]) -> Callable[[], None]:
+    """A function that, whenever it is called, belongs to the contribution in which this was called; it keeps nothing else of the context alive."""
+    number = _contribution.get()
+
+    def run() -> None:
+        with contribution(number):
+            function()
+
+    return run
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from nntask.errors import UsageError
 from nntask.sizes import format_count, format_duration, format_size, parse_size
 from nntask.trainer.settings import TrainSettings
 from nntask.trainer.text import to_toml
-from wrappers.cli.flags import ELSEWHERE, LATER, build, from_toml, merge, scan, table_of
+from wrappers.cli.flags import ELSEWHERE, build, from_toml, merge, scan, table_of
 
 TABLE = table_of(TrainSettings)
 
@@ -51,15 +51,6 @@ def test_mistakes_get_one_sentence(argv, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", [*LATER, "no-dask"])
-def test_flags_of_later_releases_say_so(name):
-    """On the command line and in a file: that they are not offered yet, and what to do until then."""
-    with pytest.raises(UsageError, match=rf"^--{name} is not offered yet: it .* later release.*; drop it$"):
-        scan([f"--{name}=x"], TABLE)
-    with pytest.raises(UsageError, match=rf"key '{name}' in x.toml is not offered yet: it .* later release"):
-        from_toml(f'{name} = "x"', "x.toml", TABLE)
-
-
 NNTILE = {
     *("config-path", "tokenizer", "tokenizer-path", "load-checkpoint", "save-checkpoint", "save-checkpoint-dtype", "load-optimizer"),
     *("save-optimizer", "save-optimizer-dtype", "batch", "minibatch", "minibatch-tile", "seq-tile", "embd-tile", "inner-tile", "head-tile"),
@@ -71,8 +62,8 @@ NNTILE = {
 
 def test_every_flag_of_the_nearest_relative_is_known():
     """Each is offered, or its users are told what becomes of it; nothing is both."""
-    assert NNTILE.issubset({*TABLE, *LATER, *ELSEWHERE})
-    assert not {*LATER, *ELSEWHERE} & set(TABLE)
+    assert NNTILE.issubset({*TABLE, *ELSEWHERE})
+    assert not set(ELSEWHERE) & set(TABLE)
 
 
 def test_settings_survive_a_trip_through_toml():

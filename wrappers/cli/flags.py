@@ -17,8 +17,6 @@ from typing import Any, Final, Literal
 from nntask.errors import UsageError
 
 OPTIONAL_VALUE: Final = {"resume": "auto"}
-LATER: Final[dict[str, str]] = {}
-"""Flags of NNTile, and of releases to come, that people may type: what becomes of them and what to do until then."""
 _EVENTS: Final = "is not offered: --report-to tensorboard writes event files into the run's directory, without a server; use that, or drop it"
 ELSEWHERE: Final = {
     "logger": _EVENTS,
@@ -95,9 +93,6 @@ def table_of(settings: type[Any]) -> Table:
 
 def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
     """The error for a flag that does not exist, with the nearest one that does."""
-    later = LATER.get(name.removeprefix("no-"))
-    if later is not None:
-        return UsageError(f"{source.removeprefix('flag ')} is not offered yet: it {later}; drop it")
     elsewhere = ELSEWHERE.get(name)
     if elsewhere is not None:
         return UsageError(f"{source.removeprefix('flag ')} {elsewhere}")
