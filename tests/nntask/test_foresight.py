@@ -72,7 +72,8 @@ def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str,
 @pytest.mark.parametrize("machine", ["unlimited", "RAM at 1/3 + disk", "two devices at 1/3"])
 def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned in its order with what the run has measured: peaks within 1.0 to 1.1 of its own (RAM below two devices from 0.97 on), bytes
-    within a tenth. A machine busy with other work lets one device fall behind the other, and the run moves up to an eighth more; then it runs again.
+    within a tenth. On two devices plans see 1 to 11 % too little, and too few write-backs above all, so their bytes have more room here; the bar is a
+    tenth there as well (`benchmarks/memory/foresight.py --suite plan`).
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     third = f"{needed() // 3}B"
@@ -82,12 +83,9 @@ def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: 
         "two devices at 1/3": {"ncpu": 0, "sim_gpu": 2, "gpu_memory": third},
     }
     asked = settings(**flags[machine])
-    for _ in range(3):
-        stats, moved, order = train(asked)
-        plan = plan_run(replace(asked, resources=replace(asked.resources, order=order)), CONFIG, reach=False)
-        foreseen = plan["moved_bytes_per_step"]
-        if sum(moved.values()) <= 1.1 * sum(foreseen.values()):
-            break
+    stats, moved, order = train(asked)
+    plan = plan_run(replace(asked, resources=replace(asked.resources, order=order)), CONFIG, reach=False)
+    foreseen = plan["moved_bytes_per_step"]
     for node, peak in stats["peak_bytes"].items():
         computes = node.startswith("sim") or not asked.resources.sim_gpu
         least = 1.0 if computes else 0.97  # below two devices it matters which of them is ahead
