@@ -29,7 +29,10 @@ from .rules import check_rank, rank_of, resolve
 from .settings import TrainSettings
 
 FEW_TASKS: Final = 3000
-"""Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there, and the second moves within 2 % of it."""
+"""Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there. In host memory the second replay moves
+within 2 % of the first."""
+FEW_TASKS_ON_DEVICES: Final = 12_000
+"""The same with devices. There replays differ: before the first one all data is in host memory, before the second it is where tasks left it."""
 MANY_TASKS: Final = 40_000
 """Other models and minibatches are not looked at when capturing one would take more tasks."""
 MOST_MINIBATCH: Final = 1 << 20
@@ -76,7 +79,8 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
         return None, shortage(target, needs)
     target = target.without(needs.reading)
     resources = settings.resources
-    is_short = order.plan.needed_bytes() > target.memory
+    is_short, has_devices = order.plan.needed_bytes() > target.memory, max(target.places) > 0
+    once = is_short and len(order.plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
     try:
         found = simulate(
             order.plan,
@@ -89,7 +93,8 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
             channels=target.channels,
             eviction=resources.evict,
             prefetch=resources.prefetch,
-            replays=1 if is_short and len(order.plan.tasks) > FEW_TASKS else 2,
+            replays=1 if once else 2,
+            ahead=not once,
         )
     except scheduler_errors.DoesNotFit as error:
         return None, str(error).partition("; raise the budget")[0]

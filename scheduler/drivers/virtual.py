@@ -30,7 +30,7 @@ from ..core.machine import Machine
 from ..core.memory import MemoryNode
 from ..core.perf import Given
 from ..core.policies import POLICIES
-from ..core.records import FILE, HandleId, HandleRecord, NodeId, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.records import FILE, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from ..core.steps import RecordedTask, StepPlan
 
 Duration = Callable[[Task, WorkerKind], float]
@@ -123,9 +123,9 @@ class VirtualDriver:
             elif isinstance(action, ReportFailure):
                 raise action.error
 
-    def run(self) -> None:
-        """Let time pass until nothing is under way."""
-        while self._agenda:
+    def run(self, until: Replay | None = None) -> None:
+        """Let time pass until the tasks of a replay have ended; without one, until nothing is under way."""
+        while self._agenda and (until is None or until.num_unfinished):
             self.now, _, event = heapq.heappop(self._agenda)
             self.bring(event)
             if isinstance(event, CopyFinished) and self._takes_channel(event.source.node, event.target.node):
@@ -182,6 +182,7 @@ def simulate(
     eviction: str = DEFAULT_EVICTION,
     prefetch: bool = True,
     replays: int = 2,
+    ahead: bool = False,
     host: HostEnd | None = None,
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
@@ -199,6 +200,7 @@ def simulate(
         channels: copies from and to files under way at most, each as long as `transfer` says.
         eviction, prefetch: as in `Machine`.
         replays: how often the step runs; the last one is reported, when devices hold what fits.
+        ahead: whether the next replay has begun when one ends, as in training; else each begins when nothing moves any more.
         host: when tasks without a worker end; None for at once.
 
     Raises:
@@ -222,12 +224,20 @@ def simulate(
     outputs = [record for _, twins in instances for record in twins.values() if not record.released]
     found = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)]
     _load(driver, [*outputs, *found])
-    for number in range(replays):
-        before = _measure(driver, num_tasks)
+
+    def start(number: int) -> None:
         replay = instances[number % 2][0]
         replay.number, replay.first_order = number, num_tasks * (3 + number)
         driver.bring(StepStarted(replay))
-        driver.run()
+
+    for number in range(replays):
+        replay = instances[number % 2][0]
+        before = _measure(driver, num_tasks)
+        if not ahead or number == 0:
+            start(number)
+        if ahead:
+            start(number + 1)
+        driver.run(replay if ahead else None)
         if replay.num_unfinished:
             raise SchedulerError(f"{replay.num_unfinished} tasks of the simulated step never ran\n{machine.story()}")
     return _difference(before, _measure(driver, num_tasks))
