@@ -1,4 +1,4 @@
-"""The machine's side of the runtime: one lock around the state machine, and the threads that carry out what it asks.
+"""The machine's side of the runtime: one lock around the state machine and whoever carries out what it asks (`crew`).
 
 Rules. Whoever brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and
 carries out its actions; nothing waits for a scheduler thread and nothing polls. Finalizers only append to an inbox that is drained at the next
@@ -9,7 +9,6 @@ interrupt inside it leaves it half advanced: either breaks the engine for good, 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 from collections import deque
@@ -39,15 +38,12 @@ from .core.machine import Machine
 from .core.memory import MemoryNode
 from .core.perf import Models
 from .core.policies import POLICIES, Explained, Pinned, Placement
-from .core.records import HOST, RAM, HandleRecord, NodeId, Replay, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from .core.records import HOST, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from .core.stalls import Stalls
-from .drivers.cpu import WorkerThread, cores_for
-from .drivers.cuda import CudaCopier, CudaThread
-from .drivers.disk import DiskEngine, Source, readers_nbytes
+from .crew import Crew, worker_name
+from .drivers.disk import Source, readers_nbytes
 from .drivers.gpu import Ended, Gpu
-from .drivers.sim import CopyEngine
-from .storage import DiskTier, HostArena
-from .storage.device import Arena, DeviceArena, PinnedRange
+from .storage import DiskTier
 from .storage.perfstore import PerfStore, machine_fingerprint
 from .trace import Trace
 from .waiting import Waiter, WaitingRoom
@@ -55,9 +51,6 @@ from .watching import Watch
 
 WINDOW: Final = 8192
 """Unrecorded tasks that may be unfinished before `submit` waits."""
-
-SIM_DEPTH: Final = 3
-"""Tasks admitted to a simulated device at a time: one runs while the data of the next ones arrives."""
 
 SWITCH_SECONDS: Final = 5e-4
 """A thread that needs the interpreter for microseconds, to hand out the next task, waits at most so long for one that computes in Python."""
@@ -67,7 +60,7 @@ ABANDONED: Final = object()
 
 
 class Engine:
-    """Machine, memory and threads.
+    """Machine and crew.
 
     Args:
         budgets: (name, bytes) of each node that is memory, host memory first.
@@ -85,6 +78,7 @@ class Engine:
         endings: what to call with the first error, or None, when a replay has ended.
         tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source; `refusal` of a task that found no room.
         watch: who sees finished tasks.
+        crew: memory and threads.
     """
 
     def __init__(
@@ -117,22 +111,14 @@ class Engine:
         self._dispatch = self.machine.dispatch
         self._copies = self.machine.residency.copies
         self._stalls = Stalls(self._dispatch)
-        self._gpus = list(gpus)
-        hosts = [HostArena(budget) for _, budget in budgets[:num_host]]
-        self.arenas: list[Arena] = [*hosts]
-        self._pinned = PinnedRange(self._gpus[0], hosts[RAM], budgets[RAM][1]) if self._gpus else None
-        self.arenas += [DeviceArena(gpu, budget, self._pinned) for gpu, (_, budget) in zip(self._gpus, budgets[num_host:], strict=True)]
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.tier_failure: TierFailed | None = None
         self.source_failure: BaseException | None = None
         self.refusal: DoesNotFit | None = None
         self._lock = threading.Lock()
-        self._threads: dict[WorkerId, WorkerThread] = {}
-        self._copiers: dict[tuple[NodeId, NodeId], CopyEngine | CudaCopier] = {}
-        self._disk: DiskEngine | None = None
-        if disk is not None:
-            self._start_disk(disk[0])
+        self._has_gpus = bool(gpus)
+        self.crew = Crew(self, budgets, None if disk is None else disk[0], gpus)
         self._drained: list[Waiter] = []
         self._roomy: list[Waiter] = []
         self._failure: BaseException | None = None
@@ -142,39 +128,11 @@ class Engine:
     def hire(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> None:
         """Start the threads and let the workers join."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
-        num_devices = sim_gpus + len(self._gpus)
-        kind: WorkerKind = "cuda" if self._gpus else "sim"
-        workers += [Worker(WorkerId(cpu_workers + i), kind, NodeId(1 + i), depth=SIM_DEPTH) for i in range(num_devices)]
-        self.models.declare_links(len(self.machine.nodes), storage=self._disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
-        nodes = [RAM, *(NodeId(1 + i) for i in range(num_devices))]
-        for source, target in itertools.permutations(nodes, 2):
-            copier = self._copiers[source, target] = self._copier(source, target, bandwidth)
-            copier.start()
-        for worker, core in zip(workers, cores_for(len(workers)), strict=True):
-            arena = self.arenas[worker.node]
-            about = (self, worker, arena.memory, worker_name(worker), core)
-            thread = CudaThread(arena, *about) if isinstance(arena, DeviceArena) else WorkerThread(*about)
-            self._threads[worker.id] = thread
-            thread.start()
+        nodes = self.machine.nodes
+        self.models.declare_links(len(nodes), storage=nodes[-1].is_storage, given=None if bandwidth is None else (0.0, bandwidth))
+        for worker in self.crew.hire(cpu_workers, sim_gpus, bandwidth):
             self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
-
-    def _copier(self, source: NodeId, target: NodeId, bandwidth: float | None) -> CopyEngine | CudaCopier:
-        """Who copies from one memory to another."""
-        name = f"copy {source}->{target}"
-        for node in (target, source):
-            arena = self.arenas[node]
-            if isinstance(arena, DeviceArena):
-                return CudaCopier(self.arenas, arena.gpu, self.copied, self.fail, name)
-        hosts = [arena for arena in self.arenas if isinstance(arena, HostArena)]
-        return CopyEngine(hosts, self.copied, self.fail, bandwidth, name)
-
-    def _start_disk(self, tier: DiskTier | None) -> DiskEngine:
-        """Start the threads that read and write files."""
-        disk = self._disk = DiskEngine(self.arenas, tier, self.machine.residency.last, self.copied, self.not_copied, self.fail)
-        disk.start()
-        return disk
 
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
         """Advance the machine by a worker's event after so many seconds in a kernel, if that is known; return its next task, if it has one now."""
@@ -239,10 +197,9 @@ class Engine:
             try:
                 self._drain_inbox()
                 self._carry_out(
-                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=bool(self._gpus)))), None
+                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=self._has_gpus))), None
                 )
-                if self._disk is None:
-                    self._start_disk(None)
+                self.crew.open_files()
             except DoesNotFit:
                 raise  # nothing has changed
             except BaseException as error:
@@ -279,7 +236,7 @@ class Engine:
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Show a finished task to who watches."""
         node = worker.node
-        self.watch.show(task, worker_name(worker), self.machine.nodes[node].name, self.arenas[node].look, start_ns, end_ns)
+        self.watch.show(task, worker_name(worker), self.machine.nodes[node].name, self.crew.arenas[node].look, start_ns, end_ns)
 
     def fail(self, error: BaseException) -> None:
         """The engine itself is broken: wake everybody with the reason."""
@@ -305,6 +262,7 @@ class Engine:
     def _carry_out(self, actions: Sequence[object], me: WorkerId | None) -> Task | None:
         """Do what the machine asks; returns the task for the calling worker instead of posting it."""
         mine: Task | None = None
+        crew = self.crew
         for action in actions:
             if type(action) is RunTask:
                 if action.worker == me and mine is None:
@@ -312,20 +270,13 @@ class Engine:
                 elif action.worker == HOST:
                     self._lend(action.task)
                 else:
-                    self._threads[action.worker].mailbox.put(action.task)
+                    crew.run(action.task)
             elif type(action) is CopyTile:
-                copier = self._copiers.get((action.source.node, action.target.node))
-                if copier is not None:
-                    copier.put(action)
-                else:
-                    assert self._disk is not None  # the only links without an engine of their own are those of files
-                    self._disk.put(action)
+                crew.copy(action)
             elif type(action) is MoveTile:
-                self._move(action)
+                crew.move(action)
             elif type(action) is DiscardExtent:
-                assert self._disk is not None
-                assert self._disk.tier is not None
-                self._disk.tier.discard(action.offset, action.nbytes)
+                crew.discard(action)
             elif type(action) is ReportFailure:
                 self._note_failure(action)
             else:
@@ -340,14 +291,6 @@ class Engine:
             if remaining <= WINDOW // 2:
                 self._wake(self._roomy)
         return mine
-
-    def _move(self, action: MoveTile) -> None:
-        """Move data within a node before anything else happens there."""
-        arena = self.arenas[action.node]
-        if isinstance(arena, DeviceArena):
-            arena.flow.move(arena.address + action.offset, arena.address + action.source_offset, action.nbytes)
-        else:
-            arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
 
     def _wake(self, waiters: list[Waiter]) -> None:
         for waiter in waiters:
@@ -384,7 +327,7 @@ class Engine:
         worker."""
         codelet = task.codelet
         if codelet is not None:
-            views = [self.view_of(replica) for replica in task.replicas]
+            views = [self.crew.view_of(replica) for replica in task.replicas]
             codelet.host(partial(self._ended, task), *views, **task.constants)  # type: ignore[attr-defined]
         elif isinstance(task.token, Waiter):
             self.room.wake(task.token)
@@ -410,28 +353,16 @@ class Engine:
                 if task.state == "running":
                     self._give_back(task)
 
-    def view_of(self, replica: Replica) -> Any:
-        """The program's view of data in host memory."""
-        if replica.view is None:
-            replica.view = replica.handle.view(self.arenas[RAM].memory, replica.offset)  # type: ignore[operator]
-        return replica.view
-
     def wait(self) -> BaseException | None:
         """Sleep until no task is left; returns the first failure since the last wait, or the stop that nobody has been told of."""
         self._sleep(self._drained, 0)
-        for thread in self._threads.values():
-            if isinstance(thread, CudaThread):
-                self._settle(thread)
-        failure, self._failure = self._failure, None
-        return failure or self.watch.untold()
-
-    def _settle(self, thread: CudaThread) -> None:
-        """Until a GPU has done what it was asked for."""
         try:
-            thread.settle()
+            self.crew.settle()
         except BaseException as error:
             self.fail(error)
             raise
+        failure, self._failure = self._failure, None
+        return failure or self.watch.untold()
 
     def wait_for_room(self) -> None:
         """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
@@ -451,12 +382,12 @@ class Engine:
 
     def stats(self, *, forget_recent_peak: bool) -> dict[str, Any]:
         """What happened so far."""
-        machine = self.machine
+        machine, threads = self.machine, self.crew.workers
         with self._lock:
             nodes = machine.nodes
             self._stalls.update(perf_counter_ns())
             result: dict[str, Any] = {
-                "tasks": sum(thread.num_tasks for thread in self._threads.values()),
+                "tasks": sum(thread.num_tasks for thread in threads.values()),
                 "evictions": machine.num_evictions,
                 "hits": machine.residency.num_hits,
                 "misses": machine.residency.num_misses,
@@ -466,12 +397,12 @@ class Engine:
                 "peak_bytes_by_class": {node.name: dict(node.peak_by_class) for node in nodes},
                 "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
                 "budget_bytes": {node.name: node.budget for node in nodes},
-                "pinned_bytes": 0 if self._pinned is None else self._pinned.nbytes,
+                "pinned_bytes": self.crew.pinned_nbytes,
                 "stall_seconds": self._stalls.nanoseconds / 1e9,
                 "worker_stall_seconds": {
-                    worker_name(thread.worker): self._stalls.by_worker.get(number, 0) / 1e9 for number, thread in self._threads.items()
+                    worker_name(thread.worker): self._stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()
                 },
-                "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in self._threads.values()},
+                "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
                 "seconds": perf_counter() - self._started,
             }
             if forget_recent_peak:
@@ -507,13 +438,7 @@ class Engine:
         if self.closing:
             return
         self.closing = True
-        threads: list[WorkerThread | CopyEngine | CudaCopier | DiskEngine] = [*self._threads.values(), *self._copiers.values()]
-        if self._disk is not None:
-            threads.append(self._disk)
-        for thread in threads:
-            thread.stop()
-        for thread in threads:
-            thread.join()
+        self.crew.stop()
         self._store.save(self.models)
         self.room.close(SchedulerError("the runtime is closed"))
         self.endings.clear()
@@ -521,14 +446,4 @@ class Engine:
         for number in range(len(residency.nodes)):
             for replica in residency.residents(NodeId(number)):
                 replica.view = None
-        with contextlib.suppress(RuntimeError):  # a GPU that has failed takes nothing back
-            if self._pinned is not None:
-                self._pinned.close()
-            for arena in self.arenas:
-                if isinstance(arena, DeviceArena):
-                    arena.close()
-
-
-def worker_name(worker: Worker) -> str:
-    """A worker's name in reports: "cpu:0", "sim:1"."""
-    return f"cpu:{worker.id}" if worker.kind == "cpu" else f"{worker.kind}:{worker.node - 1}"
+        self.crew.close()

@@ -12,7 +12,7 @@ from .codelet import Codelet
 from .core.errors import DoesNotFit, PlacementError
 from .core.machine import Machine
 from .core.records import NodeId, WorkerId, WorkerKind
-from .engine import worker_name
+from .crew import worker_name
 from .frontend import Access
 
 

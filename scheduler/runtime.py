@@ -21,9 +21,10 @@ from .core.memory import rounded
 from .core.policies import POLICIES, Placement, choose
 from .core.records import RAM, HandleId, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
 from .core.steps import StepPlan
+from .crew import worker_name
 from .drivers.disk import THREADS, Source, staging_nbytes
 from .drivers.gpu import Gpu
-from .engine import WINDOW, Engine, worker_name
+from .engine import WINDOW, Engine
 from .frontend import Access, Handle, Terms
 from .ordering import PlannedOrder, plan_order, reach_of
 from .placing import Ability, find_ability, too_large
@@ -46,7 +47,7 @@ class Runtime(RecordingRuntime):
     Args:
         cpu_workers: threads that run kernels; None for one per usable core. Zero needs a simulated device.
         sim_gpus: simulated devices, each a worker with its own memory.
-        gpus: real ones, instead of simulated ones.
+        gpus: real ones, instead of simulated ones; closed with the runtime.
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
         gpu_memory: budget of each device in bytes; of simulated ones None for as much as host memory, or what that leaves.
         sim_bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
@@ -197,7 +198,7 @@ class Runtime(RecordingRuntime):
             ready.wait()
             if task.state != "running":
                 raise self._refusal(ready, record, ticket)
-            view = engine.view_of(task.replicas[0])
+            view = engine.crew.view_of(task.replicas[0])
         except BaseException:
             engine.room.leave(ready)
             engine.abandon(task)

@@ -24,9 +24,9 @@ from scheduler.core.perf import Models, Rate, footprint
 from scheduler.core.policies import choose
 from scheduler.core.records import NodeId, Task, WorkerKind
 from scheduler.core.steps import RecordedTask, StepPlan
+from scheduler.crew import SIM_DEPTH
 from scheduler.drivers.disk import THREADS, staging_nbytes
 from scheduler.drivers.virtual import Duration
-from scheduler.engine import SIM_DEPTH
 from scheduler.ordering import pace_of
 from scheduler.storage.limits import memory_budgets
 from scheduler.storage.perfstore import PerfStore, machine_fingerprint

@@ -17,7 +17,7 @@ from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 from scheduler.core.orders import candidates, repetition
 from scheduler.core.perf import Models
-from scheduler.engine import SIM_DEPTH
+from scheduler.crew import SIM_DEPTH
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)

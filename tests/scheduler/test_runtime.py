@@ -291,7 +291,7 @@ def test_an_abandoned_runtime_can_be_collected(kit) -> None:  # type: ignore[no-
     runtime = Runtime(2, sim_gpus=1, ram=MIB)
     kit.value(runtime, kit.filled(runtime, 1))
     runtime.close()
-    arena = weakref.ref(runtime._engine.arenas[0])
+    arena = weakref.ref(runtime._engine.crew.arenas[0])
     del runtime
     gc.collect()
     assert arena() is None
