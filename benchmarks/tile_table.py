@@ -1,6 +1,7 @@
 """The committed tile table beside a grid of hand choices, on four shapes of model and minibatch.
 
     python benchmarks/tile_table.py               # three rounds, writes benchmarks/results/tile_table.json
+    python benchmarks/tile_table.py --shapes gpt2:1                  # this shape anew, the others' rows stay
     python benchmarks/tile_table.py --shapes gpt2:1 --rounds 1 --output=
 
 A shape is a model and the sequences of its minibatch, ``gpt2:4``; sequences have the model's full length. The grid around the table's limits: tokens
@@ -15,6 +16,7 @@ in the table's tiles at most 1.05 x the seconds in the best of the grid.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -90,20 +92,20 @@ def main() -> None:
         common.report(measure(options.shapes[0], options.tiny, tuple(options.limits), options.workers))
         return
     machine = common.machine()
-    rounds, middle, rows = {}, {}, []
+    file = common.RESULTS / f"{options.output}.json"
+    rounds: dict[str, Any] = json.loads(file.read_text())["rounds"] if options.output and file.exists() and not options.tiny else {}
     for text in options.shapes:
         sides = []
         for name, limits in grid(text, options.tiny).items():
             again = ["--shapes", text, "--limits", *map(str, limits), f"--workers={options.workers}", *["--tiny"] * options.tiny]
             sides.append(common.Side(name, common.this_script(__file__, *again), common.one_thread_blas()))
         rounds[text] = common.alternate(sides, options.rounds)
-        middle[text] = {name: common.medians(measured) for name, measured in rounds[text].items()}
-        rows.append(comparison(text, middle[text]))
+    middle = {text: {name: common.medians(found) for name, found in sides.items()} for text, sides in rounds.items()}
     result = {
         "machine": machine,
         "versions": common.versions("nntask", "numpy"),
-        "settings": {name: getattr(options, name) for name in ("rounds", "shapes", "workers")},
-        "comparisons": rows,
+        "settings": {"rounds": options.rounds, "shapes": list(rounds), "workers": options.workers},
+        "comparisons": [comparison(text, sides) for text, sides in middle.items()],
         "medians": middle,
         "rounds": rounds,
     }

@@ -84,12 +84,17 @@ class Limits(NamedTuple):
 _TABLE: Final = {
     "cpu": (
         (512, Limits(tokens=512, features=2048, vocab=4096)),
-        (1024, Limits(tokens=1024, features=4096, vocab=8192)),
-        (2048, Limits(tokens=1024, features=4096, vocab=8192)),
+        (768, Limits(tokens=1024, features=4096, vocab=8192)),
+        (2048, Limits(tokens=1024, features=4096, vocab=4096)),
         (1 << 30, Limits(tokens=1024, features=2048, vocab=4096)),
     ),
+    "cuda": (
+        (2048, Limits(tokens=8192, features=8192, vocab=16384)),
+        (1 << 30, Limits(tokens=4096, features=8192, vocab=16384)),
+    ),
 }
-"""Device class -> (largest n_embd, limits for models up to that width)."""
+"""Device class -> (largest n_embd, limits for models up to that width). Those of GPUs follow from the cost of a launch, some microseconds, beside
+products at hundreds of Tflop/s; nobody has tuned them on a card yet."""
 _FEW_TOKENS: Final = 512
 _MULTIPLE: Final = 64
 
