@@ -14,7 +14,6 @@ what moves does not shrink with the model in proportion. Nothing is searched for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -38,6 +37,7 @@ from ..models.interface import ModelConfig
 from ..tiletable import FLAG, add_row, read_table, shape_of
 from ..tiling import Limits, ModelTiling, cut, table_limits
 from .fitting import capture, count_minibatches, least_needs, no_collections
+from .gpus import device_class
 from .machine import FAILURES, open_runtime, told
 from .outputs import check_writable
 from .places import this_machine
@@ -148,7 +148,7 @@ def search(settings: TrainSettings, config: ModelConfig, say: Say, stopped: Stop
         return median(seconds[tiling])
 
     seconds: dict[ModelTiling, list[float]] = {}
-    limits = table_limits(config, minibatch, length)
+    first = limits = table_limits(config, minibatch, length, device=device_class(settings))
     while measured(best := tiling_within(limits)) == inf:
         smaller = Limits(*(min(size, max(size // 2, least)) for size, least in zip(limits, SMALLEST, strict=True)))
         if smaller == limits:
@@ -168,7 +168,7 @@ def search(settings: TrainSettings, config: ModelConfig, say: Say, stopped: Stop
                 break
     if measured(best) == inf:
         say(f"auto-tile: none of {len(seconds)} tilings fits")
-        return tiling_within(table_limits(config, minibatch, length))
+        return tiling_within(first)
     finalists = sorted((tiling for tiling in seconds if measured(tiling) < inf), key=measured)[:FINALISTS]
     if len(finalists) > 1:
         for tiling in finalists * FINALS:
@@ -251,10 +251,6 @@ def _run(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, stop
             return plan, min(_laps(engine, runtime, watch, batch, stopped), key=lambda lap: lap.seconds)
     except FAILURES as error:
         raise told(error, runtime, settings.resources, "the run has not begun, name another place with --disk") from error
-    finally:  # the next trial opens them anew
-        for gpu in runtime.gpus:
-            with suppress(RuntimeError):  # one that has failed takes nothing back
-                gpu.close()
 
 
 def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:

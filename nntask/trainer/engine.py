@@ -70,6 +70,9 @@ class Trained(Engine, Protocol):
     def num_trained(self) -> int:
         """Number of weights that are learnt."""
 
+    def peak_flops(self) -> float:
+        """Flop/s of matrix products on whoever computes, measured now: what no step can beat."""
+
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""
 

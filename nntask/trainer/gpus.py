@@ -117,6 +117,11 @@ def gpus_of(settings: TrainSettings) -> tuple[GpuPlan, str]:
     return GpuPlan(parts, _budget(resources.gpu_memory, found, split)), ""
 
 
+def device_class(settings: TrainSettings) -> str:
+    """Key of the tile table: what computes."""
+    return "cuda" if gpus_of(settings)[0].parts else "cpu"
+
+
 def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     """Bytes of each part.
 
@@ -201,7 +206,7 @@ def check_fallbacks(tasks: Iterable[RecordedTask], settings: TrainSettings) -> d
     return found
 
 
-def peak_flops(gpus: Sequence[Any]) -> float:
+def gpu_peak(gpus: Sequence[Any]) -> float:
     """Flop/s of matrix products on all of them, as measured when they were opened; 0 where nobody has measured. Parts of a card share its rate."""
     return float(sum({getattr(gpu, "index", number): getattr(gpu, "products_flops", 0.0) for number, gpu in enumerate(gpus)}.values()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -59,27 +60,32 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
     plan, why_not = gpus_of(settings)
     if why_not:
         print(f"nntask: {why_not}", file=sys.stderr)
-    try:
-        runtime = Runtime(
-            num_cpu_workers(resources, plan),
-            sim_gpus=resources.sim_gpu,
-            gpus=open_gpus(plan, settings.model.dtype),
-            gpu_memory=plan.nbytes or _size(resources.gpu_memory, "--gpu-memory"),
-            sim_bandwidth=_size(resources.sim_bandwidth, "--sim-bandwidth"),
-            ram=_size(resources.ram, "--ram"),
-            disk=disk,
-            sched=resources.sched,
-            evict=resources.evict,
-            prefetch=resources.prefetch,
-            lanes=settings.tiling.lanes or 1,
-            trace=trace or (Trace(active=not observe.trace_steps) if observe.trace or observe.trace_steps else None),
-            graphs=resources.graphs,
-            kernels=kernel_versions(),
-        )
-    except (MemoryError, OverflowError) as error:
-        raise cannot_reserve(resources, error) from error
-    except OSError as error:
-        raise StorageError(f"--disk {resources.disk}: {error.strerror or error}; name a directory that can be written") from error
+    with ExitStack() as unused:
+        gpus = open_gpus(plan, settings.model.dtype)
+        for gpu in gpus:
+            unused.callback(gpu.close)
+        try:
+            runtime = Runtime(
+                num_cpu_workers(resources, plan),
+                sim_gpus=resources.sim_gpu,
+                gpus=gpus,
+                gpu_memory=plan.nbytes or _size(resources.gpu_memory, "--gpu-memory"),
+                sim_bandwidth=_size(resources.sim_bandwidth, "--sim-bandwidth"),
+                ram=_size(resources.ram, "--ram"),
+                disk=disk,
+                sched=resources.sched,
+                evict=resources.evict,
+                prefetch=resources.prefetch,
+                lanes=settings.tiling.lanes or 1,
+                trace=trace or (Trace(active=not observe.trace_steps) if observe.trace or observe.trace_steps else None),
+                graphs=resources.graphs,
+                kernels=kernel_versions(),
+            )
+        except (MemoryError, OverflowError) as error:
+            raise cannot_reserve(resources, error) from error
+        except OSError as error:
+            raise StorageError(f"--disk {resources.disk}: {error.strerror or error}; name a directory that can be written") from error
+        unused.pop_all()  # they are the runtime's from here on
     if settings.run.check_finite:
         runtime.on_task(check_finite)
     return runtime

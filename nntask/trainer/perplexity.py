@@ -53,7 +53,7 @@ def perplexity(
     if file.num_tokens < 2:
         raise DataError(f"{file.path} holds {file.num_tokens} tokens, and scoring takes at least 2; use a longer text")
     length = min(length, file.num_tokens - 1)
-    tiling = default_tiling(config, batch, length)
+    tiling = default_tiling(config, batch, length, device="cuda" if runtime.has_gpus else "cpu")
     scorer = Inference(config, tiling, runtime, source.settings, source.build(runtime, tiling, dtype), context=length)
     found = evaluate(scorer, windows(file, length, batch, select), tokenizer.byte_lengths() if tokenizer else None)
     assert found is not None  # nobody stops it

@@ -16,6 +16,7 @@ from ..tensorfile import TensorFile
 from ..tiletable import read_table, shape_of
 from ..tiling import ModelTiling, default_tiling
 from .base import Base
+from .gpus import device_class
 from .outputs import check_new_run, check_writable, default_run_dir, versions
 from .rules import check_rank, disk_of, resolve
 from .settings import TrainSettings, differences, from_dict
@@ -96,7 +97,7 @@ def with_tiles(settings: TrainSettings, config: ModelConfig) -> tuple[TrainSetti
     cut = settings.tiling
     minibatch, length = cut.minibatch, settings.model.seq_len or config.n_positions
     rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
-    row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length)
+    row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device_class(settings))
     return with_tiling(settings, row.resolve(config, minibatch, length), config)
 
 

@@ -27,6 +27,8 @@ from ..optim import SGD, Adam, AdamW, Optimizer, Tiles, decay_groups, norm_of
 from ..sharding import Exchange, Share, Transport
 from ..tiling import ModelTiling
 from .engine import Outcome
+from .flops import gemm_peak
+from .gpus import gpu_peak
 from .rules import rank_of
 from .sample import sample_text
 from .settings import TrainSettings
@@ -271,6 +273,10 @@ class RecordedEngine(Inference):
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
         """State of the optimizer by name."""
         return self.optimizer.tensors()
+
+    def peak_flops(self) -> float:
+        """Flop/s of matrix products on the GPUs, else on the CPU workers."""
+        return gpu_peak(self.runtime.gpus) or gemm_peak(max(len(self.runtime.stats()["busy_seconds"]), 1))
 
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""

@@ -25,8 +25,8 @@ from .evaluation import evaluate
 from .eventfile import EventFile, check_installed
 from .explain import Explainer, matching
 from .fitting import check_fit, sketch
-from .flops import FlopCounts, flop_counts_of, gemm_peak
-from .gpus import check_fallbacks, peak_flops
+from .flops import FlopCounts, flop_counts_of
+from .gpus import check_fallbacks
 from .loop import Loop, Plan
 from .machine import FAILURES, open_runtime, told
 from .metrics import Journal, StepPrinter
@@ -243,7 +243,7 @@ def _loop(running: Running, journal: Journal, watchers: Watchers, steps: int, fi
         keep=checkpoints.keep_checkpoints,
         sum_loss=optimizer.loss_reduction == "sum",
         flops=running.counts.model * running.stream.batch,
-        peak_flops=peak_flops(running.runtime.gpus) or gemm_peak(max(len(running.runtime.stats()["busy_seconds"]), 1)),
+        peak_flops=running.engine.peak_flops(),
     )
     return Loop(
         plan,

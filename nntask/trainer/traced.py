@@ -58,7 +58,10 @@ class Tracer:
     def on_step(self, step: int | None) -> None:
         """Step `step` is about to start; None: no step is in flight, and something else is about to happen."""
         if self._range is not None and self._runtime.trace is not None:
-            self._runtime.trace.active = step is not None and self._range[0] <= step <= self._range[1]
+            active = step is not None and self._range[0] <= step <= self._range[1]
+            if active != self._runtime.trace.active:
+                self._runtime.wait()  # on a GPU the times of a step's last tasks come later than its loss
+            self._runtime.trace.active = active
 
     def write(self, step: Step) -> None:
         """Write the file, if one was asked for.

@@ -35,7 +35,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None] | None:
 def copy_on_gpu(source: Any, target: Any) -> None:
     """Copy one view over another of the same size, among the kernels of the GPU whose worker runs this."""
     flow: Flow = _here.flow
-    flow.stream.copy(target.address, source.address, target.nbytes)
+    flow.entered.copy(target.address, source.address, target.nbytes)
 
 
 class Engine(cpu.Engine, Protocol):

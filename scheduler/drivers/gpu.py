@@ -20,6 +20,8 @@ from typing import Final, NamedTuple, Protocol
 from ..core.errors import DeviceFailed
 from ..core.records import Task
 
+BOUNCE_NBYTES: Final = 1 << 20
+"""Of the device's memory, beside any budget: bytes that move by less than so much go through it."""
 IN_FLIGHT: Final = 8
 """Tasks on a flow that have not ended, at most: the device has the next ones before it ends one, and copies wait for no more than these."""
 
@@ -132,6 +134,7 @@ class Flow:
 
     Attributes:
         number: of the last mark; read it under the engine's lock, where tasks finish and copies are decided on.
+        entered: where the worker's thread puts kernels now: the stream of the flow, or the one where a graph is recorded.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -145,7 +148,9 @@ class Flow:
         self._record(self._last)
         self._last_ns = perf_counter_ns()
         self._num_tasks = 0
+        self._bounce = 0
         self._aside: Stream | None = None  # where graphs are recorded: nobody else puts anything there
+        self.entered = self.stream
 
     def begin(self) -> list[Ended]:
         """A task is about to be put on the stream: wait until there is room for it.
@@ -180,16 +185,24 @@ class Flow:
             self.number += 1
 
     def move(self, target: int, origin: int, nbytes: int) -> None:
-        """Move bytes within the device, even where they overlap: in pieces that do not, none overwritten before it is read.
+        """Move bytes within the device, even where they overlap: in pieces, none overwritten before it is read.
 
         Raises:
             DeviceFailed: the GPU stopped working.
+            MemoryError: it has not even the room for pieces that overlap themselves.
         """
-        step = min(nbytes, abs(target - origin)) or nbytes
+        distance = abs(target - origin)
+        step = max(distance, BOUNCE_NBYTES)
         pieces = range(0, nbytes, step)
         try:
             for start in pieces if target <= origin else reversed(pieces):
-                self.stream.copy(target + start, origin + start, min(step, nbytes - start))
+                size = min(step, nbytes - start)
+                place = origin + start
+                if size > distance:
+                    self._bounce = self._bounce or self.gpu.reserve(BOUNCE_NBYTES)
+                    self.stream.copy(self._bounce, place, size)
+                    place = self._bounce
+                self.stream.copy(target + start, place, size)
         except RuntimeError as error:
             raise device_failed(self.gpu, error) from error
         self.mark()
@@ -202,7 +215,7 @@ class Flow:
         """
         if self._aside is None:
             self._aside = self.gpu.stream()
-        self.gpu.enter(self._aside)
+        self._enter(self._aside)
         try:
             graph = self.gpu.capture(self._aside, run)
         except DeviceFailed:
@@ -210,7 +223,7 @@ class Flow:
         except RuntimeError:
             return None
         finally:
-            self.gpu.enter(self.stream)
+            self._enter(self.stream)
         return partial(self.stream.start, graph)
 
     def collect(self) -> list[Ended]:
@@ -249,6 +262,10 @@ class Flow:
             newest = self._marks[-1].event if self._marks else None
         if newest is not None:
             self._wait(newest)
+
+    def _enter(self, stream: Stream) -> None:
+        self.gpu.enter(stream)
+        self.entered = stream
 
     def _too_many(self) -> Event | None:
         """The oldest event, where as many tasks are on the flow as may be; others than the worker collect them too."""

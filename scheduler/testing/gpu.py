@@ -100,7 +100,7 @@ class FakeGpu:
 
     Attributes:
         can_pin: whether host memory can be locked in place; `can_capture`: whether kernels can be recorded.
-        num_graphs: graphs started so far.
+        is_closed: whether `close` was called; num_graphs: graphs started so far.
         pinned: what is, address -> bytes.
         fails_after: steps after which the device stops working, if that is planted.
     """
@@ -110,6 +110,7 @@ class FakeGpu:
         self._node: _Node = beside._node if beside is not None else _Node(seed)
         self.lock = self._node.lock
         self.can_pin = self.can_capture = True
+        self.is_closed = False
         self.num_graphs = 0
         self.pinned: dict[int, int] = {}
         self.fails_after: int | None = None
@@ -175,7 +176,8 @@ class FakeGpu:
         del self.pinned[address]
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Remember that somebody did."""
+        self.is_closed = True
 
     def later(self, step: Callable[[], Any]) -> None:
         """Put a kernel on the stream of the calling thread."""

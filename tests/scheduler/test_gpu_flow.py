@@ -16,7 +16,7 @@ from scheduler import SCRATCH, Codelet, Handle, R, Runtime, TaskRuntime, W
 from scheduler.core.errors import DeviceFailed, DoesNotFit, TaskError
 from scheduler.core.records import Task, TaskId
 from scheduler.drivers.cuda import CudaCopier
-from scheduler.drivers.gpu import IN_FLIGHT, Flow
+from scheduler.drivers.gpu import BOUNCE_NBYTES, IN_FLIGHT, Flow
 from scheduler.inline import InlineRuntime
 from scheduler.storage import HostArena
 from scheduler.storage.device import DeviceMemory, PinnedRange
@@ -170,23 +170,28 @@ def reserved(gpu: Gpu, count: int) -> tuple[int, np.ndarray]:
     return address, numbers
 
 
-@pytest.mark.parametrize("shift", [-3, 3, 40])
-def test_data_moves_behind_the_kernels_before_it(shift: int) -> None:
-    """A move of overlapping ranges, asked for while a kernel that writes the data has not run; a later kernel reads it where it went."""
+@pytest.mark.parametrize(("shift", "count"), [(-3, 10), (3, 10), (40, 10), (-3, 300_000), (3, 300_000), (200_000, 300_000)])
+def test_data_moves_behind_the_kernels_before_it(shift: int, count: int) -> None:
+    """A move of overlapping ranges, asked for while a kernel that writes the data has not run; a later kernel reads it where it went.
+
+    A short way takes no more copies than a long one: two for each MiB.
+    """
     gpu = Gpu()
     flow = Flow(gpu)
     gpu.enter(flow.stream)
-    address, numbers = reserved(gpu, 100)
+    address, numbers = reserved(gpu, 50 + 40 + abs(shift) + count)
     seen: list[float] = []
     flow.begin()
     gpu.later(lambda: np.multiply(numbers, 10, out=numbers))
     flow.mark()
-    flow.move(address + 8 * (50 + shift), address + 8 * 50, 8 * 10)
-    gpu.later(lambda: seen.extend(numbers[50 + shift : 60 + shift]))
+    before = len(flow.stream.steps)
+    flow.move(address + 8 * (50 + shift), address + 8 * 50, 8 * count)
+    assert len(flow.stream.steps) - before <= 2 * -(-8 * count // BOUNCE_NBYTES) + 1
+    gpu.later(lambda: seen.extend(numbers[50 + shift : 50 + count + shift]))
     flow.mark()
     assert not seen
     flow.wait()
-    assert seen == [10 * (50 + i) for i in range(10)]
+    assert seen == [10 * (50 + i) for i in range(count)]
 
 
 def test_a_held_stream_waits_for_its_mark_and_no_other() -> None:
@@ -320,6 +325,14 @@ def test_host_memory_is_locked_in_pieces_as_copies_touch_it(can_pin: bool) -> No
     assert sum(gpu.pinned.values()) == (200 << 20 if can_pin else 0)
     pinned.close()
     assert not gpu.pinned
+
+
+def test_a_runtime_closes_its_devices() -> None:
+    """Whoever opens the cards again finds them as they were."""
+    devices = gpus(2, 0)
+    with Runtime(0, gpus=devices, gpu_memory=1 << 16, ram=1 << 20):
+        assert not any(gpu.is_closed for gpu in devices)
+    assert all(gpu.is_closed for gpu in devices)
 
 
 def test_a_budget_above_the_device_is_refused() -> None:

@@ -14,10 +14,10 @@ from cuda_emulator import COMPILER, Emulator, on_device, on_host
 
 from scheduler import Runtime
 from scheduler.core.errors import DeviceFailed
-from scheduler.drivers.cuda_cupy import CupyGpu
+from scheduler.drivers.cuda_cupy import CupyGpu, GpuFacts
 from tiles import TileTensor
 from tiles.kernels import registry
-from tiles.kernels.cuda import launch, products
+from tiles.kernels.cuda import device, launch, products
 from tiles.kernels.cuda.compiling import KernelBuildError, build, source_text, target_of
 from tiles.kernels.cuda.device import CudaDevice
 from tiles.kernels.cuda.launch import Arguments
@@ -96,6 +96,27 @@ def test_what_cannot_be_recorded_is_not_taken_for_a_broken_device(monkeypatch: p
         gpu.capture(None, refused)  # type: ignore[arg-type]
     with pytest.raises(DeviceFailed):
         refused()
+
+
+@pytest.mark.parametrize(("status", "kind"), [(222, KernelBuildError), (700, RuntimeError)])
+def test_a_driver_that_is_too_old_for_the_kernels_is_told(status: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that it cannot translate is no broken device; other failures stay what they are."""
+
+    class Driver:
+        def moduleLoadData(self, code: bytes) -> int:
+            error = RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+            error.status = status  # type: ignore[attr-defined]
+            raise error
+
+    gpu = CudaDevice.__new__(CudaDevice)  # no CuPy here
+    gpu.name, gpu.index, gpu._driver = "GPU 0", 0, Driver()
+    gpu.facts = GpuFacts(0, "card", 999, 1, 1)
+    monkeypatch.setattr(device, "build", lambda *_: b"")
+    with pytest.raises(RuntimeError) as found:
+        gpu._function("norm", "float", "forward")
+    assert type(found.value) is kind
+    if kind is KernelBuildError:
+        assert "the driver of GPU 0 cannot use the kernels of norm.cu" in str(found.value)
 
 
 def test_products_of_two_types_are_refused() -> None:

@@ -24,6 +24,9 @@ from nntask.trainer.settings import ClusterSettings
 ANSWER_SECONDS: Final = 5.0
 """How long a scheduler may take to answer."""
 
+BUSY_SECONDS: Final = 30.0
+"""How long a scheduler to which there is a connection may take."""
+
 PING_SECONDS: Final = 3.0
 """How long the event loop of a worker may take to answer."""
 
@@ -92,12 +95,16 @@ class Connection:
         Raises:
             ClusterError: the scheduler is gone.
         """
-        try:
-            identity = self.client.sync(self.client.scheduler.identity, n_workers=-1, callback_timeout=ANSWER_SECONDS)
-        except Exception as error:
-            raise ClusterError(f"the Dask scheduler at {self.address} is gone ({type(error).__name__})") from error
-        found: dict[str, dict[str, Any]] = identity["workers"]
-        return found
+        deadline = monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                identity = self.client.sync(self.client.scheduler.identity, n_workers=-1, callback_timeout=ANSWER_SECONDS)
+            except Exception as error:
+                if self.client.status == "running" and monotonic() < deadline:  # connected as before: it is busy
+                    continue
+                raise ClusterError(f"the Dask scheduler at {self.address} is gone ({type(error).__name__})") from error
+            found: dict[str, dict[str, Any]] = identity["workers"]
+            return found
 
     def machines(self, wanted: int | None, unusable: Mapping[str, str], refused: dict[str, str] | None = None) -> list[Machine]:
         """Workers that can train, sorted by address; waits for as many as are wanted.

@@ -57,6 +57,7 @@ class ClusterEngine:
         self.gpus: Sequence[Any] = ()
         self.num_tasks = sum(each["num_tasks"] for each in told)
         self.num_trained = int(told[0]["num_trained"])
+        self._peak_flops = float(sum(each["peak_flops"] for each in told))
         self._stats: list[Mapping[str, Any]] = [each["stats"] for each in told]
         self.mirror = Mirror(team, shapes)
         self._last_end = 0.0
@@ -98,6 +99,10 @@ class ClusterEngine:
         """State of the optimizer by name."""
         return self.mirror.optimizer
 
+    def peak_flops(self) -> float:
+        """Flop/s of matrix products on all nodes, as each has measured its own."""
+        return self._peak_flops
+
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""
         self.mirror.flush()
@@ -105,7 +110,7 @@ class ClusterEngine:
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
         """The text that a run ends with, by the first node."""
-        (text,) = self.team.gather([self.team.ask(0, "sample")], FIRST_STEP_SECONDS)
+        (text,) = self.team.gather([self.team.ask(0, "sample")], OPEN_SECONDS)
         return str(text)
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from nntask.sharding import Share
 from nntask.trainer.engine import Outcome
 from nntask.trainer.metrics import Journal, Meter
-from nntask.trainer.outputs import METRICS, NODES, write_machine
+from nntask.trainer.outputs import METRICS, NODES, machine_of, write_machine
 
 from .node import Part
 
@@ -65,9 +65,8 @@ class NodeRecords:
     def _open(self) -> None:
         folders = [self._run / NODES / str(rank) for rank in range(len(self._told))]
         for folder, told in zip(folders, self._told, strict=True):
-            stats = told["stats"]
-            machine = {"workers": list(stats["busy_seconds"]), "budget_bytes": stats["budget_bytes"], "policy": stats["policy"]}
-            write_machine(folder, {**machine, "tasks_per_step": told["num_tasks"], "address": told["worker"]})
+            machine = machine_of(told["stats"], told["peak_flops"], told["num_tasks"])
+            write_machine(folder, {**machine, "address": told["worker"]})
         for gone in set((self._run / NODES).iterdir()) - set(folders):
             Journal(gone / METRICS, self._first, run=self._run).close()
         self._journals = [Journal(folder / METRICS, self._first, run=self._run) for folder in folders]

@@ -32,7 +32,7 @@ FIRST_STEP_SECONDS: Final = 300.0
 """How long the first step may take, which compiles kernels; also one call that writes or reads a tensor."""
 
 OPEN_SECONDS: Final = 1800.0
-"""How long nodes may take to make data and model ready, which may mean to tokenise a corpus."""
+"""How long nodes may take to make data and model ready, which may mean to tokenise a corpus; also to write the text that a run ends with."""
 
 LOOK_SECONDS: Final = 1.0
 """How often the scheduler is asked who is there, while the client waits."""
@@ -72,7 +72,11 @@ class Team:
                     key=f"nntask-{self.job[:12]}-{rank}",
                 )
             )
-        self.actors = self.gather(self._futures, OPEN_SECONDS)
+        try:
+            self.actors = self.gather(self._futures, OPEN_SECONDS)
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, method: str, *args: Any, patience: float = FIRST_STEP_SECONDS) -> list[Any]:
         """Call every node and wait for all answers."""
@@ -87,8 +91,8 @@ class Team:
         try:
             with self.connection.client.as_current():
                 return getattr(self.actors[rank], method)(*args)
-        except RuntimeError as error:  # Dask knows that the worker is gone
-            self._fail(error)
+        except RuntimeError as error:  # Dask knows that the worker is gone; another one may answer at its address by now
+            self._fail(ConnectionError(str(error)))
 
     def gather(self, futures: Sequence[Any], patience: float) -> list[Any]:
         """The results of calls under way.
@@ -172,7 +176,7 @@ class Team:
         if gone or silent:
             self.unanswering = silent
             raise NodesChanged(f"lost {words_for([*gone, *silent])}") from error
-        if isinstance(error, PeerLost | OSError):
+        if isinstance(error, PeerLost | OSError | KeyError):  # the last is Dask's, where a new worker answers at the address of one that is gone
             self.is_riddle = True
             raise NodesChanged(f"the connections between nodes broke ({error})") from error
         if "busy with another training" in str(error):

@@ -345,12 +345,12 @@ def window_for(largest: int) -> int:
 
 
 def passing_bytes(num_peers: int, largest: int) -> int:
-    """Most bytes that are in memory for a node besides its tiles: what is on the way to it.
+    """Most bytes that are in memory for a node besides its tiles: what is on the way to it, and copies of what is on the way from it.
 
     Args:
         largest: bytes of the largest bucket.
     """
-    return num_peers * (window_for(largest) + largest)
+    return 2 * num_peers * (window_for(largest) + largest)
 
 
 def _pack(tiles: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -163,7 +164,13 @@ class Node:
         num_tasks = engine.num_tasks
         self._check_room()
         runtime.wait()
-        return {"num_tasks": num_tasks, "num_trained": engine.num_trained, "stats": self._stats(), "worker": self._name}
+        return {
+            "num_tasks": num_tasks,
+            "num_trained": engine.num_trained,
+            "peak_flops": engine.peak_flops(),
+            "stats": self._stats(),
+            "worker": self._name,
+        }
 
     def _check_room(self) -> None:
         """Refuse a step that could wait for room forever: below its minimum, what arrives from peers may keep out what they wait for.
@@ -211,7 +218,7 @@ class Node:
         self._comms.window = window_for(order.largest)
         if nbytes <= passing:
             raise DoesNotFit(
-                f"on worker {self._name} the budget of RAM must hold the {passing:,} B that may be on their way from other nodes, and the step "
+                f"on worker {self._name} the budget of RAM must hold the {passing:,} B that may be on their way between nodes, and the step "
                 f"besides, got {nbytes:,} B; raise --ram, or use fewer nodes"
             )
         return f"{nbytes - passing}B"
@@ -328,8 +335,8 @@ class Node:
             del _CLAIMS[self._name]
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # Dask has dropped it, because its client is gone
-            self._close()
+        with contextlib.suppress(Exception):  # Dask has dropped it, because its client is gone; the worker's event loop waits for nothing here
+            threading.Thread(target=self._close, name="nntask end", daemon=True).start()
 
     async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         """Call a function on the node's own threads; errors come without the objects that they name, which stay on this worker."""

@@ -23,8 +23,13 @@ SPARE_NBYTES: Final = 64 << 20
 
 _PEAK_SIZE: Final = 4096
 _PEAK_PRODUCTS: Final = 10
+_PEAK_VALUES: Final = 1 << 20
+_CANNOT_TRANSLATE: Final = (218, 221, 222, 223)
+"""cudaError_t: invalid code, no translator, code too new for the driver, translation switched off."""
 _FREE_SHARED: Final = 48 << 10
 """Shared memory of a block that needs no permission."""
+_MODULES: dict[tuple[int, str, str], int] = {}
+"""Kernels that this process has loaded, by card, source and element type: they stay for whoever opens the card again."""
 _T = TypeVar("_T")
 
 
@@ -43,7 +48,6 @@ class CudaDevice(CupyGpu):
 
         self._driver = driver
         self._functions: dict[tuple[str, str, str], int] = {}
-        self._modules: dict[tuple[str, str], int] = {}
         self._allowed: dict[int, int] = {}
         self.adopt()
         self._most_shared = int(self._cuda.deviceGetAttribute(self._cuda.cudaDevAttrMaxSharedMemoryPerBlockOptin, self.index))
@@ -117,7 +121,9 @@ class CudaDevice(CupyGpu):
         self.enter(stream)
         address = self.reserve(3 * nbytes)
         a, b, out = (DeviceArray(address + place * nbytes, (_PEAK_SIZE, _PEAK_SIZE), element) for place in range(3))
-        self._cuda.memsetAsync(address, 0, 3 * nbytes, stream.number)
+        values = np.random.default_rng(0).standard_normal(_PEAK_VALUES, np.float32).astype(element)  # zeros would be faster than anything real
+        for offset in range(0, 3 * nbytes, values.nbytes):
+            stream.copy(address + offset, values.ctypes.data, values.nbytes)
         for number in range(4):
             stream.record(begin)
             for _ in range(_PEAK_PRODUCTS):
@@ -128,13 +134,31 @@ class CudaDevice(CupyGpu):
                 self.products_flops = max(self.products_flops, _PEAK_PRODUCTS * 2.0 * _PEAK_SIZE**3 / end.seconds_since(begin))
         self.release(address)
 
+    def close(self) -> None:
+        """Give back what was taken beside the budget; nothing can be computed after that."""
+        self.adopt()
+        self._blas.close()
+        super().close()
+
     def _function(self, source: str, element: str, kernel: str) -> int:
-        """Load a function of a source."""
-        module = self._modules.get((source, element))
-        if module is None:
+        """Load a function of a source.
+
+        Raises:
+            KernelBuildError: the driver cannot make machine code of what the compiler knows no machine code for.
+        """
+        place = self.index, source, element
+        if place not in _MODULES:
             code = build(source, element, self.facts.capability)
-            module = self._modules[source, element] = self._driver.moduleLoadData(code)
-        return int(self._driver.moduleGetFunction(module, kernel))
+            try:
+                _MODULES[place] = self._driver.moduleLoadData(code)
+            except RuntimeError as error:
+                if getattr(error, "status", None) not in _CANNOT_TRANSLATE:
+                    raise
+                raise KernelBuildError(
+                    f"the driver of {self.name} cannot use the kernels of {source}.cu, compiled for an older GPU ({error}); update the driver, "
+                    "install a CuPy that knows this GPU, or compute on the CPU with --ngpu 0"
+                ) from error
+        return int(self._driver.moduleGetFunction(_MODULES[place], kernel))
 
     def _allow(self, function: int, kernel: str, shared: int) -> None:
         """Let a kernel have more shared memory than every kernel has."""

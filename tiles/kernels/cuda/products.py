@@ -114,6 +114,12 @@ class Cublas:
         if status:
             raise CublasError(status)
 
+    def close(self) -> None:
+        """Give back what cuBLAS took; idempotent."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle.value is not None:
+            self._check(self._library.cublasDestroy_v2(handle))
+
     @staticmethod
     def _check(status: int) -> None:
         if status:
@@ -137,6 +143,7 @@ def _library() -> Any:
 def _typed(library: Any) -> Any:
     handle, integer, pointer = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
     library.cublasCreate_v2.argtypes = [ctypes.POINTER(handle)]
+    library.cublasDestroy_v2.argtypes = [handle]
     library.cublasSetMathMode.argtypes = [handle, integer]
     library.cublasSetStream_v2.argtypes = [handle, pointer]
     library.cublasSetWorkspace_v2.argtypes = [handle, pointer, ctypes.c_size_t]
