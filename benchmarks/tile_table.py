@@ -1,7 +1,7 @@
 """The committed tile table beside a grid of hand choices, on four shapes of model and minibatch.
 
     python benchmarks/tile_table.py               # three rounds, writes benchmarks/results/tile_table.json
-    python benchmarks/tile_table.py --shapes gpt2:1                  # this shape anew, the others' rows stay
+    python benchmarks/tile_table.py --shapes gpt2:1                  # this shape anew; rows of others whose grid is the same stay
     python benchmarks/tile_table.py --shapes gpt2:1 --rounds 1 --output=
 
 A shape is a model and the sequences of its minibatch, ``gpt2:4``; sequences have the model's full length. The grid around the table's limits: tokens
@@ -93,19 +93,23 @@ def main() -> None:
         return
     machine = common.machine()
     file = common.RESULTS / f"{options.output}.json"
-    rounds: dict[str, Any] = json.loads(file.read_text())["rounds"] if options.output and file.exists() and not options.tiny else {}
+    before = json.loads(file.read_text()) if options.output and file.exists() and not options.tiny else {"rounds": {}}
+    rounds: dict[str, Any] = {text: sides for text, sides in before["rounds"].items() if sides.keys() == grid(text, options.tiny).keys()}
+    measured = {text: when for text, when in before.get("measured", {}).items() if text in rounds}
     for text in options.shapes:
         sides = []
         for name, limits in grid(text, options.tiny).items():
             again = ["--shapes", text, "--limits", *map(str, limits), f"--workers={options.workers}", *["--tiny"] * options.tiny]
             sides.append(common.Side(name, common.this_script(__file__, *again), common.one_thread_blas()))
         rounds[text] = common.alternate(sides, options.rounds)
+        measured[text] = {"date": common.datetime.date.today().isoformat(), "commit": common.commit(), "rounds": options.rounds}
     middle = {text: {name: common.medians(found) for name, found in sides.items()} for text, sides in rounds.items()}
     result = {
         "machine": machine,
         "versions": common.versions("nntask", "numpy"),
         "settings": {"rounds": options.rounds, "shapes": list(rounds), "workers": options.workers},
         "comparisons": [comparison(text, sides) for text, sides in middle.items()],
+        "measured": measured,
         "medians": middle,
         "rounds": rounds,
     }

@@ -3,11 +3,12 @@
 from .codelet import Codelet, Cost
 from .core.errors import DoesNotFit, HandleLost, PlacementError, RunStopped, SchedulerError, Stalled, TaskError
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .drivers.cpu import usable_cores
 from .drivers.disk import Source
 from .frontend import Access, Handle, TaskRuntime, View, contribution, kept_in_contribution
 from .inline import InlineRuntime
 from .recording import RecordingError, Step, Ticket
-from .runtime import Runtime, usable_cores
+from .runtime import Runtime
 from .trace import Trace
 from .watching import FinishedTask, SeenTile
 

@@ -104,8 +104,8 @@ class Crew:
     def open_files(self) -> None:
         """Start the threads that read and write files, unless they run already."""
         if self._files is None:
-            engine, last = self._engine, NodeId(len(self.arenas) - (self._tier is None))
-            self._files = DiskEngine(self.arenas, self._tier, last, engine.copied, engine.not_copied, engine.fail)
+            engine = self._engine
+            self._files = DiskEngine(self.arenas, self._tier, NodeId(len(self.arenas)), engine.copied, engine.not_copied, engine.fail)
             self._files.start()
 
     def run(self, task: Task) -> None:

@@ -6,7 +6,6 @@ are unfinished, so a loop that submits forever uses bounded memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from .core.policies import POLICIES, Placement, choose
 from .core.records import RAM, HandleId, HandleRecord, Mode, R, Replay, Task, TaskId, Worker, WorkerId
 from .core.steps import StepPlan
 from .crew import worker_name
+from .drivers.cpu import usable_cores
 from .drivers.disk import THREADS, Source, staging_nbytes
 from .drivers.gpu import Gpu
 from .engine import WINDOW, Engine
@@ -401,11 +401,6 @@ class Runtime(RecordingRuntime):
     def worker_name(worker: Worker) -> str:
         """A worker's name in reports: "cpu:0", "sim:1"."""
         return worker_name(worker)
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_machine(cpu_workers: int, sim_gpus: int, budgets: Mapping[str, int | None], sched: str, evict: str) -> None:

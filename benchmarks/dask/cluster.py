@@ -384,26 +384,26 @@ def _is_left_over(process: Any, mark: str) -> bool:
 
 def scale(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """Predictions beside runs here, and the curve."""
-    from scale import measured_link, predict
+    from scale import measured_call, measured_link, predict
 
     steps = WARM + (2 if arguments.tiny else 15)
-    rows, curve, link = [], {}, measured_link()
+    rows, curve, link, call = [], {}, measured_link(), measured_call()
     for count in (2,) if arguments.tiny else (2, 4):
         real = median(
             seconds_of(train(folder, f"{count}-{number}", steps, *flags(arguments), "--dask", f"local:{count}")) for number in range(arguments.rounds)
         )
-        expected = predict(flags(arguments), count, link, cores=common.usable_cores())["seconds"]
+        expected = predict(flags(arguments), count, link, call, cores=common.usable_cores())["seconds"]
         what = f"tiny on {count} nodes of this machine: a step as virtual time predicts it"
         rows.append(common.compare(what, "s", expected, "measured", real, better="equal", bar="ratio in 0.85..1.15"))
     for count in (1, 2, 4, 16) if arguments.tiny else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-        found = predict(flags(arguments), count, link, cores=None)
-        limit = max(("compute", "message", "byte"), key=lambda name: found[f"{name}_seconds"])
+        found = predict(flags(arguments), count, link, call, cores=None)
+        limit = max(("compute", "message", "byte", "call"), key=lambda name: found[f"{name}_seconds"])
         curve[str(count)] = found | {"limit": limit, "efficiency": curve.get("1", found)["seconds"] / found["seconds"]}
         print(
             f"{count:5d} machines: {found['seconds']:.3f} s a step, {curve[str(count)]['efficiency']:.0%} of one's speed each, limited by {limit}s",
             file=sys.stderr,
         )
-    return rows, {"link": {"seconds": link.seconds, "bytes_per_second": link.bandwidth}, "curve": curve}
+    return rows, {"link": {"seconds": link.seconds, "bytes_per_second": link.bandwidth}, "call_seconds": call, "curve": curve}
 
 
 def main() -> None:

@@ -1,4 +1,8 @@
-"""Virtual time for `cluster.py --suite scale`: what a message costs here, and a step of n nodes on the node that sends most."""
+"""Virtual time for `cluster.py --suite scale`: what a message and a call cost here, and a step of n nodes on the node that sends most.
+
+Virtual time gives every node's computation and every link a resource of its own. Nodes of one machine share its cores: a step takes at least all that
+computing, messages and calls need of them. On machines of their own a step takes at least the client's calls to all nodes.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +69,46 @@ def measured_link() -> Link:
     return Link(small, (4 << 20) / max(large - small, 1e-9))
 
 
-def predict(flags: Sequence[str], nodes: int, link: Link, *, cores: int | None) -> dict[str, float]:
+class Echo:
+    """An actor that answers."""
+
+    async def step(self, number: int) -> list[float]:
+        """What a node's `step` returns is as small."""
+        return [float(number)]
+
+
+def measured_call(workers: int = 2, count: int = 200) -> float:
+    """Seconds of processors that it takes to call one node and get its answer, two calls under way: of the client, the scheduler and the worker."""
+    import psutil
+    from distributed import Client, LocalCluster
+
+    with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster, Client(cluster) as client:
+        actors = [client.submit(Echo, actor=True, workers=[address], pure=False).result() for address in client.scheduler_info()["workers"]]
+        flying = [actor.step(0) for actor in actors]
+        me = psutil.Process()
+        everybody = [me, *me.children(recursive=True)]
+
+        def busy() -> float:
+            return float(sum(times.user + times.system for times in (each.cpu_times() for each in everybody)))
+
+        begin = busy()
+        for number in range(count):
+            following = [actor.step(number) for actor in actors]
+            for future in flying:
+                future.result(timeout=60)
+            flying = following
+        seconds = (busy() - begin) / count
+        for future in flying:
+            future.result(timeout=60)
+    return seconds / workers
+
+
+def predict(flags: Sequence[str], nodes: int, link: Link, call: float, *, cores: int | None) -> dict[str, float]:
     """A step of `nodes` nodes in virtual time, on the node that sends most.
 
     Args:
         flags: of the training, for one node and for those that share a machine.
+        call: seconds to call a node.
         cores: of the machine that all of them share; None for machines of their own.
     """
     from nntask.models.config import PRESETS
@@ -110,21 +149,15 @@ def predict(flags: Sequence[str], nodes: int, link: Link, *, cores: int | None) 
     _, buckets = step_of(0)
     loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(nodes)]
     plan, _ = step_of(max(range(nodes), key=lambda rank: loads[rank]))
-    busy = max(1.0, nodes / cores) if cores else 1.0
-    of = durations(plan, target).of
-    link = Link(link.seconds * busy, link.bandwidth / busy)
-    found = simulate(
-        plan,
-        workers=[("cpu", 0, 1)],
-        nodes=[("ram", 1 << 50)],
-        policy="prio",
-        duration=lambda task, kind: busy * of(task, kind),
-        host=link.end,
-    )
+    link = Link(link.seconds, link.bandwidth)  # which counts from zero
+    found = simulate(plan, workers=[("cpu", 0, 1)], nodes=[("ram", 1 << 50)], policy="prio", duration=durations(plan, target).of, host=link.end)
     messages, nbytes = link.num_messages / 2, link.nbytes / 2  # of two replays
-    return {
-        "seconds": found.seconds,
+    shares_of = {
         "compute_seconds": found.busy_seconds[0],
-        "message_seconds": messages * link.seconds / 2,  # each way for itself
+        "message_seconds": messages * link.seconds / 2,  # each is one node's to send and another's to receive
         "byte_seconds": nbytes / link.bandwidth / 2,
+        "call_seconds": call * nodes,
     }
+    calls = shares_of["call_seconds"]
+    at_least = calls if cores is None else (nodes * (sum(shares_of.values()) - calls) + calls) / cores
+    return {"seconds": max(found.seconds, at_least), **shares_of}

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol
 
+from scheduler import usable_cores
 from scheduler.core.steps import RecordedTask
 from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu, choose_gpus, connect, name_of
 from scheduler.drivers.gpu import Gpu
-from scheduler.runtime import usable_cores
 
 from ..errors import DoesNotFit, UsageError
 from ..sizes import format_size, parse_size
@@ -57,11 +58,22 @@ class CudaCards:
         """Devices, which can reach each other's memory where the hardware lets them."""
         from tiles.kernels.cuda.device import CudaDevice
 
-        devices = [CudaDevice(card, part, tf32=tf32) for card, part in facts]
-        for device in devices:
-            device.measure_products(dtype)
-        connect(devices)
-        return list(devices)
+        devices: list[Any] = []
+        with ExitStack() as unused:
+            unused.callback(close_gpus, devices)
+            for card, part in facts:
+                devices.append(CudaDevice(card, part, tf32=tf32))
+                devices[-1].measure_products(dtype)
+            connect(devices)
+            unused.pop_all()
+        return devices
+
+
+def close_gpus(gpus: Sequence[Gpu]) -> None:
+    """Give back what they took; one that has failed takes nothing back."""
+    for gpu in gpus:
+        with suppress(RuntimeError):
+            gpu.close()
 
 
 cards: Cards = CudaCards()

@@ -18,7 +18,7 @@ from tiles.kernels.cuda.compiling import KernelBuildError
 
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from ..sizes import parse_size
-from .gpus import gpus_of, num_cpu_workers, open_gpus
+from .gpus import close_gpus, gpus_of, num_cpu_workers, open_gpus
 from .places import DISK, cannot_reserve
 from .rules import disk_of
 from .settings import ResourceSettings, TrainSettings
@@ -62,8 +62,7 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
         print(f"nntask: {why_not}", file=sys.stderr)
     with ExitStack() as unused:
         gpus = open_gpus(plan, settings.model.dtype)
-        for gpu in gpus:
-            unused.callback(gpu.close)
+        unused.callback(close_gpus, gpus)
         try:
             runtime = Runtime(
                 num_cpu_workers(resources, plan),

@@ -167,7 +167,7 @@ def machine_of(stats: Mapping[str, Any], peak_flops: float, num_tasks: int) -> d
 
     Args:
         stats: counters of its runtime.
-        peak_flops: flop/s that its workers reach in fp32 matrix products, measured.
+        peak_flops: flop/s of matrix products that its workers reach, measured.
         num_tasks: of a step.
     """
     return {

@@ -6,7 +6,7 @@ not full counts, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ def perplexity(
     batch: int,
     select: int = -1,
     dtype: str = "auto",
+    progress: Callable[[int, int], None] = lambda scored, total: None,
 ) -> Evaluation:
     """Score a file of tokens.
 
@@ -44,6 +45,7 @@ def perplexity(
         batch: windows at once.
         select: only the first windows, -1 for all.
         dtype: see `ModelSource.build`.
+        progress: told after each batch how many windows are scored, and how many there are.
 
     Raises:
         DataError: the file holds fewer than two tokens.
@@ -55,7 +57,8 @@ def perplexity(
     length = min(length, file.num_tokens - 1)
     tiling = default_tiling(config, batch, length, device="cuda" if runtime.has_gpus else "cpu")
     scorer = Inference(config, tiling, runtime, source.settings, source.build(runtime, tiling, dtype), context=length)
-    found = evaluate(scorer, windows(file, length, batch, select), tokenizer.byte_lengths() if tokenizer else None)
+    batches = _told(windows(file, length, batch, select), batch, num_windows(file, length, select), progress)
+    found = evaluate(scorer, batches, tokenizer.byte_lengths() if tokenizer else None)
     assert found is not None  # nobody stops it
     if not isfinite(found.loss):
         raise Diverged(
@@ -65,14 +68,26 @@ def perplexity(
     return found
 
 
+def num_windows(file: TokenFile, length: int, select: int = -1) -> int:
+    """How many windows of `length` a file has, or the first `select` of them."""
+    total = -(-(file.num_tokens - 1) // length)
+    return min(total, select) if select > 0 else total
+
+
+def _told(batches: Iterable[Batch], size: int, total: int, progress: Callable[[int, int], None]) -> Iterator[Batch]:
+    """The batches; `progress` hears of each when the next one is asked for."""
+    for number, batch in enumerate(batches, 1):
+        yield batch
+        progress(min(number * size, total), total)
+
+
 def windows(file: TokenFile, length: int, batch: int, select: int = -1) -> Iterator[Batch]:
     """Batches of `batch` windows of a file, in its order; what is missing from the last ones has targets -1.
 
     Args:
         select: only the first windows, -1 for all.
     """
-    total = -(-(file.num_tokens - 1) // length)
-    total = min(total, select) if select > 0 else total
+    total = num_windows(file, length, select)
     for first in range(0, total, batch):
         tokens = np.zeros((batch, length), np.int32)
         targets = np.full((batch, length), -1, np.int32)

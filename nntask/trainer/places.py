@@ -100,6 +100,11 @@ class Target:
         return max(self.nodes[place][1] for place in self.places)
 
     @property
+    def memories(self) -> Sequence[tuple[str, int]]:
+        """(name, bytes) of the nodes that are memory."""
+        return self.nodes[:-1] if self.storage else self.nodes
+
+    @property
     def last(self) -> int:
         """The node that must hold all that lives."""
         return len(self.nodes) - 1 if self.storage else 0
@@ -319,7 +324,7 @@ def pace_on(plan: StepPlan, target: Target) -> Pace:
 
 
 def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float | None:
-    """The median; simulated devices run the kernels of CPU workers."""
+    """What earlier runs have measured; simulated devices run the kernels of CPU workers."""
     found = models.history.estimate((*key, kind))
     if found is None and kind in ("cpu", "sim"):
         found = models.history.estimate((*key, "cpu" if kind == "sim" else "sim"))

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Final
 
 from scheduler.core import errors as scheduler_errors
-from scheduler.core.records import SCRATCH
+from scheduler.core.records import SCRATCH, DataClass, W
 from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
@@ -98,10 +98,28 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
         )
     except scheduler_errors.DoesNotFit as error:
         return None, str(error).partition("; raise the budget")[0]
-    ram = target.nodes[0][0]
-    found.peak_bytes[ram] += needs.reading
-    found.peak_bytes_by_class[ram]["scratch"] += needs.reading
+    nbytes, data_class = _largest_output(order.plan)
+    for at, (node, budget) in enumerate(target.memories):
+        others = sum(place == at or at == 0 for _, place, _ in target.workers) - 1  # what devices make comes to host memory, too
+        _raise_peak(found, node, data_class, max(0, min(others * nbytes, budget - found.peak_bytes[node])))
+    _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
     return found, ""
+
+
+def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
+    """Bytes and class of the largest tile that a task makes and a later one needs no longer.
+
+    The peak of a run depends on who is first when two are: by so much for each worker beside the first.
+    """
+    made = (handle for task in plan.tasks for handle, mode in task.accesses if mode == W and plan.owned.get(handle) is False)
+    largest = max(made, key=lambda handle: handle.size, default=None)
+    return (0, "activations") if largest is None else (largest.size, largest.data_class)
+
+
+def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> None:
+    found.peak_bytes[node] += nbytes
+    by_class = found.peak_bytes_by_class[node]
+    by_class[data_class] = by_class.get(data_class, 0) + nbytes
 
 
 def _figures(

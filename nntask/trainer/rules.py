@@ -16,6 +16,7 @@ from scheduler.drivers.cuda_cupy import MOST_PARTS
 from ..errors import UsageError
 from ..models.interface import ModelConfig
 from ..sizes import LARGEST, parse_size
+from .cluster_rules import check_cluster
 from .gpus import fraction_of, gpus_of
 from .settings import TrainSettings
 
@@ -80,9 +81,6 @@ _RANGES: Final = (
     ("optimizer", "start_lr", 0.0, float("inf"), True),
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
-_LOCAL: Final = re.compile(r"local:(\d{1,6})")
-MOST_LOCAL: Final = 256
-"""Workers of a cluster on one machine; each is a process."""
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
@@ -203,49 +201,7 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
     if settings.run.prompt and not settings.run.sample_tokens:
         raise UsageError("--prompt is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them")
-    _check_cluster(settings)
-
-
-def _check_cluster(settings: TrainSettings) -> None:
-    """Rules between --dask and flags that belong to one machine."""
-    cluster, run, observe = settings.cluster, settings.run, settings.observe
-    if not cluster.dask:
-        for flag, value in (("--nodes", cluster.nodes), ("--link-bandwidth", cluster.link_bandwidth or None)):
-            if value is not None:
-                raise UsageError(f"{flag} {value} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it")
-        return
-    local = local_nodes(cluster.dask)
-    if local is not None and cluster.nodes is not None and cluster.nodes > local:
-        raise UsageError(
-            f"--nodes must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}"
-        )
-    if cluster.link_bandwidth:
-        parse_size(cluster.link_bandwidth, "--link-bandwidth")
-    alone: dict[str, object] = {
-        "--trace": observe.trace,
-        "--trace-steps": observe.trace_steps,
-        "--explain": observe.explain,
-        "--nforward": run.nforward or run.nforward_warmup,
-        "--nbackward": run.nbackward or run.nbackward_warmup,
-        "--auto-tile measured": settings.tiling.auto_tile == "measured",
-    }
-    for flag, asked in alone.items():
-        if asked:
-            raise UsageError(f"{flag} looks at one machine and --dask {cluster.dask} trains on several; drop one of them")
-
-
-def local_nodes(address: str) -> int | None:
-    """N of --dask local:N; None for the address of a cluster.
-
-    Raises:
-        UsageError: it is local without such a number.
-    """
-    if not address.startswith("local"):
-        return None
-    match = _LOCAL.fullmatch(address)
-    if match is None or not 1 <= int(match[1]) <= MOST_LOCAL:
-        raise UsageError(f"--dask local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2")
-    return int(match[1])
+    check_cluster(settings)
 
 
 def rank_of(settings: TrainSettings) -> int | None:

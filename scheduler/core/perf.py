@@ -2,7 +2,8 @@
 
 Tasks. One series of durations per (codelet, footprint, worker kind). The footprint is a stable number for everything that decides a task's cost:
 shapes, dtypes and modes of its tiles, and its constants (`footprint` says which). The first duration a process measures of a series is dropped
-(cold caches, lazy set-up); the estimate is the median of the latest ones, so a spike moves nothing. Without any, the codelet's cost function over
+(cold caches, lazy set-up); the estimate is the mean of the latest ones without spikes, those beyond twice the median: where copies take cycles and
+bandwidth from kernels many durations lie above the median and few below, and a step takes their sum. Without any, the codelet's cost function over
 what the kind of worker does per second.
 
 Links. Latency + bytes / bandwidth per (source, target), fitted to measured copies by medians (Theil and Sen), so a few slow ones move nothing.
@@ -23,6 +24,9 @@ from .records import FILE, NodeId, Task, WorkerKind
 
 KEPT: Final = 32
 """Durations remembered per series."""
+
+SPIKE: Final = 2.0
+"""Durations of more than so many times the median are those of something else."""
 
 KEPT_COPIES: Final = 16
 """Copies remembered per link, and as many small ones."""
@@ -191,34 +195,36 @@ def _cost(task: Task) -> tuple[float, float] | None:
 
 
 class Series:
-    """The latest durations of one kind of task, and their median.
+    """The latest durations of one kind of task, and what the next one will take.
 
     Attributes:
         samples: seconds, oldest first.
         is_warm: whether this process has dropped its first one.
     """
 
-    __slots__ = ("_median", "is_warm", "samples")
+    __slots__ = ("_typical", "is_warm", "samples")
 
     def __init__(self, samples: Sequence[float] = ()) -> None:
         self.samples = deque(samples, KEPT)
-        self._median: float | None = None  # of the samples as they are, once somebody has asked
+        self._typical: float | None = None  # of the samples as they are, once somebody has asked
         self.is_warm = False
 
     def add(self, seconds: float) -> None:
         """Record a duration; the first is dropped."""
         if self.is_warm:
             self.samples.append(seconds)
-            self._median = None
+            self._typical = None
         else:
             self.is_warm = True
 
     @property
-    def median(self) -> float | None:
-        """Seconds; None without samples."""
-        if self._median is None and self.samples:
-            self._median = median(self.samples)
-        return self._median
+    def typical(self) -> float | None:
+        """Mean without spikes, in seconds; None without samples."""
+        if self._typical is None and self.samples:
+            limit = SPIKE * median(self.samples)
+            kept = [seconds for seconds in self.samples if seconds <= limit]
+            self._typical = sum(kept) / len(kept)
+        return self._typical
 
 
 class History:
@@ -239,9 +245,9 @@ class History:
         series.add(seconds)
 
     def estimate(self, key: Key) -> float | None:
-        """Median duration in seconds, or None without samples."""
+        """Mean duration in seconds without spikes, or None without samples."""
         series = self.series.get(key)
-        return None if series is None else series.median
+        return None if series is None else series.typical
 
 
 class LinkModel:
@@ -363,7 +369,7 @@ class Models:
             link.fit()
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """The median of what was measured, else a guess."""
+        """What was measured, else a guess."""
         name_and_footprint = task.model_key
         if name_and_footprint is None:
             name_and_footprint = task.model_key = (task.name, footprint(task))

@@ -45,6 +45,11 @@ class Engine(Protocol):
         """Show a finished task, whose data is still in place, to who watches."""
 
 
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cores_for(num_workers: int) -> Sequence[int | None]:
     """The core each worker keeps to; None for any.
 

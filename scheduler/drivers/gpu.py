@@ -135,6 +135,9 @@ class Flow:
     Attributes:
         number: of the last mark; read it under the engine's lock, where tasks finish and copies are decided on.
         entered: where the worker's thread puts kernels now: the stream of the flow, or the one where a graph is recorded.
+
+    Raises:
+        MemoryError: the GPU has no room for `BOUNCE_NBYTES`.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -148,9 +151,13 @@ class Flow:
         self._record(self._last)
         self._last_ns = perf_counter_ns()
         self._num_tasks = 0
-        self._bounce = 0
+        self._bounce = gpu.reserve(BOUNCE_NBYTES)
         self._aside: Stream | None = None  # where graphs are recorded: nobody else puts anything there
         self.entered = self.stream
+
+    def close(self) -> None:
+        """Give back its memory; everything on the stream has ended."""
+        self.gpu.release(self._bounce)
 
     def begin(self) -> list[Ended]:
         """A task is about to be put on the stream: wait until there is room for it.
@@ -189,7 +196,6 @@ class Flow:
 
         Raises:
             DeviceFailed: the GPU stopped working.
-            MemoryError: it has not even the room for pieces that overlap themselves.
         """
         distance = abs(target - origin)
         step = max(distance, BOUNCE_NBYTES)
@@ -199,7 +205,6 @@ class Flow:
                 size = min(step, nbytes - start)
                 place = origin + start
                 if size > distance:
-                    self._bounce = self._bounce or self.gpu.reserve(BOUNCE_NBYTES)
                     self.stream.copy(self._bounce, place, size)
                     place = self._bounce
                 self.stream.copy(target + start, place, size)

@@ -200,7 +200,7 @@ def simulate(
         channels: copies from and to files under way at most, each as long as `transfer` says.
         eviction, prefetch: as in `Machine`.
         replays: how often the step runs; the last one is reported, when devices hold what fits.
-        ahead: whether the next replay has begun when one ends, as in training; else each begins when nothing moves any more.
+        ahead: whether the next replay, another one after the last, has begun when one ends, as in training; else each begins when nothing moves.
         host: when tasks without a worker end; None for at once.
 
     Raises:

@@ -128,6 +128,7 @@ class DeviceArena:
 
     def close(self) -> None:
         """Give the memory back."""
+        self.flow.close()
         self.gpu.release(self.address)
 
     def _pieces(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ import pytest
 from scheduler import SCRATCH, Codelet, Handle, R, Runtime, TaskRuntime, W
 from scheduler.core.errors import DeviceFailed, DoesNotFit, TaskError
 from scheduler.core.records import Task, TaskId
+from scheduler.drivers import cuda
 from scheduler.drivers.cuda import CudaCopier
 from scheduler.drivers.gpu import BOUNCE_NBYTES, IN_FLIGHT, Flow
 from scheduler.inline import InlineRuntime
@@ -192,6 +193,26 @@ def test_data_moves_behind_the_kernels_before_it(shift: int, count: int) -> None
     assert not seen
     flow.wait()
     assert seen == [10 * (50 + i) for i in range(count)]
+
+
+def test_a_copy_in_a_graph_happens_when_the_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while it is recorded, and again each time."""
+    gpu = Gpu()
+    flow = Flow(gpu)
+    gpu.enter(flow.stream)
+    monkeypatch.setattr(cuda._here, "flow", flow, raising=False)
+    address, numbers = reserved(gpu, 4)
+    start = flow.capture(lambda: cuda.copy_on_gpu(Place(address, 8), Place(address + 8, 8)))
+    assert start is not None
+    flow.mark()
+    flow.wait()
+    assert numbers[1] == 1
+    for value in (7, 9):
+        numbers[0] = value
+        start()
+        flow.mark()
+        flow.wait()
+        assert numbers[1] == value
 
 
 def test_a_held_stream_waits_for_its_mark_and_no_other() -> None:

@@ -56,6 +56,16 @@ def test_peak_and_classes(kit) -> None:  # type: ignore[no-untyped-def]
         assert result.peak_bytes_by_class["ram"]["parameters"] == PAGE
 
 
+def test_the_next_replay_begins_before_one_ends(kit) -> None:  # type: ignore[no-untyped-def]
+    """A chain and two workers: alone a replay has the two ends of its running task in memory, with the next one begun both replays have theirs."""
+    for plan in record(kit, 1, 3):
+        peaks = [
+            simulate(plan, workers=[("cpu", 0, 1)] * 2, nodes=[("ram", MIB)], policy="eager", duration=one_second, ahead=ahead).peak_bytes["ram"]
+            for ahead in (False, True)
+        ]
+        assert peaks == [5 * PAGE, 7 * PAGE]
+
+
 def test_copies_take_their_links_time(kit) -> None:  # type: ignore[no-untyped-def]
     """A device without data fetches the weight once, at the bandwidth of the link; in the second replay it has it."""
     for plan in record(kit, 1, 4):

@@ -19,7 +19,7 @@ from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import BpeTokenizer, train_bpe
 from nntask.models.config import GPT2Config
 from nntask.trainer.source import TextIds
-from wrappers.cli import main
+from wrappers.cli import main, perplexity
 from wrappers.cli.generate import TextSettings, _Text, prompts_of
 
 CONFIG = GPT2Config(vocab_size=300, n_positions=48, n_embd=24, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -172,8 +172,10 @@ def test_prompts_end_at_newlines_and_nowhere_else(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_perplexity_is_that_of_transformers(here, capsys, family):
-    """Mean loss over windows that do not overlap, the last one shorter; whatever the batch; a part of the windows; bare token ids."""
+def test_perplexity_is_that_of_transformers(here, capsys, family, monkeypatch):
+    """Mean loss over windows that do not overlap, the last one shorter; whatever the batch; a part of the windows; bare token ids. It says on
+    stderr how far it is."""
+    monkeypatch.setattr(perplexity, "TELL_SECONDS", -1.0)
     if family == "llama":
         write_llama(here / "llama")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(here / family).eval()
@@ -188,7 +190,10 @@ def test_perplexity_is_that_of_transformers(here, capsys, family):
     argv = ["perplexity", family, *DATA, "--seq-len=20", "--json"]
     for batch in (1, 4):
         assert main([*argv, f"--batch={batch}"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        said = capsys.readouterr()
+        found, windows = json.loads(said.out), -(-(len(ids) - 1) // 20)
+        told = [int(line.split()[1]) for line in said.err.splitlines() if line.startswith("scored") and line.endswith(f"of {windows} sequences")]
+        assert told == list(range(batch, windows, batch))
         assert found["tokens"] == len(ids) - 1
         assert found["loss"] == pytest.approx(np.mean(total), abs=1e-4)
         assert found["perplexity"] == pytest.approx(math.exp(np.mean(total)), rel=1e-3)

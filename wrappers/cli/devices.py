@@ -55,7 +55,7 @@ def machine_facts() -> dict[str, Any]:
     """Processor, cores, memory, and how bf16 is computed."""
     import psutil
 
-    from scheduler.runtime import usable_cores
+    from scheduler import usable_cores
     from scheduler.storage.limits import default_ram_budget, memory_limit
     from tiles.kernels.cpu import blas, onednn
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from nntask.trainer.settings import MachineSettings
 
@@ -19,6 +19,10 @@ from .machine import check_machine, runtime_of
 if TYPE_CHECKING:
     from nntask.data import Dataset, TokenFile, Tokenizer
     from nntask.trainer.source import ModelSource
+
+
+TELL_SECONDS: Final = 10.0
+"""Between two lines about how far scoring is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     begin = perf_counter()
     with runtime_of(settings.machine, "--batch or --seq-len") as runtime:
         select = dataset.select_sequences
-        found = score(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype)
+        found = score(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype, progress=_teller())
     facts = {"dataset": dataset.name, "split": split, "seq_len": length, "seconds": round(perf_counter() - begin, 3)}
     if asked.json:
         perplexity = found.perplexity if isfinite(found.perplexity) else None  # exp(loss) may be beyond all numbers
@@ -82,6 +86,19 @@ def run(argv: Sequence[str]) -> int:
     else:
         print(f"{dataset.name}, {split}: {found.line()}, {length} at a time")
     return 0
+
+
+def _teller() -> Callable[[int, int], None]:
+    """Says on stderr how far scoring is, not too often."""
+    told = perf_counter()
+
+    def tell(scored: int, total: int) -> None:
+        nonlocal told
+        if perf_counter() > told + TELL_SECONDS and scored < total:
+            told = perf_counter()
+            print(f"scored {scored} of {total} sequences", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def check(asked: ScoreSettings) -> None:

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, Final
 
 from nntask.errors import ClusterError
-from nntask.trainer.rules import local_nodes
+from nntask.trainer.cluster_rules import local_nodes
 from nntask.trainer.settings import ClusterSettings
 
 ANSWER_SECONDS: Final = 5.0
@@ -100,8 +100,8 @@ class Connection:
             try:
                 identity = self.client.sync(self.client.scheduler.identity, n_workers=-1, callback_timeout=ANSWER_SECONDS)
             except Exception as error:
-                if self.client.status == "running" and monotonic() < deadline:  # connected as before: it is busy
-                    continue
+                if isinstance(error, TimeoutError) and self.client.status == "running" and monotonic() < deadline:
+                    continue  # connected as before: it is busy
                 raise ClusterError(f"the Dask scheduler at {self.address} is gone ({type(error).__name__})") from error
             found: dict[str, dict[str, Any]] = identity["workers"]
             return found

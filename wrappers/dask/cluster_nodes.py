@@ -20,11 +20,11 @@ from nntask.errors import ClusterError, UsageError
 from nntask.sharding import Share, buckets_of, most_nodes, shares
 from nntask.sizes import parse_size
 from nntask.trainer.base import Base
+from nntask.trainer.cluster_rules import local_nodes
 from nntask.trainer.engine import NodesChanged, Outcome
 from nntask.trainer.fitting import Sketch, sketch
 from nntask.trainer.prepare import Prepared
 from nntask.trainer.recorded import outcome_of
-from nntask.trainer.rules import local_nodes
 from nntask.trainer.settings import ClusterSettings
 
 from .cluster import Connection
@@ -46,18 +46,27 @@ class ClusterEngine:
         shapes: of the model and the optimizer.
         all_shares: what each node does.
         told: what each node said of itself when it opened.
+        machines: the content of the nodes' machine.json.
         records: of the nodes.
 
     Attributes:
         gpus: of this machine: nodes use their own.
     """
 
-    def __init__(self, team: Team, shapes: Sketch, all_shares: Sequence[Share], told: Sequence[Mapping[str, Any]], records: NodeRecords) -> None:
+    def __init__(
+        self,
+        team: Team,
+        shapes: Sketch,
+        all_shares: Sequence[Share],
+        told: Sequence[Mapping[str, Any]],
+        machines: Sequence[Mapping[str, Any]],
+        records: NodeRecords,
+    ) -> None:
         self.team, self._shares, self.records = team, all_shares, records
         self.gpus: Sequence[Any] = ()
         self.num_tasks = sum(each["num_tasks"] for each in told)
         self.num_trained = int(told[0]["num_trained"])
-        self._peak_flops = float(sum(each["peak_flops"] for each in told))
+        self._peak_flops = float(sum(machine["peak_flops"] for machine in machines))
         self._stats: list[Mapping[str, Any]] = [each["stats"] for each in told]
         self.mirror = Mirror(team, shapes)
         self._last_end = 0.0
@@ -211,6 +220,7 @@ class DaskCluster:
             machines = self._connection.machines(wanted, self._unusable)[: self._most]
         team = self._team = Team(self._connection, machines, self._durations)
         try:
+            team.form()
             engine = self._open(team, prepared, base, dataset, shares(num_minibatches, lanes, len(machines)))
             for rank, machine in enumerate(machines):
                 say(f"node {rank}: {machine.address} on {machine.host}")
@@ -259,9 +269,10 @@ class DaskCluster:
         ]
         told = team.gather(opening, OPEN_SECONDS)
         team.call("connect", addresses)
+        machines = team.call("describe")
         settings, first = prepared.settings, prepared.resumed.step if prepared.resumed is not None else 0
         tokens = settings.tiling.minibatch * (settings.model.seq_len or prepared.config.n_positions)
-        return ClusterEngine(team, shapes, all_shares, told, NodeRecords(prepared.run, first, all_shares, tokens, told))
+        return ClusterEngine(team, shapes, all_shares, told, machines, NodeRecords(prepared.run, first, all_shares, tokens, told, machines))
 
     def _has_board(self) -> bool:
         """Whether the scheduler shows runs, asked once: what its Python lacks for that costs the page, not the training."""

@@ -9,7 +9,7 @@ from typing import Any
 from nntask.sharding import Share
 from nntask.trainer.engine import Outcome
 from nntask.trainer.metrics import Journal, Meter
-from nntask.trainer.outputs import METRICS, NODES, machine_of, write_machine
+from nntask.trainer.outputs import METRICS, NODES, write_machine
 
 from .node import Part
 
@@ -23,10 +23,19 @@ class NodeRecords:
         all_shares: what each node does.
         tokens: of a minibatch.
         told: what each node said of itself when it opened.
+        machines: the content of their machine.json.
     """
 
-    def __init__(self, run: Path, first: int, all_shares: Sequence[Share], tokens: int, told: Sequence[Mapping[str, Any]]) -> None:
-        self._run, self._first, self._shares, self._tokens, self._told = run, first, all_shares, tokens, told
+    def __init__(
+        self,
+        run: Path,
+        first: int,
+        all_shares: Sequence[Share],
+        tokens: int,
+        told: Sequence[Mapping[str, Any]],
+        machines: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._run, self._first, self._shares, self._tokens, self._machines = run, first, all_shares, tokens, machines
         self._meters = [Meter(self._counters(rank, each["stats"])) for rank, each in enumerate(told)]
         self._journals: list[Journal] = []
 
@@ -63,10 +72,9 @@ class NodeRecords:
             journal.close()
 
     def _open(self) -> None:
-        folders = [self._run / NODES / str(rank) for rank in range(len(self._told))]
-        for folder, told in zip(folders, self._told, strict=True):
-            machine = machine_of(told["stats"], told["peak_flops"], told["num_tasks"])
-            write_machine(folder, {**machine, "address": told["worker"]})
+        folders = [self._run / NODES / str(rank) for rank in range(len(self._machines))]
+        for folder, machine in zip(folders, self._machines, strict=True):
+            write_machine(folder, machine)
         for gone in set((self._run / NODES).iterdir()) - set(folders):
             Journal(gone / METRICS, self._first, run=self._run).close()
         self._journals = [Journal(folder / METRICS, self._first, run=self._run) for folder in folders]

@@ -59,9 +59,16 @@ class Team:
         self._durations = durations
         self._futures: list[Any] = []
         self.actors: list[Any] = []
-        for rank, machine in enumerate(machines):
+
+    def form(self) -> None:
+        """Make the actors.
+
+        Raises:
+            NodesChanged, NntaskError, ClusterError: see `gather`.
+        """
+        for rank, machine in enumerate(self.machines):
             self._futures.append(
-                connection.client.submit(
+                self.connection.client.submit(
                     Node,
                     self.job,
                     rank,
@@ -72,11 +79,7 @@ class Team:
                     key=f"nntask-{self.job[:12]}-{rank}",
                 )
             )
-        try:
-            self.actors = self.gather(self._futures, OPEN_SECONDS)
-        except BaseException:
-            self.close()
-            raise
+        self.actors = self.gather(self._futures, OPEN_SECONDS)
 
     def call(self, method: str, *args: Any, patience: float = FIRST_STEP_SECONDS) -> list[Any]:
         """Call every node and wait for all answers."""
@@ -151,8 +154,11 @@ class Team:
         """Ask the scheduler whether all are there."""
         there = self.connection.workers()
         gone = [machine.address for machine in self.machines if machine.address not in there]
+        if self.actors:  # a new worker may be there at the address of one that is gone, without its actor
+            states = [future.status for future in self._futures]
+            gone += [each.address for each, state in zip(self.machines, states, strict=True) if state not in ("finished", "pending")]
         if gone:
-            raise NodesChanged(f"lost {words_for(gone)}")
+            raise NodesChanged(f"lost {words_for(sorted(set(gone)))}")
 
     def _ping(self, suspects: set[str]) -> set[str]:
         """Ask all workers, whose event loops answer whatever their nodes are doing; those that are silent, if they were not so before.
@@ -176,7 +182,7 @@ class Team:
         if gone or silent:
             self.unanswering = silent
             raise NodesChanged(f"lost {words_for([*gone, *silent])}") from error
-        if isinstance(error, PeerLost | OSError | KeyError):  # the last is Dask's, where a new worker answers at the address of one that is gone
+        if isinstance(error, PeerLost | OSError):
             self.is_riddle = True
             raise NodesChanged(f"the connections between nodes broke ({error})") from error
         if "busy with another training" in str(error):

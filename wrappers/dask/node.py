@@ -85,6 +85,7 @@ class Node:
     def __init__(self, job: str, rank: int) -> None:
         from distributed import get_worker
 
+        self._closed = True  # until there is something to close
         self.job, self.rank = job, rank
         self._worker = get_worker()
         self._name = str(self._worker.address)
@@ -167,10 +168,17 @@ class Node:
         return {
             "num_tasks": num_tasks,
             "num_trained": engine.num_trained,
-            "peak_flops": engine.peak_flops(),
             "stats": self._stats(),
-            "worker": self._name,
         }
+
+    async def describe(self) -> dict[str, Any]:
+        """The content of this node's machine.json; all nodes are asked at once, since those of one machine share what they measure."""
+        return await self._run(self._starts, self._describe)
+
+    def _describe(self) -> dict[str, Any]:
+        from nntask.trainer.outputs import machine_of
+
+        return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self._name}
 
     def _check_room(self) -> None:
         """Refuse a step that could wait for room forever: below its minimum, what arrives from peers may keep out what they wait for.
@@ -335,8 +343,9 @@ class Node:
             del _CLAIMS[self._name]
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # Dask has dropped it, because its client is gone; the worker's event loop waits for nothing here
-            threading.Thread(target=self._close, name="nntask end", daemon=True).start()
+        if not self._closed:  # Dask has dropped it, because its client is gone; the worker's event loop waits for nothing here
+            with contextlib.suppress(Exception):
+                threading.Thread(target=self._close, name="nntask end", daemon=True).start()
 
     async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         """Call a function on the node's own threads; errors come without the objects that they name, which stay on this worker."""

@@ -136,9 +136,11 @@ class CudaDevice(CupyGpu):
 
     def close(self) -> None:
         """Give back what was taken beside the budget; nothing can be computed after that."""
-        self.adopt()
-        self._blas.close()
-        super().close()
+        try:
+            self.adopt()
+            self._blas.close()
+        finally:
+            super().close()
 
     def _function(self, source: str, element: str, kernel: str) -> int:
         """Load a function of a source.
