@@ -84,18 +84,14 @@ class Limits(NamedTuple):
 _TABLE: Final = {
     "cpu": (
         (512, Limits(tokens=512, features=2048, vocab=4096)),
-        (768, Limits(tokens=1024, features=4096, vocab=8192)),
-        (2048, Limits(tokens=1024, features=4096, vocab=4096)),
+        (2048, Limits(tokens=1024, features=4096, vocab=8192)),
         (1 << 30, Limits(tokens=1024, features=2048, vocab=4096)),
     ),
-    "cuda": (
-        (2048, Limits(tokens=8192, features=8192, vocab=16384)),
-        (1 << 30, Limits(tokens=4096, features=8192, vocab=16384)),
-    ),
+    "cuda": ((1 << 30, Limits(tokens=4096, features=8192, vocab=16384)),),
 }
 """Device class -> (largest n_embd, limits for models up to that width). Those of GPUs follow from the cost of a launch, some microseconds, beside
 products at hundreds of Tflop/s; nobody has tuned them on a card yet."""
-_FEW_TOKENS: Final = 512
+_FEW_ROWS: Final = 512
 _MULTIPLE: Final = 64
 
 
@@ -113,9 +109,9 @@ def table_limits(config: ModelConfig, minibatch: int, seq_len: int, *, device: s
     row = next(limits for width, limits in _TABLE[device] if config.n_embd <= width)
     total = minibatch * seq_len
     return Limits(
-        tokens=min(row.tokens, max(_FEW_TOKENS, -(-total // 4)), -(-total // 2)),
+        tokens=min(row.tokens, -(-total // 2)),
         features=row.features,
-        vocab=min(row.vocab, max(_FEW_TOKENS, -(-config.vocab_size // 2))),
+        vocab=min(row.vocab, max(_FEW_ROWS, -(-config.vocab_size // 2))),
     )
 
 

@@ -23,7 +23,7 @@ def test_the_table_cuts_gpt2_as_measured():
     assert default_tiling(PRESETS["tiny"], 8, 256) == ModelTiling(2, 256, 256, 1024, 4, 2048)
     assert default_tiling(PRESETS["gpt2"], 4, 1024) == ModelTiling(1, 1024, 768, 3072, 12, 7232)
     assert default_tiling(PRESETS["gpt2"], 1, 1024) == ModelTiling(1, 512, 768, 3072, 12, 7232)
-    assert default_tiling(PRESETS["gpt2-medium"], 2, 1024) == ModelTiling(1, 1024, 1024, 4096, 16, 3904)
+    assert default_tiling(PRESETS["gpt2-medium"], 2, 1024) == ModelTiling(1, 1024, 1024, 4096, 16, 7232)
     assert default_tiling(PRESETS["gpt2"], 16, 1024, device="cuda") == ModelTiling(4, 1024, 768, 3072, 12, 12608)
     assert default_tiling(PRESETS["gpt2-xl"], 16, 1024, device="cuda") == ModelTiling(4, 1024, 1600, 6400, 25, 12608)
 

@@ -202,7 +202,7 @@ def test_a_copy_in_a_graph_happens_when_the_graph_runs(monkeypatch: pytest.Monke
     gpu.enter(flow.stream)
     monkeypatch.setattr(cuda._here, "flow", flow, raising=False)
     address, numbers = reserved(gpu, 4)
-    start = flow.capture(lambda: cuda.copy_on_gpu(Place(address, 8), Place(address + 8, 8)))
+    start = flow.capture(lambda: cuda.copy_on_gpu(Place(address, 1), Place(address + 8, 1)))
     assert start is not None
     flow.mark()
     flow.wait()

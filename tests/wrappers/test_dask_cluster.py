@@ -241,10 +241,28 @@ def test_what_one_node_finds_wrong_is_told_while_others_wait_for_it(cluster: Loc
     connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
     try:
         team = Team(connection, connection.machines(2, {})[:2], deque())
+        team.form()
         waits = connection.client.submit(Event("never", client=connection.client).wait, 120, pure=False)
         with pytest.raises(DataError, match="other data"):
             team.gather([waits, connection.client.submit(fail, pure=False)], 100)
         Event("never", client=connection.client).set()
+        team.close()
+    finally:
+        connection.close()
+
+
+def test_an_actor_that_is_gone_is_missed_though_its_worker_answers(cluster: LocalCluster) -> None:
+    """As after a worker has died and another one was started at its address."""
+    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
+    try:
+        team = Team(connection, connection.machines(2, {})[:2], deque())
+        team.form()
+        waits = connection.client.submit(Event("gone", client=connection.client).wait, 120, pure=False)
+        connection.client.cancel(team._futures[1], force=True)
+        with pytest.raises(NodesChanged, match=f"lost worker {team.machines[1].address}"):
+            team.gather([waits], 100)
+        Event("gone", client=connection.client).set()
+        team.actors = team.actors[:1]
         team.close()
     finally:
         connection.close()
@@ -255,6 +273,7 @@ def test_a_worker_that_hangs_in_a_long_call_is_found(cluster: LocalCluster, monk
     monkeypatch.setattr(cluster_team, "LEAST_SILENCE", 1.0)
     connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
     team = Team(connection, connection.machines(2, {})[:2], deque())
+    team.form()
     address = team.machines[1].address
     pid = connection.client.run(os.getpid, workers=[address])[address]
     os.kill(pid, signal.SIGSTOP)
