@@ -33,6 +33,8 @@ FEW_TASKS: Final = 3000
 within 2 % of the first."""
 FEW_TASKS_ON_DEVICES: Final = 12_000
 """The same with devices. There replays differ: before the first one all data is in host memory, before the second it is where tasks left it."""
+IN_FLIGHT: Final = 2
+"""Steps that training has under way."""
 MANY_TASKS: Final = 40_000
 """Other models and minibatches are not looked at when capturing one would take more tasks."""
 MOST_MINIBATCH: Final = 1 << 20
@@ -100,8 +102,8 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
         return None, str(error).partition("; raise the budget")[0]
     nbytes, data_class = _largest_output(order.plan)
     for at, (node, budget) in enumerate(target.memories):
-        others = sum(place == at or at == 0 for _, place, _ in target.workers) - 1  # what devices make comes to host memory, too
-        _raise_peak(found, node, data_class, max(0, min(others * nbytes, budget - found.peak_bytes[node])))
+        workers = sum(place == at or at == 0 for _, place, _ in target.workers)  # what devices make comes to host memory, too
+        _raise_peak(found, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - found.peak_bytes[node]))
     _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
     return found, ""
 
@@ -109,7 +111,7 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
 def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
     """Bytes and class of the largest tile that a task makes and a later one needs no longer.
 
-    The peak of a run depends on who is first when two are: by so much for each worker beside the first.
+    The peak of a run depends on who is first when two are: by so much for each worker, in each of the steps in flight.
     """
     made = (handle for task in plan.tasks for handle, mode in task.accesses if mode == W and plan.owned.get(handle) is False)
     largest = max(made, key=lambda handle: handle.size, default=None)
