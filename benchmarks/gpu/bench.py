@@ -376,8 +376,13 @@ def main() -> int:
         README.write_text(filled(text, results), encoding="utf-8")
         return 0
     from nntask.trainer.gpus import cards
+    from scheduler.drivers.cuda_cupy import NoGpu
 
-    card = cards.choose(1)[0].name
+    try:
+        card = cards.choose(1)[0].name
+    except NoGpu as error:
+        print(error, file=sys.stderr)
+        return 2
     started = monotonic()
     with tempfile.TemporaryDirectory() as folder:
         work = Work(Path(folder), ROW_SECONDS)

@@ -127,7 +127,10 @@ def check_values(settings: TrainSettings) -> None:
     _check_adapters(settings)
     resources = settings.resources
     for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
-        if text and (flag != "--gpu-memory" or resources.sim_gpu or fraction_of(text) is None):
+        is_share = flag == "--gpu-memory" and text and fraction_of(text) is not None
+        if is_share and resources.sim_gpu:
+            raise UsageError(f"--gpu-memory must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB")
+        if text and not is_share:
             parse_size(text, flag)
     disk_of(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
@@ -154,7 +157,8 @@ def _check_devices(settings: TrainSettings) -> None:
     }
     for flag, value in gpus.items():
         if value and not gpus_of(settings)[0].parts:
-            raise UsageError(f"{flag} {value} is about devices and there are none; add --sim-gpu 1, or drop it")
+            simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and fraction_of(str(value)) is None else ""
+            raise UsageError(f"{flag} {value} is about GPUs, and none is used; {simulated}drop it")
 
 
 def check_most(name: str, value: int | None) -> None:

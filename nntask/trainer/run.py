@@ -134,7 +134,7 @@ def _on_cluster(prepared: Prepared, base: Base | None, cluster: Cluster, printer
                 return _go(running, Watchers(on_saved=cluster.check_members))
         except NodesChanged as change:
             if interrupts.pending():
-                printer.say(f"{change}; {_interrupted(prepared.run, None)}")
+                printer.say(f"{change}; {_interrupted(prepared, None)}")
                 return interrupts.exit_code
             saved = bool(step_directories(prepared.run))
             prepared = replace(prepared, resumed=find_checkpoint(prepared.run) if saved else prepared.resumed)
@@ -192,19 +192,19 @@ def _go(running: Running, watchers: Watchers) -> int:
     for ending in endings:
         ending()
     if loop.step < steps:
-        printer.say(_interrupted(prepared.run, loop.step))
+        printer.say(_interrupted(prepared, loop.step))
     else:
         _close(running, loop, journal)
     return interrupts.exit_code
 
 
-def _interrupted(run: Path, step: int | None) -> str:
+def _interrupted(prepared: Prepared, step: int | None) -> str:
     """What a signal before the last step has left behind; None for a step that was not saved."""
-    if step is None and step_directories(run):
-        return f"interrupted; continue with: nntask train --resume {shlex.quote(str(run))}"
-    if not step_directories(run):
-        return "interrupted before the first step was done; nothing was saved yet, so there is nothing to continue"
-    return f"interrupted after step {step}; continue with: nntask train --resume {shlex.quote(str(run))}"
+    if not step_directories(prepared.run):
+        return "interrupted before the first checkpoint; nothing was saved yet, so there is nothing to continue"
+    cluster = prepared.settings.cluster.dask
+    command = f"nntask train --resume {shlex.quote(str(prepared.run))}" + (f" --dask {shlex.quote(cluster)}" if cluster else "")
+    return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {command}"
 
 
 def _left_behind(run: Path) -> str:

@@ -52,10 +52,11 @@ class Results:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.nodeid] = report.outcome
 
-    def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the file; where everything was skipped nothing has been shown, and that is no success."""
         counts = Counter(self.outcomes.values())
         if not counts["passed"] + counts["failed"]:
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
             return
         card = find_gpus()[0]
         found = {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
@@ -27,11 +28,11 @@ def here(folder, text):
     return folder
 
 
-def start(*argv: str, script: str = "") -> subprocess.Popen[str]:
-    """The command as a process of its own; `script` runs before it."""
+def start(*argv: str, script: str = "", **options: Any) -> subprocess.Popen[str]:
+    """The command as a process of its own; `script` runs before it, `options` are those of Popen."""
     code = f"{script}\nimport sys\nfrom wrappers.cli import main\nsys.exit(main({list(argv)!r}))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -105,6 +106,21 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
     assert found == numbers(here / "alone")
     (last,) = (here / "alone/checkpoints").iterdir()
     assert same_state(here / "run/checkpoints" / last.name, last)
+
+
+@pytest.mark.long
+def test_ctrl_c_in_a_terminal_saves(here: Path) -> None:
+    """It reaches the local workers as well, who leave it to the client: the step ends and is saved, and the run says how to continue on a cluster."""
+    process = start(*TRAIN, "--steps=100000", "--save-every=50", "--run-dir=run", "--dask=local:2", start_new_session=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 4/"):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert re.search(r"interrupted after step \d+; continue with: nntask train --resume run --dask local:2", said)
 
 
 @pytest.mark.long

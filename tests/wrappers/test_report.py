@@ -135,6 +135,16 @@ def test_the_page_shows_these_figures_and_needs_nothing_else(tmp_path: Path, cap
     assert outside == ["data:,"]
 
 
+def test_one_machine_that_went_on_is_reported_itself(tmp_path: Path) -> None:
+    """What nodes have left behind ends before the run does."""
+    folder = write_cluster_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(line(9)) + "\n")
+    found = read_run(folder)
+    assert [node.name for node in found.nodes] == [""]
+    assert found.nodes[0].lines[-1]["step"] == 9
+
+
 def test_a_cluster_has_one_page(tmp_path: Path) -> None:
     """Workers, memories and links of every node by its name; codelets of all nodes together; bounds of each."""
     found = read_run(write_cluster_run(tmp_path / "run"))

@@ -258,6 +258,7 @@ def _local_cluster(number: int) -> Any:
             processes=True,
             dashboard_address=":0",
             silence_logs=logging.CRITICAL,
+            preload=["wrappers.dask.terminal"],
         )
     except Exception as error:
         raise ClusterError(f"--dask local:{number} could not start its workers: {type(error).__name__}: {error}") from error

@@ -131,10 +131,11 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
     if not machine:
         machine = {key: summary[key] for key in ("workers", "budget_bytes") if key in summary}
     folders = sorted(each for each in (directory / NODES).glob("*") if (each / METRICS).is_file())
-    if folders:
+    nodes = [_node(folder) for folder in folders]
+    if any(node.lines and node.lines[-1]["step"] >= lines[-1]["step"] for node in nodes):  # else one machine has gone on with what they began
         if trace is not None:
             raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
-        return RunRecord(directory, lines, summary, [_node(folder) for folder in folders])
+        return RunRecord(directory, lines, summary, nodes)
     found = trace or _trace_of(directory)
     return RunRecord(directory, lines, summary, [NodeRecord("", lines, machine, read_trace(found) if found else None)])
 
