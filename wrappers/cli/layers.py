@@ -87,7 +87,6 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
     explicit = merge(explicit, typed)
     sources = {name: source for name, source in sources.items() if name not in typed}
     with naming(sources):
-        check_values(build(TrainSettings(), explicit, table))
         resumed = _resumed(explicit)
         stored = _stored(resumed, table) if resumed else {}
         begin = explicit.get("init-from", "")
