@@ -319,7 +319,8 @@ import threading
 import nntask.trainer.run as run
 def load(prepared, engine):
     print("loading", flush=True)
-    threading.Event().wait()
+    while True:  # its thread wakes now and then, as in training: a signal may reach another thread while it handles one, and is heard then
+        threading.Event().wait(0.1)
 run.load_weights = load
 """
 
