@@ -1,6 +1,8 @@
 """Moving data before it is asked for: what the planned order will need next is fetched, what it will evict next is written back early.
 
-Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in; never room that a blocked task waits for.
+Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in. While a task waits for room they are few: it is
+tried before them whenever something changes, what they bring can be dropped for it at once, and what replaces each other is used sooner and sooner,
+so they end. (They stood back for such a task once. Where memory is short there is nearly always one, so nearly everything was fetched too late.)
 Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one; beyond that share nothing is
 written that might die unwritten. Reads and writes under way are limited, so that the oldest task's own copy never waits behind many. Looks at the
 tasks that will run on its node: all, where workers compute on one node only; else those of the node's part of the step, if the plan has parts.
@@ -20,6 +22,9 @@ from .victims import is_dirty
 
 READS: Final = 6
 """Prefetches under way at most."""
+
+PRESSED: Final = 2
+"""The same while a task waits for room."""
 
 WRITES: Final = 4
 """Early write-backs under way at most."""
@@ -56,11 +61,10 @@ class Lookahead:
         """
         if self.node == self.residency.last and not self.residency.num_files:
             return  # everything is where it belongs
-        if not blocked:
-            self._prefetch()
+        self._prefetch(PRESSED if blocked else READS)
         self._write_back()
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, limit: int) -> None:
         residency, node = self.residency, self.node
         replays = residency.horizon.replays
         reading = sum(replica.node == node for replica in residency.copies)
@@ -69,14 +73,14 @@ class Lookahead:
         for replay in replays:
             done, tasks = replay.done, replay.tasks
             for position in self._positions_ahead(replay):
-                if reading >= READS or num_seen >= TASKS or budget <= 0:
+                if reading >= limit or num_seen >= TASKS or budget <= 0:
                     return
                 if done[position]:
                     continue
                 num_seen += 1
                 task = tasks[position]
                 if task.state == "waiting" or task.state == "ready" or task.state == "blocked":
-                    outcome = self._prefetch_for(task, distance + position - replay.frontier, READS - reading)
+                    outcome = self._prefetch_for(task, distance + position - replay.frontier, limit - reading)
                     if outcome is None:
                         return
                     num_started, nbytes = outcome

@@ -16,10 +16,10 @@ from .records import DATA_CLASSES, DataClass
 PAGE: Final = 4096
 """Extents are multiples of this many bytes, so that disk I/O and big pages stay possible."""
 
-LARGE: Final = 64
-"""An extent of at least this fraction of the capacity is large."""
+LARGE: Final = 4096
+"""An extent of at least this fraction of the capacity is large: in small memories tiles are, and vectors beside them are not."""
 
-_SPREAD: Final = 64
+_SPREAD: Final = LARGE
 """A file's extents may lie in an address space so many times its budget: what fragmentation costs there is addresses, not bytes. So wide that none
 of them is large: they all lie as near to the beginning as they can, because what lies beyond the budget is discarded with each of them."""
 

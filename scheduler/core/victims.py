@@ -7,7 +7,8 @@ replica is used, moved or dropped; a stale entry is thrown away, or entered anew
 
 A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
 in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
-between two that go, it goes with them.
+between two that go, it goes with them. And what is tiny beside the node goes when nothing larger can: parameters of norms and means of rows were
+almost half of all copies of a GPT-2 step, each as slow as a tile's, and made no room.
 
 In that order a large tile that is needed soon can be the first hole, because no neighbours among the cheap small ones make one. So where prices add
 up and the hole costs more than as many bytes of the cheapest candidates would, a window is slid over the node to find the neighbours that cost
@@ -28,6 +29,11 @@ from .records import Replica
 
 SMALL: Final = 64
 """A replica this many times smaller than the hole is small."""
+
+TINY: Final = 1 << 13
+TINY_NBYTES: Final = 64 << 10
+"""A replica of at most this fraction of the node's budget, and at most so many bytes, goes when nothing larger can: its room is worth less than the
+copies that it costs."""
 
 TRIED: Final = 200
 """Candidates looked at, at most, for a hole that nobody waits for."""
@@ -61,9 +67,11 @@ class Shelf:
         self.ends: dict[int, Replica] = {}
         self.keep_dirty = False
         self._heaps: Heaps = ([], [])
+        self._tiny: Heaps = ([], [])
         self._by_size: dict[int, Heaps] = {}
-        self._offers: dict[Replica, int] = {}  # the entries that hold
+        self._offers: dict[Replica, Entry] = {}  # the entries that hold
         self._num_offers = 0
+        self._checked: set[int] = set()  # numbers of entries that hold, found since a plan was begun: nothing changes while it is made
 
     def enter(self, replica: Replica) -> None:
         """A replica has settled on the node."""
@@ -85,19 +93,23 @@ class Shelf:
         """Nothing but copies uses the replica any more: it is a candidate."""
         dirty = is_dirty(replica)
         self._num_offers += 1
-        self._offers[replica] = self._num_offers
-        entry = (-self.policy.key(replica), self._num_offers, replica)
+        entry = self._offers[replica] = (-self.policy.key(replica), self._num_offers, replica)
         size = replica.handle.size
-        if size not in self._by_size:
-            self._by_size[size] = ([], [])
-        for heap in (self._heaps[dirty], self._by_size[size][dirty]):
+        if size <= TINY_NBYTES and size * TINY <= self.node.budget:
+            heaps: tuple[list[Entry], ...] = (self._tiny[dirty],)
+        else:
+            if size not in self._by_size:
+                self._by_size[size] = ([], [])
+            heaps = (self._heaps[dirty], self._by_size[size][dirty])
+        for heap in heaps:
             heapq.heappush(heap, entry)
             if len(heap) > 4 * len(self.starts) + 64:
-                heap[:] = [each for each in heap if self._offers.get(each[2]) == each[1]]
+                heap[:] = [each for each in heap if self._offers.get(each[2]) is each]
                 heapq.heapify(heap)
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
+        self._checked.clear()
         drawn: Drawn = []
         if self.node.is_counted:
             return self._plan_bytes(sizes, self._all(self._heaps, drawn), drawn)
@@ -135,12 +147,14 @@ class Shelf:
 
     def _cost_of(self, replica: Replica) -> float:
         """Bytes of a replica times its price; infinite if it may not go."""
-        if not is_unused(replica) or (self.keep_dirty and coherence.is_needed(replica)):
+        offer = self._offers.get(replica)
+        if offer is None or not is_unused(replica) or (self.keep_dirty and coherence.is_needed(replica)):
             return inf
-        return replica.handle.size * self.policy.price(self.policy.key(replica), dirty=is_dirty(replica))
+        return replica.handle.size * self.policy.price(-offer[0], dirty=is_dirty(replica))
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
+        self._checked.clear()
         drawn: Drawn = []
         candidates = self._clean(self._heaps[0], drawn, later_than)
         if self.node.is_counted:
@@ -151,6 +165,7 @@ class Shelf:
 
     def dirty(self, limit: int) -> list[Replica]:
         """The first dirty candidates, at most `limit`, that no copy uses yet."""
+        self._checked.clear()
         drawn: Drawn = []
         heap = self._heaps[1]
         while len(drawn) < limit and self._top(heap, 1) is not None:
@@ -187,13 +202,14 @@ class Shelf:
         return (prices[0], 0) if prices[0] <= prices[1] else (prices[1], 1)
 
     def _all(self, heaps: Heaps, drawn: Drawn) -> Iterator[Replica]:
-        """Candidates in the order in which they should go; their entries are taken out of the heaps and noted in `drawn`."""
-        while True:
-            price, which = self._first(heaps)
-            if price == inf:
-                return
-            drawn.append((heaps[which], heapq.heappop(heaps[which])))
-            yield drawn[-1][1][2]
+        """Candidates in the order in which they should go, the tiny ones last; their entries are taken out of the heaps and noted in `drawn`."""
+        for each in (heaps, self._tiny):
+            while True:
+                price, which = self._first(each)
+                if price == inf:
+                    break
+                drawn.append((each[which], heapq.heappop(each[which])))
+                yield drawn[-1][1][2]
 
     def _clean(self, heap: list[Entry], drawn: Drawn, later_than: float) -> Iterator[Replica]:
         for _ in range(TRIED):
@@ -207,13 +223,17 @@ class Shelf:
     def _top(self, heap: list[Entry], dirty: int) -> Replica | None:
         """The first candidate of a heap whose entry holds; stale ones before it are thrown away or corrected."""
         while heap:
-            key, number, replica = heap[0]
-            if self._offers.get(replica) != number or not is_unused(replica):
+            entry = heap[0]
+            key, number, replica = entry
+            if number in self._checked:
+                return replica
+            if self._offers.get(replica) is not entry or not is_unused(replica):
                 heapq.heappop(heap)
             elif is_dirty(replica) != dirty or -self.policy.key(replica) != key:
                 heapq.heappop(heap)
                 self.offer(replica)
             else:
+                self._checked.add(number)
                 return replica
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.core.errors import DoesNotFit, Stalled, TaskError, TierFailed
+from scheduler.core.lookahead import PRESSED
 from scheduler.core.memory import PAGE
 from scheduler.core.records import RAM, RW, SCRATCH, HandleRecord, R, W, WorkerKind
 from scheduler.testing import FakeDriver, Run
@@ -212,20 +213,22 @@ def test_tasks_admitted_ahead_shrink_to_what_fits() -> None:
     driver.check()
 
 
-def test_nothing_is_fetched_ahead_while_a_task_waits_for_memory() -> None:
-    """Free memory that a later task's data would fit belongs to the blocked task, which soon needs all of it."""
-    driver = FakeDriver((40, 90), [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=True)
-    (a,), (b, c) = written(driver, "a", pages=37), written(driver, "b", "c")
+def test_little_is_fetched_ahead_while_a_task_waits_for_memory() -> None:
+    """The depth shrinks under pressure: of free memory the blocked task soon needs all, so few copies may hold some of it."""
+    driver = FakeDriver((400, 900), [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=True)
+    (a,), (b, *later) = written(driver, "a", pages=380), written(driver, *"bcdefg")
     empty_ram(driver)
     fetch(driver, a)
     fetch(driver, b)
-    large = driver.handle(3, "large")
-    step = driver.record([[(a, R)], [(b, R), (large, W)], [(c, R), (large, R)]], {large: False})
+    large, made = driver.handle(20, "large"), driver.handle(1, "made")
+    step = driver.record([[(a, R)], [(b, R), (large, W), (made, W)], *([(each, R), (made, R)] for each in later)], {large: False, made: False})
     step.replay()
-    first, second, third = driver.runs[-3:]
-    assert states(first, second, third) == ["running", "blocked", "waiting"]
-    assert not driver.routes
+    first, second, *others = driver.runs[-2 - len(later) :]
+    assert states(first, second, *others) == ["running", "blocked", *["waiting"] * len(later)]
+    assert [name for name, _, target in driver.routes if target == RAM] == ["c", "d", "e", "f", "g"][:PRESSED]
     driver.finish(first)
+    while states(second) == ["blocked"]:
+        driver.end(0)
     assert states(second) == ["running"]
     driver.drain()
     driver.check()

@@ -176,6 +176,12 @@ def test_random_programs_end_as_the_sequential_truth() -> None:
     run(Programs, 150, 40)
 
 
+def test_random_programs_end_where_some_tiles_are_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where a tile of a page is tiny beside most memories."""
+    monkeypatch.setattr(victims, "TINY", 4)
+    run(Programs, 50, 40)
+
+
 def failing_disk(chance: Random) -> FakeDriver:
     """A random program with a recorded step, over a disk and files that fail to give back, now and then, and a disk that perhaps fails to take."""
     pages, workers, storage = chance.choice(DISKS)

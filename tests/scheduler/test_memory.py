@@ -145,6 +145,21 @@ def test_one_large_tile_does_not_go_where_small_ones_side_by_side_cost_less() ->
     assert [replica.since for replica in plan[1]] == [0, 60, 0, 60]
 
 
+def test_what_lies_in_a_file_lies_at_its_beginning() -> None:
+    """However large: what lies beyond the budget is discarded with each extent."""
+    node = MemoryNode("disk", 64 * PAGE, is_storage=True)
+    assert [node.take(size * PAGE, "activations") for size in (1, 63)] == [0, PAGE]
+
+
+@pytest.mark.parametrize(("large", "gone"), [("kept", 50), ("used", 0)])
+def test_tiny_tiles_go_when_nothing_larger_can(large: str, gone: int) -> None:
+    """Also for one of their own size, and though they were used longest ago: their room is not worth a copy."""
+    shelf = filled_shelf([(1, "kept", 0), (8192, large, 50)])
+    plan = shelf.plan([PAGE])
+    assert plan is not None
+    assert [replica.since for replica in plan[1]] == [gone]
+
+
 @given(
     sizes=st.lists(
         st.tuples(st.integers(1, 4), st.sampled_from(["free", "used", "kept", "kept", "kept"]), st.integers(0, 99)), min_size=1, max_size=9

@@ -12,7 +12,7 @@ import pytest
 from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, RecordingError, Runtime, TaskError, Trace
 from scheduler.core.lookahead import TASKS, Lookahead
 from scheduler.core.memory import PAGE
-from scheduler.core.records import RAM, RW, R, W
+from scheduler.core.records import FILE, RAM, RW, R, W
 from scheduler.testing import FakeDriver
 
 COUNT = PAGE // 8
@@ -258,6 +258,23 @@ def test_a_recorded_step_that_has_not_run_may_be_given_its_data(kit) -> None:  #
         assert (kit.value(runtime, total), store.read) == (5, ["new"])
         with pytest.raises(ValueError, match="after a recorded step has replayed with it"):
             runtime.attach(data, Number(store, 6, "late", 0))
+
+
+def test_data_is_fetched_while_a_task_waits_for_room() -> None:
+    """What the task after it will read, into what is free beside the room it waits for."""
+    driver = FakeDriver([400, 800], [("cpu", 0, 1), ("cpu", 0, 1)], storage=True)
+    dirty = [driver.handle(130, f"dirty {number}") for number in range(3)]
+    small, late, large = driver.handle(1, "small"), driver.handle(1, "late"), driver.handle(20, "large")
+    for handle in (*dirty, small):
+        driver.submit((handle, W))
+    driver.attach(late)
+    driver.drain()
+    step = driver.record([[(small, RW)], [(large, W)], [(late, R), (small, RW)], *([(each, R), (small, RW)] for each in dirty)], {large: False})
+    step.replay()
+    assert [task.name for task in driver.machine.dispatch.blocked[RAM]] == ["r1"]
+    assert ("late", FILE, RAM) in driver.routes
+    driver.drain()
+    driver.check()
 
 
 class Counting(Lookahead):
