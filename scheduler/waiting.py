@@ -1,8 +1,22 @@
-"""Sleeping until something happens, without polling, in a way that a broken runtime can end."""
+"""Sleeping until something happens, in a way that a broken runtime can end and in which signals are heard."""
 
 from __future__ import annotations
 
 import threading
+from typing import Final
+
+HEARD_SECONDS: Final = 0.2
+"""How long a signal may go unheard."""
+
+
+def sleep_until(event: threading.Event) -> None:
+    """Sleep until an event is set.
+
+    Python runs handlers of signals on the main thread when that one runs Python: a signal that the system gives to another thread, or that comes just
+    before the main one falls asleep, wakes nobody. So the sleeper looks up now and then.
+    """
+    while not event.wait(HEARD_SECONDS):
+        pass
 
 
 class Waiter:
@@ -30,7 +44,7 @@ class Waiter:
         Raises:
             SchedulerError: the runtime broke.
         """
-        self._event.wait()
+        sleep_until(self._event)
         if self.error is not None:
             raise self.error
 

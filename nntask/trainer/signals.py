@@ -1,7 +1,10 @@
 """Ctrl-C and SIGTERM while training: the first asks for an orderly end, the second ends the process at once.
 
-The handler only sets a flag; the training loop looks at it between steps, lets what is in flight finish and saves. Whoever does not wait for
-that is told what there is.
+The first only sets a flag; the training loop looks at it between steps, lets what is in flight finish and saves. Whoever does not wait for that is
+told what there is.
+
+Python runs handlers on the main thread, once that thread runs Python. The system may give a signal to any thread, and the main one may sleep
+without limit: a second signal would then never be heard. So a thread of its own reads, from a pipe, the number of every signal that arrives.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -28,7 +31,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.what_there_is: Callable[[], str] = lambda: "nothing was saved"
-        self._previous: dict[int, Any] = {}
+        self._undo = contextlib.ExitStack()
 
     @property
     def exit_code(self) -> int:
@@ -41,16 +44,33 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            arrivals, written = os.pipe()
+            os.set_blocking(written, False)  # or signal.set_wakeup_fd refuses it
+            threading.Thread(target=self._listen, args=(arrivals,), name="nntask signals", daemon=True).start()
+            self._undo.callback(os.close, written)  # the thread reads the end, and ends
+            self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(written, warn_on_full_buffer=False))
+            for number in _SIGNALS:
+                self._undo.callback(signal.signal, number, signal.signal(number, self._on_signal))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._undo.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            with contextlib.suppress(Exception):  # nothing keeps the process from ending
-                os.write(2, f"nntask: stopped at once; {self.what_there_is()}\n".encode())
-            os._exit(128 + number)
-        self.signal = number
+        if self.signal is None:
+            self.signal = number
+
+    def _listen(self, arrivals: int) -> None:
+        with open(arrivals, "rb", buffering=0) as pipe:
+            count = 0
+            while came := pipe.read(1):
+                if came[0] in _SIGNALS:
+                    count += 1
+                    if count == 2:
+                        self._stop(came[0])
+                    self._on_signal(came[0], None)
+
+    def _stop(self, number: int) -> None:
+        with contextlib.suppress(Exception):  # nothing keeps the process from ending
+            os.write(2, f"nntask: stopped at once; {self.what_there_is()}\n".encode())
+        os._exit(128 + number)

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from scheduler.core import victims
 from scheduler.core.errors import DoesNotFit, TaskError, TierFailed
 from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.memory import PAGE
@@ -217,6 +219,7 @@ def quiet(num_cases: int) -> settings:
     pins=st.one_of(st.just([]), st.lists(st.integers(-2, 3), min_size=1, max_size=5)),
     failing=st.sampled_from((0.0, 0.0, 0.1)),
     replays=st.integers(1, 4),
+    tiny=st.sampled_from((victims.TINY, 4)),
     seed=st.integers(0, 1 << 30),
 )
 @quiet(NUM_CASES)
@@ -231,11 +234,14 @@ def test_random_steps_end_at_the_planned_minimum(
     pins: list[int],
     failing: float,
     replays: int,
+    tiny: int,
     seed: int,
 ) -> None:
     """Nothing is refused, nothing hangs, the ledger holds, and the values are those of sequential execution; what fails is what cannot be read."""
-    case = prepare(layout, sketch, extras, policy, eviction, window, prefetch, pins)
-    program(case, Random(seed), replays, failing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(victims, "TINY", tiny)  # small tiles are tiny in these memories, too
+        case = prepare(layout, sketch, extras, policy, eviction, window, prefetch, pins)
+        program(case, Random(seed), replays, failing)
     for run in case.driver.runs:
         assert run.error is None or (failing and isinstance(run.error, TaskError | TierFailed)), run.error
     case.driver.check()

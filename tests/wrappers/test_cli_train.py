@@ -319,10 +319,35 @@ import threading
 import nntask.trainer.run as run
 def load(prepared, engine):
     print("loading", flush=True)
-    while True:  # its thread wakes now and then, as in training: a signal may reach another thread while it handles one, and is heard then
-        threading.Event().wait(0.1)
+    threading.Event().wait()
 run.load_weights = load
 """
+
+
+ELSEWHERE = """
+import signal, threading
+import nntask.trainer.run as run
+def load(prepared, engine):
+    sleeps = threading.Event()
+    def take_both():
+        sleeps.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        threading.Event().wait()
+    threading.Thread(target=take_both, daemon=True).start()
+    sleeps.set()
+    threading.Event().wait()
+run.load_weights = load
+"""
+
+
+def test_signals_that_reach_another_thread_are_heard(here):
+    """The main thread sleeps without limit, and the system gives both to a thread of ours: nobody wakes the one on which Python's handlers run."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=a"]) == 0
+    process = start("train", "--resume=a", "--steps=4", script=ELSEWHERE)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "nntask: stopped at once; " in err
 
 
 def test_a_second_signal_before_a_continuation_has_begun(here):

@@ -371,3 +371,25 @@ def test_a_bag_and_a_data_frame() -> None:
     frame = pd.DataFrame({"key": np.arange(50_000) % 13, "value": np.arange(50_000.0)})
     grouped = dd.from_pandas(frame, npartitions=8).groupby("key").value.mean().compute(scheduler=get)
     pd.testing.assert_series_equal(grouped.sort_index(), frame.groupby("key").value.mean(), check_index_type=False)
+
+
+ELSEWHERE = """
+import os, signal, threading
+from wrappers.dask import get
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background inherits that it is ignored
+def interrupt():
+    threading.Event().wait(0.5)  # the main thread falls asleep meanwhile; were it still awake, it would hear anyway
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    threading.Event().wait(60)
+try:
+    get({"x": (interrupt,)}, "x", num_workers=1)
+except KeyboardInterrupt:
+    print("heard", flush=True)
+os._exit(0)
+"""
+
+
+def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
+    """The main thread sleeps, and the system gives the signal to a worker's thread: nobody wakes the one on which Python's handlers run."""
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.stdout, done.returncode) == ("heard\n", 0), done.stderr

@@ -21,6 +21,7 @@ from dask.utils import key_split
 from scheduler.core.errors import DoesNotFit, TaskError
 from scheduler.core.memory import PAGE
 from scheduler.core.records import Task
+from scheduler.waiting import sleep_until
 
 from .evaluate import evaluate
 from .observe import Observers
@@ -112,7 +113,7 @@ class Run:
 
     def wait(self) -> None:
         """Sleep until the run has ended; Ctrl-C is heard."""
-        self._finished.wait()
+        sleep_until(self._finished)
 
     def stop(self, error: BaseException) -> None:
         """Begin nothing new."""
