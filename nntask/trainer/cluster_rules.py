@@ -10,6 +10,7 @@ from ..sizes import parse_size
 from .settings import TrainSettings
 
 _LOCAL: Final = re.compile(r"local:(\d{1,6})")
+_ADDRESS: Final = re.compile(r"(\w+://)?(\[[^]\s]+\]|[^][\s/:]+):\d{1,5}|inproc://\S+")
 MOST_LOCAL: Final = 256
 """Workers of a cluster on one machine; each is a process."""
 
@@ -22,6 +23,8 @@ def check_cluster(settings: TrainSettings) -> None:
     """
     cluster, run, observe = settings.cluster, settings.run, settings.observe
     if not cluster.dask:
+        if cluster.transport != "dask":
+            raise UsageError(f"--transport {cluster.transport} is about a Dask cluster; add --dask ADDRESS, or drop it")
         for flag, value in (("--nodes", cluster.nodes), ("--link-bandwidth", cluster.link_bandwidth or None)):
             if value is not None:
                 raise UsageError(f"{flag} {value} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it")
@@ -33,6 +36,8 @@ def check_cluster(settings: TrainSettings) -> None:
         )
     if cluster.link_bandwidth:
         parse_size(cluster.link_bandwidth, "--link-bandwidth")
+    if cluster.transport == "nccl":
+        _check_nccl(settings)
     alone: dict[str, object] = {
         "--trace": observe.trace,
         "--trace-steps": observe.trace_steps,
@@ -46,14 +51,46 @@ def check_cluster(settings: TrainSettings) -> None:
             raise UsageError(f"{flag} looks at one machine and --dask {cluster.dask} trains on several; drop one of them")
 
 
+def _check_nccl(settings: TrainSettings) -> None:
+    """Check --transport nccl, as far as that can be done before there are nodes."""
+    cluster, resources = settings.cluster, settings.resources
+    check_plain(cluster.dask)
+    if local_nodes(cluster.dask) is not None:
+        raise UsageError(
+            f"--transport nccl takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine; start each worker "
+            "with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask"
+        )
+    if cluster.link_bandwidth:
+        raise UsageError(f"--link-bandwidth {cluster.link_bandwidth} limits Dask's connections, and --transport nccl uses others; drop one of them")
+    without = {"--ngpu 0": resources.ngpu == 0, "--restrict cpu": resources.restrict == "cpu", f"--sim-gpu {resources.sim_gpu}": resources.sim_gpu}
+    for flag, asked in without.items():
+        if asked:
+            raise UsageError(f"--transport nccl sends from GPUs and {flag} leaves them out; drop one of them")
+
+
+def check_plain(address: str) -> None:
+    """Check that a cluster does not encrypt, where --transport nccl is asked for.
+
+    Args:
+        address: of a scheduler or a worker.
+
+    Raises:
+        UsageError: it does.
+    """
+    if address.startswith(("tls://", "wss://")):
+        raise UsageError(f"--transport nccl does not encrypt, and {address} is of a cluster that does (TLS); use --transport dask")
+
+
 def local_nodes(address: str) -> int | None:
     """N of --dask local:N; None for the address of a cluster.
 
     Raises:
-        UsageError: it is local without such a number.
+        UsageError: it is neither.
     """
-    if not address.startswith("local"):
+    if _ADDRESS.fullmatch(address) and not _LOCAL.fullmatch(address):
         return None
+    if not address.startswith("local"):
+        raise UsageError(f"--dask must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}")
     match = _LOCAL.fullmatch(address)
     if match is None or not 1 <= int(match[1]) <= MOST_LOCAL:
         raise UsageError(f"--dask local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2")

@@ -18,6 +18,7 @@ from scheduler import usable_cores
 from scheduler.core.steps import RecordedTask
 from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu, choose_gpus, connect, name_of
 from scheduler.drivers.gpu import Gpu
+from scheduler.drivers.nccl import CupyNccl, Nccl
 
 from ..errors import DoesNotFit, UsageError
 from ..sizes import format_size, parse_size
@@ -40,6 +41,13 @@ class Cards(Protocol):
 
     def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
         """Devices of (card, part)."""
+
+    def nccl(self, facts: GpuFacts) -> Nccl:
+        """NCCL for a card.
+
+        Raises:
+            NoGpu: it is not installed.
+        """
 
 
 class CudaCards:
@@ -67,6 +75,10 @@ class CudaCards:
             connect(devices)
             unused.pop_all()
         return devices
+
+    def nccl(self, facts: GpuFacts) -> Nccl:
+        """CuPy's."""
+        return CupyNccl(facts)
 
 
 def close_gpus(gpus: Sequence[Gpu]) -> None:
@@ -216,6 +228,39 @@ def check_fallbacks(tasks: Iterable[RecordedTask], settings: TrainSettings) -> d
     if found and not num_cpu_workers(settings.resources, plan):
         raise UsageError(f"tasks of {names} have no CUDA kernel, and there is no CPU worker to run them; add --ncpu 1, or use --ngpu 0")
     return found
+
+
+def open_nccl(settings: TrainSettings) -> Nccl:
+    """NCCL for the first GPU that a run uses.
+
+    Raises:
+        UsageError: it uses none, or NCCL is not installed.
+        DoesNotFit: see `gpus_of`.
+    """
+    plan, why_not = gpus_of(settings)
+    if not plan.parts:
+        raise UsageError(f"--transport nccl sends from a GPU, and {why_not or 'no GPU is used, since CuPy is not installed'}; use --transport dask")
+    try:
+        return cards.nccl(plan.parts[0][0])
+    except NoGpu as error:
+        raise UsageError(str(error)) from error
+
+
+def without_nccl(settings: TrainSettings, taken: int) -> str:
+    """The --gpu-memory that is left where NCCL has taken some bytes of the first card: so many less of each of its parts, and of every card's, since
+    all have one budget.
+
+    Raises:
+        DoesNotFit: nothing is left.
+    """
+    plan, _ = gpus_of(settings)
+    left = plan.nbytes - -(-taken // settings.resources.split_gpu)
+    if left <= 0:
+        raise DoesNotFit(
+            f"--transport nccl has taken {format_size(taken)} of {plan.names[0]}, and --gpu-memory is {format_size(plan.nbytes)}; raise it, use "
+            "fewer nodes, or use --transport dask"
+        )
+    return f"{left}B"
 
 
 def gpu_peak(gpus: Sequence[Any]) -> float:

@@ -243,6 +243,8 @@ class ClusterSettings:
     """Dask workers to wait for, and to use (default: those that are there, at most one a lane)"""
     link_bandwidth: str = ""
     """bytes per second that each Dask worker sends to others at most, e.g. 100MB (default: as fast as the network)"""
+    transport: Literal["dask", "nccl"] = "dask"
+    """what carries gradients and parameters between nodes: Dask's connections, or NCCL from GPU to GPU, unencrypted and not yet measured"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class FakeGpu:
         Raises:
             MemoryError: it has less left.
         """
-        left = self.memory - sum(size for _, size in self._reserved.values())
+        left = self.memory - self.reserved_nbytes
         if nbytes > left:
             raise MemoryError(f"{self.name} has {left:,} bytes left, fewer than {nbytes:,}")
         arena = HostArena(nbytes)
@@ -135,6 +135,11 @@ class FakeGpu:
     def release(self, address: int) -> None:
         """Give it back."""
         del self._reserved[address]
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Memory that is taken."""
+        return sum(size for _, size in self._reserved.values())
 
     def stream(self) -> FakeStream:
         """A new stream."""

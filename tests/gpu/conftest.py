@@ -21,6 +21,10 @@ from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
 
 
+PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cublas", "nvidia-cudnn-frontend", "torch")
+"""Whose versions results depend on."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the results go."""
     parser.addoption("--gpu-json", default="", help="write what passed and failed here, as JSON")
@@ -63,7 +67,7 @@ class Results:
             "gpu": card.name,
             "capability": card.capability,
             "python": platform.python_version(),
-            "versions": _versions("cupy-cuda12x", "cupy-cuda13x", "nvidia-cublas", "nvidia-cudnn-frontend", "torch"),
+            "versions": _versions(*PACKAGES),
             "seconds": round(time.monotonic() - self.started, 1),
             "outcomes": dict(counts),
             "not_passed": {name: outcome for name, outcome in sorted(self.outcomes.items()) if outcome != "passed"},

@@ -179,7 +179,7 @@ def by_hand(number):
         scheduler_address = json.load(open("where"))["address"]
         def close(self, timeout): pass
     return Here.scheduler_address
-cluster._local_cluster = by_hand
+cluster.local_cluster = by_hand
 """
 
 
@@ -187,8 +187,10 @@ cluster._local_cluster = by_hand
     ("flags", "code", "said"),
     [
         ("--dask=tcp://127.0.0.1:9", 6, "no Dask scheduler answers at tcp://127.0.0.1:9 within 5 s"),
-        ("--dask=nowhere", 6, "--dask must be the address of a Dask scheduler"),
+        ("--dask=nowhere", 2, "--dask must be the address of a Dask scheduler"),
+        ("--dask=localhost:9", 6, "no Dask scheduler answers at localhost:9 within 5 s"),
         ("--dask=local:0", 2, "--dask local:N takes 1 to 256 workers"),
+        ("--dask=local:two", 2, "--dask local:N takes 1 to 256 workers"),
         ("--dask=local:2 --nodes=3", 2, "--nodes must be at most the 2 workers"),
         ("--nodes=2", 2, "add --dask ADDRESS or --dask local:2"),
         ("--dask=local:2 --trace=t.json", 2, "--trace looks at one machine"),
@@ -252,46 +254,48 @@ def fail() -> None:
     raise DataError("worker holds other data")
 
 
-def test_what_one_node_finds_wrong_is_told_while_others_wait_for_it(cluster: LocalCluster) -> None:
+@pytest.fixture
+def connection(cluster: LocalCluster) -> Iterator[Connection]:
+    """To the cluster."""
+    found = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def team(connection: Connection) -> Iterator[Team]:
+    """Two nodes."""
+    found = Team(connection, connection.machines(2, {})[:2], deque())
+    found.form()
+    yield found
+    found.close()
+
+
+def test_what_one_node_finds_wrong_is_told_while_others_wait_for_it(team: Team) -> None:
     """The first node's step would never end: the second one's error ends the team at once, not as a hang."""
-    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
-    try:
-        team = Team(connection, connection.machines(2, {})[:2], deque())
-        team.form()
-        waits = connection.client.submit(Event("never", client=connection.client).wait, 120, pure=False)
-        with pytest.raises(DataError, match="other data"):
-            team.gather([waits, connection.client.submit(fail, pure=False)], 100)
-        Event("never", client=connection.client).set()
-        team.close()
-    finally:
-        connection.close()
+    client = team.connection.client
+    waits = client.submit(Event("never", client=client).wait, 120, pure=False)
+    with pytest.raises(DataError, match="other data"):
+        team.gather([waits, client.submit(fail, pure=False)], 100)
+    Event("never", client=client).set()
 
 
-def test_an_actor_that_is_gone_is_missed_though_its_worker_answers(cluster: LocalCluster) -> None:
+def test_an_actor_that_is_gone_is_missed_though_its_worker_answers(team: Team) -> None:
     """As after a worker has died and another one was started at its address."""
-    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
-    try:
-        team = Team(connection, connection.machines(2, {})[:2], deque())
-        team.form()
-        waits = connection.client.submit(Event("gone", client=connection.client).wait, 120, pure=False)
-        connection.client.cancel(team._futures[1], force=True)
-        with pytest.raises(NodesChanged, match=f"lost worker {team.machines[1].address}"):
-            team.gather([waits], 100)
-        Event("gone", client=connection.client).set()
-        team.actors = team.actors[:1]
-        team.close()
-    finally:
-        connection.close()
+    client = team.connection.client
+    waits = client.submit(Event("gone", client=client).wait, 120, pure=False)
+    client.cancel(team._futures[1], force=True)
+    with pytest.raises(NodesChanged, match=f"lost worker {team.machines[1].address}"):
+        team.gather([waits], 100)
+    Event("gone", client=client).set()
+    team.actors = team.actors[:1]
 
 
-def test_a_worker_that_hangs_in_a_long_call_is_found(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_in_a_long_call_is_found(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening, connecting and checkpoints may take minutes; a worker that hangs meanwhile is given up as in a step."""
     monkeypatch.setattr(cluster_team, "LEAST_SILENCE", 1.0)
-    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
-    team = Team(connection, connection.machines(2, {})[:2], deque())
-    team.form()
     address = team.machines[1].address
-    pid = connection.client.run(os.getpid, workers=[address])[address]
+    pid = team.connection.client.run(os.getpid, workers=[address])[address]
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(NodesChanged, match=f"worker {address} did not answer for 1 s"):
@@ -299,13 +303,10 @@ def test_a_worker_that_hangs_in_a_long_call_is_found(cluster: LocalCluster, monk
     finally:
         os.kill(pid, signal.SIGCONT)
     assert team.unanswering == [address]
-    team.close()
-    connection.close()
 
 
-def test_workers_that_hang_or_run_other_software_do_not_stop_a_run(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_hang_or_run_other_software_do_not_stop_a_run(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped worker is left out instead of waited for; one with other versions is refused to a run that has begun."""
-    connection = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
     pids = connection.client.run(os.getpid)
     stopped, *others = sorted(pids)
     os.kill(pids[stopped], signal.SIGSTOP)
@@ -317,7 +318,18 @@ def test_workers_that_hang_or_run_other_software_do_not_stop_a_run(cluster: Loca
     monkeypatch.setattr(cluster_module, "versions", lambda: {**versions, "numpy": "1.0"})
     assert connection.ask(others, refused) == []
     assert sorted(refused) == others
-    connection.close()
+
+
+def test_a_late_worker_that_cannot_take_part_does_not_end_the_run() -> None:
+    """One without the data, for example: the others go on without it, and it is not asked again. Of the first nodes it is the user's mistake."""
+    machines = [cluster_module.Machine(address, "here", False) for address in ("old", "new")]
+    nodes = cluster_nodes.DaskCluster(None, ClusterSettings())  # type: ignore[arg-type]
+    nodes._refuse_newcomers(machines, DataError("no data"))
+    nodes._has_begun, nodes._members = True, frozenset({"old"})
+    with pytest.raises(NodesChanged, match=r"worker new cannot take part \(no data\)"):
+        nodes._refuse_newcomers(machines, DataError("no data"))
+    assert nodes._refused == {"new": "no data"}
+    nodes._refuse_newcomers(machines[:1], DataError("no data"))
 
 
 def test_plain_text_to_a_cluster_that_speaks_tls(here: Path, capsys: Any) -> None:

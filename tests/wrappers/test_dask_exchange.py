@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
@@ -25,6 +25,7 @@ from nntask.trainer.rules import resolve
 from nntask.trainer.settings import TrainSettings
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
+from wrappers.dask.carriers import Carriers, MessageCarriers
 from wrappers.dask.exchange import PeerComms, PeerLost, _Peer
 
 CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -45,9 +46,9 @@ def settings_of(lanes: int, *, clip: float = 0.0, dtype: str = "fp32", minibatch
 
 
 @contextmanager
-def nodes(count: int) -> Iterator[list[PeerComms]]:
-    """Connected nodes."""
-    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0") for rank in range(count)]
+def nodes(count: int, carriers: Callable[[int], Carriers] = lambda rank: MessageCarriers()) -> Iterator[list[PeerComms]]:
+    """Connected nodes, with carriers by rank."""
+    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=carriers(rank)) for rank in range(count)]
     try:
         addresses = [each.listen() for each in comms]
         for rank in range(count):  # a node waits for those above it, which connect to those below
@@ -70,14 +71,22 @@ class Result:
     state_bytes: list[int]
 
 
-def train(count: int, settings: TrainSettings, *, steps: int = 2, ram: int = 1 << 26, workers: int = 1) -> Result:
+def train(
+    count: int,
+    settings: TrainSettings,
+    *,
+    steps: int = 2,
+    ram: int = 1 << 26,
+    workers: int = 1,
+    carriers: Callable[[int], Carriers] = lambda rank: MessageCarriers(),
+) -> Result:
     """Train on `count` nodes."""
     settings, tiling = with_tiles(settings, CONFIG)
     rng = np.random.default_rng(0)
     batches = [Batch(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
     size = settings.tiling.minibatch
     every = shares(BATCH // size, settings.tiling.lanes or 1, count)
-    with nodes(count) as comms:
+    with nodes(count, carriers) as comms:
         runtimes = [Runtime(workers, lanes=settings.tiling.lanes or 1, ram=ram) for _ in range(count)]
         try:
             engines = [

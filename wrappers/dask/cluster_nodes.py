@@ -16,9 +16,8 @@ from typing import Any, Final
 
 from nntask.checkpoints import step_directories
 from nntask.data import Batch, Dataset
-from nntask.errors import ClusterError, UsageError
+from nntask.errors import ClusterError, DataError, DoesNotFit, NntaskError, UsageError
 from nntask.sharding import Share, buckets_of, most_nodes, shares
-from nntask.sizes import parse_size
 from nntask.trainer.base import Base
 from nntask.trainer.cluster_rules import local_nodes
 from nntask.trainer.engine import NodesChanged, Outcome
@@ -27,7 +26,7 @@ from nntask.trainer.prepare import Prepared
 from nntask.trainer.recorded import outcome_of
 from nntask.trainer.settings import ClusterSettings
 
-from .cluster import Connection
+from .cluster import Connection, Machine
 from .cluster_records import NodeRecords
 from .cluster_team import FIRST_STEP_SECONDS, OPEN_SECONDS, Team, words_for
 from .cluster_tensors import Mirror
@@ -151,6 +150,25 @@ class ClusterEngine:
         self.mirror.flush()
 
 
+def check_cards(machines: Sequence[Machine], cards: Sequence[str]) -> None:
+    """Check that no two nodes are to use NCCL on one GPU.
+
+    Args:
+        cards: what tells each node's GPU from others of its machine; "" without NCCL.
+
+    Raises:
+        UsageError: two are.
+    """
+    seen: dict[tuple[str, str], str] = {}
+    for machine, card in zip(machines, cards, strict=True):
+        other = seen.setdefault((machine.host, card), machine.address)
+        if card and other != machine.address:
+            raise UsageError(
+                f"--transport nccl takes a GPU for each node, and workers {other} and {machine.address} both use {card} of {machine.host}; start "
+                "each with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask"
+            )
+
+
 class _Pending:
     """A step under way on all nodes."""
 
@@ -188,7 +206,8 @@ class DaskCluster:
     def __init__(self, connection: Connection, settings: ClusterSettings) -> None:
         self._connection, self._settings = connection, settings
         self._unusable: dict[str, str] = {}
-        self._refused: dict[str, str] = {}  # for good: they run other software
+        self._refused: dict[str, str] = {}  # for good: they run other software, or lack what this run needs
+        self._members = frozenset[str]()  # of the last team that trained
         self._team: Team | None = None
         self._most = 1
         self._has_begun = False
@@ -221,7 +240,12 @@ class DaskCluster:
         team = self._team = Team(self._connection, machines, self._durations)
         try:
             team.form()
-            engine = self._open(team, prepared, base, dataset, shares(num_minibatches, lanes, len(machines)))
+            try:
+                engine = self._open(team, prepared, base, dataset, shares(num_minibatches, lanes, len(machines)))
+            except (UsageError, DataError, DoesNotFit) as error:
+                self._refuse_newcomers(machines, error)
+                raise
+            self._members = frozenset(machine.address for machine in machines)
             for rank, machine in enumerate(machines):
                 say(f"node {rank}: {machine.address} on {machine.host}")
             self._has_begun = True
@@ -232,6 +256,17 @@ class DaskCluster:
             self._unusable.update(dict.fromkeys(team.unanswering, "does not answer"))
             team.close()
             self._team = None
+
+    def _refuse_newcomers(self, machines: Sequence[Machine], error: NntaskError) -> None:
+        """What a node found wrong while it opened does not end a run that has begun, if workers are among the nodes that were not there before.
+
+        Raises:
+            NodesChanged: there are some; they are not asked again.
+        """
+        newcomers = [machine.address for machine in machines if machine.address not in self._members]
+        if self._has_begun and newcomers:
+            self._refused.update(dict.fromkeys(newcomers, str(error)))
+            raise NodesChanged(f"{words_for(newcomers)} cannot take part ({error})") from error
 
     def _wanted(self, num_minibatches: int, lanes: int, say: Callable[[str], None]) -> int | None:
         """Nodes to wait for; None for those that there are.
@@ -254,9 +289,10 @@ class DaskCluster:
         return None if asked is None else self._most
 
     def _open(self, team: Team, prepared: Prepared, base: Base | None, dataset: Dataset, all_shares: Sequence[Share]) -> ClusterEngine:
-        limit = self._settings.link_bandwidth
         prepared = _with_whole_paths(prepared)
-        addresses = team.call("listen", float(parse_size(limit, "--link-bandwidth")) if limit else None)
+        places = team.call("listen", prepared.settings, len(team.machines))
+        check_cards(team.machines, [card for _, card in places])
+        team.call("connect", [address for address, _ in places])
         shapes = sketch(prepared.settings, prepared.config, prepared.tiling, 1, base)
         trained = list(shapes.trained.values())
         widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32
@@ -268,7 +304,6 @@ class DaskCluster:
             for share, host in zip(all_shares, hosts, strict=True)
         ]
         told = team.gather(opening, OPEN_SECONDS)
-        team.call("connect", addresses)
         machines = team.call("describe")
         settings, first = prepared.settings, prepared.resumed.step if prepared.resumed is not None else 0
         tokens = settings.tiling.minibatch * (settings.model.seq_len or prepared.config.n_positions)

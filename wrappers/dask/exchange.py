@@ -3,7 +3,7 @@
 Each node listens on an address of its own and has one connection to every other node. What a task sends stays in its tile until the receiver's task
 has taken memory for it and asked: no bytes wait anywhere but in tiles, which budgets count, and at most a window and a bucket are on the way to
 each peer. One message carries whatever there is for a peer at that moment: keys it wants, keys and bytes that the peer wanted, and how many of the
-peer's it has got.
+peer's it has got. Other `Carriers` may take the bytes beside the messages.
 
 Tasks begin and end through the scheduler's host tasks. All state belongs to one thread with an event loop; other threads only append to its inbox. A
 connection that breaks, or bytes that nobody can expect, fail every task that waits for that peer, now and later, with `PeerLost`.
@@ -17,14 +17,16 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 
 from scheduler import Codelet
 from scheduler.core.errors import SchedulerError
+
+from .carriers import Carrier, Carriers, MessageCarrier, MessageCarriers, Tiles, nbytes_of
 
 WINDOW: Final = 4 << 20
 """Bytes on the way to a peer after which no further bucket is sent before the peer has got some, at most; twice the largest bucket where that is
@@ -37,7 +39,7 @@ CONNECT_SECONDS: Final = 20.0
 """How long nodes wait for each other when they connect."""
 
 Done = Callable[[BaseException | None], None]
-Waiting = tuple[Sequence[npt.NDArray[Any]], Done]
+Waiting = tuple[Tiles, Done]
 
 
 class PeerLost(SchedulerError):
@@ -61,6 +63,7 @@ class _Peer:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.comm: Any = None
+        self.carrier: Carrier = MessageCarrier()
         self.lost: PeerLost | None = None
         self.wake = asyncio.Event()
         self.offers: defaultdict[str, deque[Waiting]] = defaultdict(deque)  # what tasks of ours send, not yet wanted
@@ -69,6 +72,7 @@ class _Peer:
         self.asks: list[str] = []  # what to ask for in the next message
         self.ready: deque[tuple[str, Waiting]] = deque()  # wanted and offered
         self.on_the_way: deque[tuple[int, Done]] = deque()
+        self.arriving: deque[Done] = deque()
         self.on_the_way_nbytes = 0
         self.num_got = 0  # to tell in the next message
 
@@ -81,13 +85,19 @@ class _Peer:
             self.wake.set()
 
     def waiting(self) -> list[Done]:
-        """Everybody who waits for this peer; nobody does any more."""
+        """Everybody who waits for this peer and whose tiles the carrier does not have; nobody does any more."""
         found = [done for table in (self.offers, self.expected) for queue in table.values() for _, done in queue]
-        found += [done for _, (_, done) in self.ready] + [done for _, done in self.on_the_way]
+        found += [done for _, (_, done) in self.ready]
         self.offers.clear()
         self.expected.clear()
         self.ready.clear()
+        return found
+
+    def carried(self) -> list[Done]:
+        """Everybody whose tiles the carrier has; nobody waits for them any more."""
+        found = [*(done for _, done in self.on_the_way), *self.arriving]
         self.on_the_way.clear()
+        self.arriving.clear()
         return found
 
 
@@ -100,6 +110,7 @@ class PeerComms:
         listen_on: address to listen on, such as "tls://10.0.0.2:0".
         connect_args, listen_args: of Dask's comm layer: the cluster's TLS.
         bandwidth: bytes per second that this node sends at most; None for as many as the network takes.
+        carriers: what takes the bytes of buckets; the messages unless given.
 
     Attributes:
         send, receive: see `nntask.sharding.Transport`.
@@ -117,10 +128,12 @@ class PeerComms:
         connect_args: Mapping[str, Any] | None = None,
         listen_args: Mapping[str, Any] | None = None,
         bandwidth: float | None = None,
+        carriers: Carriers | None = None,
     ) -> None:
         self._job, self._rank, self._listen_on = job, rank, listen_on
         self._connect_args, self._listen_args = dict(connect_args or {}), dict(listen_args or {})
         self._bandwidth, self._free_at = bandwidth, 0.0
+        self._carriers = carriers or MessageCarriers()
         self.send = Codelet("send", host=self._begin_send)
         self.receive = Codelet("receive", host=self._begin_receive)
         self.sent_bytes: Counter[int] = Counter()
@@ -177,7 +190,7 @@ class PeerComms:
     def wait_connected(self) -> None:
         """The second half of `connect`."""
         assert self._connecting is not None  # begin_to_connect() comes first
-        self._connecting.result(2 * CONNECT_SECONDS)
+        self._connecting.result((2 + self._carriers.num_steps) * CONNECT_SECONDS)
 
     async def _connect(self, addresses: Sequence[str]) -> None:
         from distributed.comm import connect
@@ -186,18 +199,26 @@ class PeerComms:
         for rank in range(self._rank):
             try:
                 comm = await connect(addresses[rank], timeout=CONNECT_SECONDS, **self._connect_args)
-                await comm.write({"job": self._job, "rank": self._rank})
-                if await asyncio.wait_for(comm.read(), CONNECT_SECONDS) != self._job:
+                await comm.write({"job": self._job, "rank": self._rank, "carrier": self._carriers.hello(rank)})
+                answer = await asyncio.wait_for(comm.read(), CONNECT_SECONDS)
+                if answer["job"] != self._job:
                     raise OSError("it belongs to another training")
             except (TimeoutError, OSError) as error:
                 raise PeerLost(rank, error) from error
-            self._welcome(rank, comm)
+            self._welcome(rank, comm, answer["carrier"])
         try:
             if len(self._peers) < self._num_nodes - 1:
                 await asyncio.wait_for(self._all_here.wait(), CONNECT_SECONDS)
         except TimeoutError:
             missing = min(set(range(self._num_nodes)) - set(self._peers) - {self._rank})
             raise PeerLost(missing, f"it did not connect within {CONNECT_SECONDS:g} s") from None
+        for rank, step in self._carriers.steps():
+            try:
+                await asyncio.wait_for(step, CONNECT_SECONDS)
+            except TimeoutError:
+                raise PeerLost(rank, f"it could not be sent to, or receive from, within {CONNECT_SECONDS:g} s") from None
+            except Exception as error:
+                raise PeerLost(rank, error) from error
 
     async def _answer(self, comm: Any) -> None:
         """Somebody has connected."""
@@ -210,12 +231,13 @@ class PeerComms:
         if type(rank) is not int or rank <= self._rank or rank in self._peers:  # a stranger, or not one that has to connect to this node
             await comm.close()
             return
-        await comm.write(self._job)
-        self._welcome(rank, comm)
+        await comm.write({"job": self._job, "carrier": self._carriers.hello(rank)})
+        self._welcome(rank, comm, hello["carrier"])
 
-    def _welcome(self, rank: int, comm: Any) -> None:
+    def _welcome(self, rank: int, comm: Any, theirs: Any) -> None:
         peer = self._peers[rank] = self._peers.get(rank) or _Peer(rank)
         peer.comm = comm
+        peer.carrier = self._carriers.carrier(rank, theirs, partial(self._lose, peer))
         for loop in (self._read(peer), self._write(peer)):
             task = self._loop.create_task(loop)
             self._tasks.add(task)
@@ -272,20 +294,21 @@ class PeerComms:
             self._lose(peer, error)
 
     def _next_message(self, peer: _Peer) -> dict[str, Any] | None:
-        from distributed.protocol import to_serialize
-
         if not (peer.asks or peer.num_got or (peer.ready and peer.on_the_way_nbytes < self.window)):
             return None
         keys: list[str] = []
-        arrays: list[npt.NDArray[np.uint8]] = []
-        while peer.ready and peer.on_the_way_nbytes < self.window and sum(each.nbytes for each in arrays) < MESSAGE:
+        data: list[Any] = []
+        filled = 0
+        while peer.ready and peer.on_the_way_nbytes < self.window and filled < MESSAGE:
             key, (tiles, done) = peer.ready.popleft()
-            packed = _pack(tiles)
+            nbytes = nbytes_of(tiles)
             keys.append(key)
-            arrays.append(packed)
-            peer.on_the_way.append((packed.nbytes, done))
-            peer.on_the_way_nbytes += packed.nbytes
-        message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": [to_serialize(packed) for packed in arrays]}
+            data.append(peer.carrier.put(tiles))
+            filled += nbytes
+            peer.on_the_way.append((nbytes, done))
+            peer.on_the_way_nbytes += nbytes
+            self.sent_bytes[peer.rank] += nbytes * peer.carrier.is_beside
+        message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": data}
         peer.asks, peer.num_got = [], 0
         return message
 
@@ -294,12 +317,10 @@ class PeerComms:
         try:
             while True:
                 message = await peer.comm.read()
-                for key, packed in zip(message["keys"], message["data"], strict=True):
+                for key, said in zip(message["keys"], message["data"], strict=True):
                     tiles, done = peer.expected[key].popleft()
-                    _unpack(packed, tiles)
-                    done(None)
-                    peer.num_got += 1
-                    peer.wake.set()
+                    peer.arriving.append(done)
+                    peer.carrier.take(said, tiles, partial(self._arrived, peer))
                 for _ in range(message["got"]):
                     nbytes, done = peer.on_the_way.popleft()
                     peer.on_the_way_nbytes -= nbytes
@@ -311,23 +332,39 @@ class PeerComms:
         except Exception as error:
             self._lose(peer, error)
 
+    def _arrived(self, peer: _Peer) -> None:
+        """A bucket is there, the next one of those that its carrier was told of."""
+        if peer.lost is None:
+            peer.arriving.popleft()(None)
+            peer.num_got += 1
+            peer.wake.set()
+
     def _lose(self, peer: _Peer, error: BaseException) -> None:
-        """A connection broke."""
+        """A connection broke. Tiles that the carrier has are let go when it has ended."""
         if self._closed or peer.lost is not None:
             return
         peer.lost = PeerLost(peer.rank, error)
         peer.comm.abort()
         for done in peer.waiting():
             done(peer.lost)
+        peer.carrier.stop(partial(self._let_go, peer))
+
+    def _let_go(self, peer: _Peer) -> None:
+        """The carrier of a lost peer has ended."""
+        for done in peer.carried():
+            done(peer.lost)
 
     def close(self) -> None:
         """Close all connections and end the thread; tasks under way never end. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self._connecting is not None:
+                self._connecting.cancel()
             with contextlib.suppress(Exception):  # nothing that fails here is of interest
                 self._call(self._close(), CONNECT_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CONNECT_SECONDS)
+            self._carriers.close()
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -351,24 +388,3 @@ def passing_bytes(num_peers: int, largest: int) -> int:
         largest: bytes of the largest bucket.
     """
     return 2 * num_peers * (window_for(largest) + largest)
-
-
-def _pack(tiles: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
-    """The bytes of tiles, one after another; of a single one without a copy."""
-    flat = [_bytes_of(tile) for tile in tiles]
-    return flat[0] if len(flat) == 1 else np.concatenate(flat)
-
-
-def _unpack(packed: Any, tiles: Sequence[npt.NDArray[Any]]) -> None:
-    """Fill tiles with bytes that lie one after another."""
-    source, offset = np.frombuffer(packed, np.uint8), 0
-    for tile in tiles:
-        target = _bytes_of(tile)
-        target[:] = source[offset : offset + target.nbytes]
-        offset += target.nbytes
-    if offset != source.nbytes:
-        raise ValueError(f"{source.nbytes} bytes came where {offset} were expected")
-
-
-def _bytes_of(tile: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return tile.reshape(-1).view(np.uint8)

@@ -1,8 +1,8 @@
 """One node of a training on a Dask cluster: the actor that lives on a Dask worker, with a runtime, the model, and its share of the optimizer's state.
 
-The client makes one `Node` per worker, lets each listen and open its share, connects them, and calls `step` once per step. `step` is a coroutine on
-the worker's event loop, so that two steps can be under way; what takes time runs on the node's own threads. Whatever becomes of the client or the
-scheduler, Dask drops the actor, and with it go its connections, its threads and its memory.
+The client makes one `Node` per worker, lets each listen, connects them, lets each open its share, and calls `step` once per step. `step` is a
+coroutine on the worker's event loop, so that two steps can be under way; what takes time runs on the node's own threads. Whatever becomes of the
+client or the scheduler, Dask drops the actor, and with it go its connections, its threads and its memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from .allocator import reuse_freed_memory
+
 if TYPE_CHECKING:
     from nntask.data import Cursor
     from nntask.sharding import Share
     from nntask.trainer.base import Base
     from nntask.trainer.prepare import Prepared
+    from nntask.trainer.settings import TrainSettings
     from scheduler.runtime import Runtime
+
+    from .nccl import NcclCarriers
 
 T = TypeVar("T")
 _CLAIMS: Final[dict[str, str]] = {}
@@ -92,21 +97,29 @@ class Node:
         if _CLAIMS.setdefault(self._name, job) != job:
             raise RuntimeError(f"worker {self._name} is busy with another training")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        reuse_freed_memory()
         self._starts = ThreadPoolExecutor(1, "nntask steps")  # in their order
         self._results = ThreadPoolExecutor(2, "nntask results")
         self._comms: Any = None
+        self._nccl: NcclCarriers | None = None
         self._runtime: Runtime | None = None
         self._engine: Any = None
         self._closed = False
         self._last_end = 0.0
 
-    async def listen(self, bandwidth: float | None = None) -> str:
-        """Begin to listen for peers; returns the address."""
-        return await self._run(self._starts, self._listen, bandwidth)
+    async def listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str]:
+        """Begin to listen for peers; returns the address, and what tells the GPU that NCCL uses from others of its machine, "" without NCCL."""
+        return await self._run(self._starts, self._listen, settings, num_nodes)
 
-    def _listen(self, bandwidth: float | None) -> str:
+    def _listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str]:
+        from nntask.sizes import parse_size
+
         from .exchange import PeerComms
+        from .nccl import open_carriers
 
+        limit = settings.cluster.link_bandwidth
+        if settings.cluster.transport == "nccl":
+            self._nccl = open_carriers(settings, self._name, self.rank, num_nodes)
         scheme, _, place = self._name.partition("://")
         host = place.rpartition(":")[0] if scheme != "inproc" else "127.0.0.1"
         scheme = scheme if scheme != "inproc" else "tcp"
@@ -117,13 +130,13 @@ class Node:
             listen_on=f"{scheme}://{host}:0",
             connect_args=security.get_connection_args("worker"),
             listen_args=security.get_listen_args("worker"),
-            bandwidth=bandwidth,
+            bandwidth=float(parse_size(limit, "--link-bandwidth")) if limit else None,
+            carriers=self._nccl,
         )
-        address: str = self._comms.listen()
-        return address
+        return self._comms.listen(), "" if self._nccl is None else self._nccl.card
 
     async def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to the peers; when all are open, since some take minutes longer than others."""
+        """Connect to the peers; before they open, which takes some minutes longer than others, and so that budgets know what NCCL has taken."""
         await self._run(self._starts, self._comms.connect, addresses)
 
     async def open(self, order: Order) -> dict[str, Any]:
@@ -133,6 +146,7 @@ class Node:
     def _open(self, order: Order) -> dict[str, Any]:
         from nntask.data import BatchStream, open_dataset
         from nntask.errors import DataError
+        from nntask.trainer.gpus import without_nccl
         from nntask.trainer.machine import open_runtime
         from nntask.trainer.recorded import RecordedEngine
         from nntask.trainer.weights import model_to_start_from
@@ -147,6 +161,8 @@ class Node:
             )
         settings = prepared.settings
         resources = replace(settings.resources, ncpu=self._num_cpu(settings.resources), ram=self._ram(settings.resources, order))
+        if self._nccl is not None:
+            resources = replace(resources, gpu_memory=without_nccl(settings, self._nccl.taken_nbytes()))
         settings = replace(settings, resources=resources)
         self._settings, self._dataset = settings, dataset
         minibatch = settings.tiling.minibatch
@@ -352,6 +368,8 @@ class Node:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
         except Exception as error:
+            from .failures import portable
+
             raise portable(self._told(error)) from None
 
     def _told(self, error: Exception) -> Exception:
@@ -361,30 +379,3 @@ class Node:
         if self._runtime is None or not isinstance(error, FAILURES):
             return error
         return told(error, self._runtime, self._settings.resources, "the last checkpoint is safe")
-
-
-def portable(error: BaseException) -> Exception:
-    """An error as it can travel: its own type where that is one of ours that is made of a sentence, with what caused it as a chain of sentences."""
-    from nntask.errors import NntaskError
-
-    from .exchange import PeerLost
-
-    for cause in _chain(error):
-        if isinstance(cause, PeerLost):
-            return cause
-    if isinstance(error, NntaskError):
-        return type(error)(str(error))
-    return NodeFailed("; because ".join(f"{type(cause).__name__}: {cause}" for cause in _chain(error)))
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in found:
-        found.append(at)
-        at = at.__cause__
-    return found
-
-
-class NodeFailed(Exception):
-    """Something failed on a node that is no loss of a peer and no mistake of the user's."""

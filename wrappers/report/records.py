@@ -131,18 +131,18 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
     if not machine:
         machine = {key: summary[key] for key in ("workers", "budget_bytes") if key in summary}
     folders = sorted(each for each in (directory / NODES).glob("*") if (each / METRICS).is_file())
-    nodes = [_node(folder) for folder in folders]
-    if any(node.lines and node.lines[-1]["step"] >= lines[-1]["step"] for node in nodes):  # else one machine has gone on with what they began
+    theirs: list[list[Line]] = [[*_lines(folder / METRICS)] for folder in folders]
+    if any(each and each[-1]["step"] >= lines[-1]["step"] for each in theirs):  # else one machine has gone on with what they began
         if trace is not None:
             raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
-        return RunRecord(directory, lines, summary, nodes)
+        return RunRecord(directory, lines, summary, [_node(folder, each) for folder, each in zip(folders, theirs, strict=True)])
     found = trace or _trace_of(directory)
     return RunRecord(directory, lines, summary, [NodeRecord("", lines, machine, read_trace(found) if found else None)])
 
 
-def _node(folder: Path) -> NodeRecord:
+def _node(folder: Path, lines: list[Line]) -> NodeRecord:
     trace = _trace_of(folder)
-    return NodeRecord(folder.name, [*_lines(folder / METRICS)], _facts(folder / MACHINE), read_trace(trace) if trace else None)
+    return NodeRecord(folder.name, lines, _facts(folder / MACHINE), read_trace(trace) if trace else None)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

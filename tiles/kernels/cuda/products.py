@@ -137,7 +137,7 @@ def _library() -> Any:
                 return _typed(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
             except OSError:
                 continue
-    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install 'nntask[cuda12]' or 'nntask[cuda13]'")
+    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'")
 
 
 def _typed(library: Any) -> Any:

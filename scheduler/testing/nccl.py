@@ -1,0 +1,235 @@
+"""NCCL between threads of one process, each with GPUs of host memory (`gpu.FakeGpu`): who waits for whom is as on cards, and faults can be planted.
+
+A rank that joins waits for the other one. A send keeps its stream where it is until the other rank's stream has come to the matching receive, and the
+other way round; only then bytes are copied. Aborting a rank ends what is on its stream and tells the other rank nothing, as between cards that reach
+each other's memory. Sizes that differ, or two sends that meet, end both ranks with an error. A call that copies comes back at once or, as CUDA's may
+where host memory is not locked, when everything in front of it has ended: which of them is left to chance.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from typing import NamedTuple, cast
+
+from ..drivers.gpu import Gpu, Stream
+from ..drivers.nccl import Communicator, UniqueId
+from .gpu import FakeGpu, FakeStream
+
+COMMUNICATOR_NBYTES = 3 << 20
+"""Of a card's memory, for each rank on it."""
+
+
+class _Transfer(NamedTuple):
+    is_send: bool
+    address: int
+    nbytes: int
+
+
+class _Pair:
+    """A communicator: of each rank, whether it has joined and was aborted, what its stream stands at, and how many transfers it has behind it."""
+
+    def __init__(self) -> None:
+        self.joined = [False, False]
+        self.aborted = [False, False]
+        self.standing: list[_Transfer | None] = [None, None]
+        self.num_done = [0, 0]
+        self.error = ""
+
+
+class FakeNetwork:
+    """What the nodes of a test are connected by.
+
+    Attributes:
+        stands_after: transfers after which nothing goes through any more, if that is planted; nobody is told.
+        fails_after: the same, and `Communicator.check` says so.
+        lets_go: set while `Communicator.abort` comes back.
+        num_transfers: that have gone through.
+    """
+
+    def __init__(self) -> None:
+        self.stands_after: int | None = None
+        self.fails_after: int | None = None
+        self.lets_go = threading.Event()
+        self.lets_go.set()
+        self.num_transfers = 0
+        self.changed = threading.Condition()
+        self._pairs: dict[UniqueId, _Pair] = {}
+        self._is_down = False
+
+    def new_id(self) -> UniqueId:
+        """Of a new communicator."""
+        with self.changed:
+            number = len(self._pairs)
+            unique_id = number.to_bytes(8, "big")
+            self._pairs[unique_id] = _Pair()
+            return unique_id
+
+    def join(self, unique_id: UniqueId, rank: int) -> _Pair:
+        """Wait for the other rank.
+
+        Raises:
+            RuntimeError: it will not come.
+        """
+        with self.changed:
+            pair = self._pairs[unique_id]
+            assert not pair.joined[rank], "a rank of a communicator is taken twice"
+            pair.joined[rank] = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: all(pair.joined) or self._is_down)
+            if not all(pair.joined):
+                raise RuntimeError("planted: the other rank does not join")
+            return pair
+
+    def take_down(self) -> None:
+        """Who waits for another rank to join is told that it will not."""
+        with self.changed:
+            self._is_down = True
+            self.changed.notify_all()
+
+    def wait_transfers(self, number: int, timeout: float) -> bool:
+        """Wait until so many have gone through; whether they have."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.num_transfers >= number, timeout)
+
+    def is_past(self, number: int | None) -> bool:
+        """Whether so many transfers have gone through."""
+        return number is not None and self.num_transfers >= number
+
+
+class FakeCommunicator:
+    """One of two ranks."""
+
+    def __init__(self, network: FakeNetwork, pair: _Pair, rank: int) -> None:
+        self._network, self._pair, self._rank = network, pair, rank
+        self.is_aborted = False
+        self._num_asked = 0
+        self._thread = threading.current_thread()
+
+    def send(self, address: int, nbytes: int, stream: Stream) -> None:
+        """Send."""
+        self._put(_Transfer(True, address, nbytes), stream)
+
+    def receive(self, address: int, nbytes: int, stream: Stream) -> None:
+        """Receive."""
+        self._put(_Transfer(False, address, nbytes), stream)
+
+    def check(self) -> None:
+        """Look for errors."""
+        self._check_thread()
+        with self._network.changed:
+            if self._network.is_past(self._network.fails_after):
+                raise RuntimeError("planted: the network failed")
+            if self._pair.error:
+                raise RuntimeError(self._pair.error)
+
+    def abort(self) -> None:
+        """End it."""
+        self._check_thread()
+        self._network.lets_go.wait()
+        with self._network.changed:
+            self.is_aborted = self._pair.aborted[self._rank] = True
+            self._pair.standing[self._rank] = None
+
+    def _check_thread(self) -> None:
+        assert threading.current_thread() is self._thread, "a communicator is used by two threads"
+
+    def _put(self, transfer: _Transfer, stream: Stream) -> None:
+        self._check_thread()
+        number = self._num_asked
+        self._num_asked += 1
+        cast(FakeStream, stream).put(lambda: None, lambda: self._is_over(number, transfer))
+
+    def _is_over(self, number: int, transfer: _Transfer) -> bool:
+        """Whether the stream, which stands at a transfer, may go on; carries it out where the other rank's stands at the matching one."""
+        network, pair, here, there = self._network, self._pair, self._rank, 1 - self._rank
+        with network.changed:
+            if pair.aborted[here] or pair.num_done[here] > number:
+                return True
+            pair.standing[here] = transfer
+            other = pair.standing[there]
+            if other is None or network.is_past(network.fails_after) or network.is_past(network.stands_after):
+                return False
+            if other.is_send == transfer.is_send or other.nbytes != transfer.nbytes:
+                pair.error = f"{transfer} met {other}"
+                return False
+            source, target = (transfer, other) if transfer.is_send else (other, transfer)
+            ctypes.memmove(target.address, source.address, source.nbytes)
+            pair.standing[:] = None, None
+            pair.num_done = [each + 1 for each in pair.num_done]
+            network.num_transfers += 1
+            network.changed.notify_all()
+            return True
+
+
+class _Gpu(FakeGpu):
+    """A GPU that some of the copies wait for."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__(name, seed=seed)
+        self.chance = random.Random(seed)
+
+    def stream(self) -> FakeStream:
+        """A new stream."""
+        with self.lock:
+            self._node.streams.append(_Stream(self))
+            return self._node.streams[-1]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is left on any stream."""
+        return not any(stream.steps for stream in self._node.streams)
+
+
+class _Stream(FakeStream):
+    _gpu: _Gpu
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy bytes, later or at once."""
+        super().copy(target, source, nbytes)
+        if self._gpu.chance.random() < 0.5:
+            self._gpu.run_until(lambda: not self.steps)
+
+
+class FakeNccl:
+    """NCCL of one node.
+
+    Args:
+        network: what connects it with the others.
+        card: see `drivers.nccl.Nccl`.
+        memory: bytes of the card.
+
+    Attributes:
+        gpus: handles that were asked for.
+        joins: whether a rank of this node ever joins; if not, it waits until the network is taken down.
+    """
+
+    def __init__(self, network: FakeNetwork, card: str = "0", memory: int = 1 << 40) -> None:
+        self.card = card
+        self.joins = True
+        self.gpus: list[_Gpu] = []
+        self.memory = memory
+        self._network = network
+        self._ranks: list[FakeCommunicator] = []
+
+    def gpu(self) -> Gpu:
+        """A handle, whose streams no other handle's calls carry on."""
+        self.gpus.append(_Gpu(f"card {self.card}", len(self.gpus)))
+        return cast(Gpu, self.gpus[-1])
+
+    def free_nbytes(self) -> int:
+        """What is left beside memory reserved through handles, and that of ranks that have joined and were not aborted."""
+        ranks = sum(not rank.is_aborted for rank in self._ranks)
+        return self.memory - sum(gpu.reserved_nbytes for gpu in self.gpus) - COMMUNICATOR_NBYTES * ranks
+
+    def unique_id(self) -> UniqueId:
+        """A new one."""
+        return self._network.new_id()
+
+    def join(self, unique_id: UniqueId, rank: int) -> Communicator:
+        """Join."""
+        pair = self._network.join(unique_id if self.joins else self._network.new_id(), rank)
+        communicator = FakeCommunicator(self._network, pair, rank)
+        self._ranks.append(communicator)
+        return communicator

@@ -1,0 +1,382 @@
+"""Bytes between nodes over NCCL, a fake one between threads of this process: what arrives, who is told of what breaks, that everything ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import LocalCluster
+from test_dask_exchange import nodes, settings_of, train
+
+from nntask.errors import DoesNotFit, UsageError
+from nntask.sizes import parse_size
+from nntask.trainer import gpus
+from nntask.trainer.settings import TrainSettings
+from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, GpuFacts, NoGpu
+from scheduler.drivers.nccl import Nccl, find_library
+from scheduler.testing.nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
+from wrappers.cli import main
+from wrappers.dask import exchange, nccl
+from wrappers.dask.cluster import Machine
+from wrappers.dask.cluster_nodes import check_cards
+from wrappers.dask.exchange import PeerComms, PeerLost
+from wrappers.dask.nccl import NcclCarriers, open_carriers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
+from cuda_emulator import COMPILER, Emulator
+
+LONG = 120.0
+"""Seconds that nothing here takes, unless it hangs."""
+
+
+@dataclass
+class Transfer:
+    """A bucket that one node sends to another, and what became of both ends."""
+
+    source: list[Any]
+    target: list[Any]
+    ends: dict[str, Event] = field(default_factory=lambda: {"send": Event(), "receive": Event()})
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    alive: dict[str, bool] = field(default_factory=dict)
+
+    def wait(self) -> None:
+        """Until both ends are over."""
+        assert all(event.wait(LONG) for event in self.ends.values())
+
+    def over(self, end: str, carriers: NcclCarriers | None = None) -> Callable[[BaseException | None], None]:
+        """What an end calls."""
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                self.errors[end] = error
+            if carriers is not None:
+                self.alive[end] = any(not link.ended.done() for link in carriers._links.values())
+            self.ends[end].set()
+
+        return done
+
+
+def bucket(rng: np.random.Generator, sizes: Sequence[int]) -> Transfer:
+    """Tiles of so many bytes."""
+    source = [rng.integers(0, 256, size, np.uint8) for size in sizes]
+    return Transfer(source, [np.zeros_like(tile) for tile in source])
+
+
+def send(comms: PeerComms, peer: int, key: str, transfer: Transfer, carriers: NcclCarriers | None = None) -> None:
+    """Begin the task of a sender."""
+    host: Any = comms.send.host
+    host(transfer.over("send", carriers), *transfer.source, peer=peer, key=key)
+
+
+def receive(comms: PeerComms, peer: int, key: str, transfer: Transfer, carriers: NcclCarriers | None = None) -> None:
+    """Begin the task of a receiver."""
+    host: Any = comms.receive.host
+    host(transfer.over("receive", carriers), *transfer.target, peer=peer, key=key, count=len(transfer.target))
+
+
+@contextmanager
+def cluster(
+    count: int, monkeypatch: pytest.MonkeyPatch, stop_seconds: float = 10 * LONG
+) -> Iterator[tuple[list[PeerComms], list[NcclCarriers], FakeNetwork]]:
+    """Nodes whose pieces are small; at the end every thread has ended, every byte of a card is free, and nothing is left on a stream."""
+    monkeypatch.setattr(nccl, "PIECE", 10_000)
+    monkeypatch.setattr(nccl, "STOP_SECONDS", stop_seconds)
+    network = FakeNetwork()
+    cards = [FakeNccl(network, str(rank)) for rank in range(count)]
+    carriers = [NcclCarriers(cards[rank], rank, count) for rank in range(count)]
+    with nodes(count, lambda rank: carriers[rank]) as comms:
+        yield comms, carriers, network
+    for each in carriers:
+        for link in each._links.values():
+            link.join(LONG)
+            assert not link.is_alive()
+    assert [card.free_nbytes() for card in cards] == [card.memory for card in cards]
+    assert all(gpu.is_at_rest for card in cards for gpu in card.gpus)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_buckets_arrive_whole(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many buckets of any size, wanted before and after they are offered, in orders that nobody keeps; all are counted, and none is in a message."""
+    rng, chance = np.random.default_rng(0), random.Random(0)
+    with cluster(count, monkeypatch) as (comms, _, network):
+        before, transfers, calls = network.num_transfers, [], []
+        for number in range(150):
+            origin, goal = chance.sample(range(count), 2)
+            sizes = [chance.choice([1, 100, 9_999, 10_000, 10_001, 35_000]) for _ in range(chance.randint(1, 3))]
+            transfers.append(bucket(rng, sizes))
+            calls.append((send, comms[origin], goal, str(number), transfers[-1]))
+            calls.append((receive, comms[goal], origin, str(number), transfers[-1]))
+        chance.shuffle(calls)
+        for call, *arguments in calls:
+            call(*arguments)
+        for transfer in transfers:
+            transfer.wait()
+            assert not transfer.errors
+            assert all(np.array_equal(a, b) for a, b in zip(transfer.source, transfer.target, strict=True))
+        nbytes = [sum(tile.nbytes for tile in transfer.source) for transfer in transfers]
+        assert network.num_transfers - before == sum(-(-size // 10_000) for size in nbytes)
+        sent = sum(sum(each.sent_bytes.values()) for each in comms)
+        assert sum(nbytes) < sent < 1.1 * sum(nbytes)
+
+
+def test_training_gives_the_bits_of_one_node() -> None:
+    """Two steps on two nodes over NCCL, as without."""
+    network = FakeNetwork()
+    together = train(2, settings_of(4), carriers=lambda rank: NcclCarriers(FakeNccl(network), rank, 2))
+    alone = train(1, settings_of(4))
+    assert (together.outcomes, together.weights) == (alone.outcomes, alone.weights)
+    assert network.num_transfers > 8
+
+
+def stuck(comms: Sequence[PeerComms], carriers: Sequence[NcclCarriers], network: FakeNetwork, pieces: int) -> list[Transfer]:
+    """Buckets of 100 pieces between nodes 0 and 1, both ways, of which so many have gone through and nothing goes any further."""
+    rng = np.random.default_rng(0)
+    network.stands_after = network.num_transfers + pieces
+    transfers = [bucket(rng, [1_000_000]) for _ in range(4)]
+    for number, transfer in enumerate(transfers):
+        here = number % 2
+        receive(comms[1 - here], here, str(number), transfer, carriers[1 - here])
+        send(comms[here], 1 - here, str(number), transfer, carriers[here])
+    assert network.wait_transfers(network.stands_after, LONG)
+    return transfers
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that waits for it fails with its name, and not before nobody touches the tiles; a third node goes on."""
+    with cluster(3, monkeypatch) as (comms, carriers, network):
+        transfers = stuck(comms, carriers, network, 50)
+        comms[1].close()
+        for number, transfer in enumerate(transfers):
+            end = "send" if number % 2 == 0 else "receive"
+            assert transfer.ends[end].wait(LONG)
+            error = transfer.errors[end]
+            assert isinstance(error, PeerLost)
+            assert error.rank == 1
+        network.stands_after = None
+        other = bucket(np.random.default_rng(1), [50_000])
+        receive(comms[2], 0, "on", other)
+        send(comms[0], 2, "on", other)
+        other.wait()
+        assert np.array_equal(other.source[0], other.target[0])
+
+
+def test_tiles_are_let_go_when_nobody_touches_them_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While NCCL does not come back from aborting, tasks whose tiles it has do not end; others do."""
+    with cluster(2, monkeypatch) as (comms, carriers, network):
+        transfers = stuck(comms, carriers, network, 50)
+        offered = bucket(np.random.default_rng(0), [1])
+        send(comms[0], 1, "not wanted", offered)
+        network.lets_go.clear()
+        comms[0]._loop.call_soon_threadsafe(comms[0]._peers[1].comm.abort)
+        assert offered.ends["send"].wait(LONG)
+        assert isinstance(offered.errors["send"], PeerLost)
+        assert not any(event.is_set() for transfer in transfers for event in transfer.ends.values())
+        network.lets_go.set()
+        for transfer in transfers:
+            transfer.wait()
+            assert set(transfer.errors) == {"send", "receive"}
+            assert not any(transfer.alive.values())
+        assert not any(link._ahead or link._under_way for each in carriers for link in each._links.values())
+
+
+def test_nobody_waits_for_nccl_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If NCCL does not come back from aborting, tasks end all the same, and so does `close`."""
+    with cluster(2, monkeypatch, stop_seconds=0.2) as (comms, carriers, network):
+        transfers = stuck(comms, carriers, network, 50)
+        network.lets_go.clear()
+        comms[0]._loop.call_soon_threadsafe(comms[0]._peers[1].comm.abort)
+        for transfer in transfers:
+            transfer.wait()
+            assert all(isinstance(error, PeerLost) for error in transfer.errors.values())
+        for each in comms:
+            each.close()
+        network.lets_go.set()
+
+
+def test_an_error_of_nccl_loses_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network fails in the middle, and Dask's connection does not."""
+    with cluster(2, monkeypatch) as (comms, carriers, network):
+        network.fails_after = network.num_transfers + 50
+        transfers = [bucket(np.random.default_rng(0), [1_000_000]) for _ in range(2)]
+        for number, transfer in enumerate(transfers):
+            send(comms[number], 1 - number, "key", transfer, carriers[number])
+            receive(comms[1 - number], number, "key", transfer, carriers[1 - number])
+        for transfer in transfers:
+            transfer.wait()
+            assert all(isinstance(error, PeerLost) for error in transfer.errors.values())
+        assert any("planted: the network failed" in str(error) for transfer in transfers for error in transfer.errors.values())
+
+
+def test_other_bytes_than_expected_lose_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that speaks of more bytes than the tiles have; nothing is written anywhere."""
+    with cluster(2, monkeypatch) as (comms, _, _):
+        transfer = bucket(np.random.default_rng(0), [30_000])
+        transfer.target = [np.zeros(20_000, np.uint8)]
+        send(comms[0], 1, "key", transfer)
+        receive(comms[1], 0, "key", transfer)
+        transfer.wait()
+        assert "30000 bytes came where 20000 were expected" in str(transfer.errors["receive"])
+        assert not transfer.target[0].any()
+
+
+def test_a_node_that_never_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting ends with its name; threads that NCCL keeps do not keep `close`."""
+    monkeypatch.setattr(exchange, "CONNECT_SECONDS", 3.0)
+    monkeypatch.setattr(nccl, "STOP_SECONDS", 0.2)
+    network = FakeNetwork()
+    cards = [FakeNccl(network, str(rank)) for rank in range(2)]
+    cards[1].joins = False
+    carriers = [NcclCarriers(card, rank, 2) for rank, card in enumerate(cards)]
+    with pytest.raises(PeerLost, match=r"node \d .*could not be sent to, or receive from, within 3 s"), nodes(2, lambda rank: carriers[rank]):
+        pass
+    network.take_down()
+    for each in carriers:
+        for link in each._links.values():
+            link.join(LONG)
+            assert not link.is_alive()
+
+
+def test_nccl_that_fails_at_once() -> None:
+    """Connecting ends on both nodes, on one of them with NCCL's own words, and does not wait for the limit."""
+    network = FakeNetwork()
+    network.take_down()
+    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=NcclCarriers(FakeNccl(network), rank, 2)) for rank in range(2)]
+    addresses = [each.listen() for each in comms]
+    errors = []
+    for each in comms:
+        each.begin_to_connect(addresses)
+    for each in comms:
+        with pytest.raises(PeerLost) as failure:
+            each.wait_connected()
+        errors.append(str(failure.value))
+    for each in comms:
+        each.close()
+    assert any("planted: the other rank does not join" in error for error in errors)
+
+
+CARD = GpuFacts(0, "Fake", 90, 8 << 30, 6 << 30)
+
+
+class Cards:
+    """A card, or none; every node has another one of that name."""
+
+    def __init__(self, *found: GpuFacts, network: FakeNetwork | None = None, libraries: Path | None = None) -> None:
+        self.found, self.network, self.libraries = list(found), network, libraries
+        self.numbers = itertools.count()
+
+    def choose(self, count: int | None) -> list[GpuFacts]:
+        return self.found
+
+    def open(self, facts: Sequence[object], *, tf32: bool, dtype: str) -> list[Any]:
+        assert self.libraries is not None
+        return [Emulator(self.libraries)]
+
+    def nccl(self, facts: GpuFacts) -> Nccl:
+        if self.network is None:
+            raise NoGpu("CuPy finds no NCCL")
+        return FakeNccl(self.network, str(next(self.numbers)))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
+def test_the_command_on_two_nodes(folder: Path, cuda_libraries: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes with emulated GPUs: losses of one machine, bytes through NCCL, its memory taken out of the budget; nodes that cannot refuse."""
+    shape = {"vocab_size": 61, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    Path("config.json").write_text(json.dumps(shape))
+    np.random.default_rng(0).integers(0, 61, 5000).astype(np.uint16).tofile("train.bin")
+    flags = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=1 --lanes=2 --sample-tokens=0 --ram=64MiB --steps=3"
+    network = FakeNetwork()
+    monkeypatch.setattr(gpus, "cards", Cards(CARD, network=network, libraries=cuda_libraries))
+    assert main(["train", *flags.split(), "--run-dir=alone"]) == 0
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=":0", silence_logs=50) as found:
+        command = ["train", *flags.split(), f"--dask={found.scheduler_address}", "--transport=nccl"]
+        assert main([*command, "--run-dir=nodes"]) == 0
+        monkeypatch.setattr(gpus.cards, "numbers", itertools.repeat(7))
+        assert main([*command, "--run-dir=shared"]) == 2
+        assert "both use 7 of" in capsys.readouterr().err
+        monkeypatch.setattr(gpus.cards, "network", None)
+        assert main([*command, "--run-dir=without"]) == 2
+        assert "on worker tcp://127.0.0.1:" in capsys.readouterr().err
+    losses = [[json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("alone", "nodes")]
+    assert losses[0] == losses[1]
+    assert network.num_transfers > 2
+    budgets = [json.loads(Path(run, "summary.json").read_text())["budget_bytes"] for run in ("alone", "nodes")]
+    taken = 2 * (2 * nccl.PIECE + COMMUNICATOR_NBYTES)
+    assert [budgets[1][f"{rank}/cuda:0"] for rank in range(2)] == [budgets[0]["cuda:0"] - taken] * 2
+
+
+def test_memory_of_the_card_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What buffers and NCCL take is measured, and taken out of the budget, of each part of the card its part."""
+    with cluster(3, monkeypatch) as (_, carriers, _):
+        assert [each.taken_nbytes() for each in carriers] == [4 * (20_000 + COMMUNICATOR_NBYTES)] * 3
+    monkeypatch.setattr(gpus, "cards", Cards(CARD))
+    settings = TrainSettings()
+    assert parse_size(gpus.without_nccl(settings, 1000), "") == int(0.9 * ((6 << 30) - CONTEXT_NBYTES)) - 1000
+    settings = replace(settings, resources=replace(settings.resources, split_gpu=2, gpu_memory="1GiB"))
+    assert gpus.without_nccl(settings, 1001) == f"{(1 << 30) - 501}B"
+    with pytest.raises(DoesNotFit, match=r"--transport nccl has taken 3 GiB of GPU 0 \(Fake\), part 0, and --gpu-memory is 1 GiB; raise it"):
+        gpus.without_nccl(settings, 3 << 30)
+
+
+@pytest.mark.parametrize(
+    ("cards", "worker", "why"),
+    [
+        (Cards(), "tcp://a:1", "on worker tcp://a:1: --transport nccl sends from a GPU, and no GPU is used, since CuPy is not installed; use"),
+        (Cards(CARD), "tcp://a:1", "on worker tcp://a:1: CuPy finds no NCCL"),
+        (Cards(CARD, network=FakeNetwork()), "tls://a:1", "--transport nccl does not encrypt, and tls://a:1 is of a cluster that does"),
+    ],
+)
+def test_a_node_that_cannot(cards: Cards, worker: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, no NCCL, a cluster with TLS."""
+    monkeypatch.setattr(gpus, "cards", cards)
+    with pytest.raises(UsageError) as refusal:
+        open_carriers(TrainSettings(), worker, 0, 2)
+    assert str(refusal.value).startswith(why)
+
+
+def test_cupy_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy says so by an attribute; the message names the package."""
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(nccl=SimpleNamespace(available=False)))
+    with pytest.raises(NoGpu, match=r"CuPy finds no NCCL \(libnccl.so.2\).*nvidia-nccl-cu12.*--transport dask"):
+        find_library()
+
+
+def test_two_nodes_on_one_card() -> None:
+    """NCCL does not take them; without NCCL, and on different machines, nobody asks."""
+    machines = [Machine(f"tcp://{host}:{port}", host, False) for host, port in (("a", 1), ("a", 2), ("b", 1))]
+    check_cards(machines, ["", "", ""])
+    check_cards(machines, ["0000:01:00.0", "0000:02:00.0", "0000:01:00.0"])
+    with pytest.raises(UsageError, match=r"workers tcp://a:1 and tcp://a:2 both use 0000:01:00.0 of a; start each with its own"):
+        check_cards(machines, ["0000:01:00.0"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("", "--transport nccl is about a Dask cluster; add --dask ADDRESS, or drop it"),
+        (
+            "--dask=local:2",
+            "--transport nccl takes a GPU for each node, and the workers of --dask local:2 share those of this machine; start each",
+        ),
+        ("--dask=tls://a:8786", "--transport nccl does not encrypt, and tls://a:8786 is of a cluster that does (TLS); use --transport dask"),
+        ("--dask=tcp://a:8786 --ngpu=0", "--transport nccl sends from GPUs and --ngpu 0 leaves them out; drop one of them"),
+        ("--dask=tcp://a:8786 --restrict=cpu", "--transport nccl sends from GPUs and --restrict cpu leaves them out; drop one of them"),
+        ("--dask=tcp://a:8786 --sim-gpu=1", "--transport nccl sends from GPUs and --sim-gpu 1 leaves them out; drop one of them"),
+        ("--dask=tcp://a:8786 --link-bandwidth=1GB", "--link-bandwidth 1GB limits Dask's connections, and --transport nccl uses others; drop one"),
+    ],
+)
+def test_flags_that_do_not_go_with_it(flags: str, why: str, folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence and exit code 2, before anything is opened."""
+    assert main(["train", "--transport=nccl", *flags.split()]) == 2
+    assert why in capsys.readouterr().err
