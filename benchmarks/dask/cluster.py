@@ -5,7 +5,7 @@
     python benchmarks/dask/cluster.py --suite traffic   # bytes that a node sends a step, beside (n - 1) / n of gradient and parameters
     python benchmarks/dask/cluster.py --suite overlap   # a link on which the exchange alone takes half of the computation
     python benchmarks/dask/cluster.py --suite faults    # random kills
-    python benchmarks/dask/cluster.py --suite scale     # virtual time from measured costs: 2 and 4 nodes here, then up to 1,024
+    python benchmarks/dask/cluster.py --suite scale     # virtual time from what tasks, messages and calls cost: 2 and 4 nodes here, then up to 1,024
 
 Each writes benchmarks/results/dask_SUITE.json; `--output=` writes nothing, `--tiny` is a quick look. Nodes compute on one core each. `cost` drives
 two processes with the same engine and the same connections in a loop of their own: what is left between the two is Dask, the client and the loop.
@@ -17,9 +17,6 @@ import argparse
 import itertools
 import json
 import os
-import random
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,8 +32,7 @@ HERE: Final = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1]))
 import common  # noqa: E402
 
-MARK: Final = "CLUSTER_BENCHMARK"
-"""Environment variable by which the processes of a suite are known."""
+DEEP: Final = {"vocab_size": 4096, "n_positions": 256, "n_embd": 256, "n_layer": 12, "n_head": 4}
 
 WARM: Final = 5
 """First steps, which are not timed."""
@@ -61,7 +57,12 @@ def train(folder: Path, name: str, steps: int, *more: str) -> list[Row]:
     done = subprocess.run(argv, cwd=common.ROOT, env={**os.environ, **common.one_thread_blas()}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(argv)} ended with code {done.returncode}\n{done.stdout}{done.stderr}")
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / name)
+
+
+def read_rows(run: Path) -> list[Row]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(rows: Sequence[Row]) -> list[tuple[float, float]]:
@@ -113,6 +114,8 @@ def seconds_of(rows: Sequence[Row]) -> float:
 
 def cost(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """A step of 2 nodes with Dask and without."""
+    from counting import counted_cluster, train_messages
+
     steps = WARM + (2 if arguments.tiny else 30)
     through, bare, messages = [], [], []
     for number in range(arguments.rounds):
@@ -134,66 +137,6 @@ def cost(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[s
         common.compare("messages that the scheduler sees per node and step", "messages", per_step, "bar", 2, better="less", bar="ours <= 2"),
     ]
     return rows, {"through_seconds": through, "bare_seconds": bare, "messages": messages}
-
-
-def train_messages(after: dict[str, int], before: dict[str, int], seconds: float, steps: int) -> dict[str, Any]:
-    """Messages of a run at the scheduler; heartbeats, which follow time and not steps, are told apart."""
-    new = {op: number - before.get(op, 0) for op, number in after.items() if number > before.get(op, 0)}
-    beats = sum(number for op, number in new.items() if "heartbeat" in op)
-    own = sum(new.values()) - beats
-    return {"per_node_and_step": own / (2 * steps), "heartbeats_per_second": beats / seconds, "by_name": new}
-
-
-class counted_cluster:
-    """A cluster on this machine whose scheduler counts the messages it handles.
-
-    Args:
-        workers: how many.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-
-    def __enter__(self) -> tuple[str, Callable[[], dict[str, int]]]:
-        from distributed import Client, LocalCluster
-
-        self.cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, dashboard_address=":0", silence_logs=50)
-        self.client = Client(self.cluster)
-        self.client.run_on_scheduler(_count_messages)
-        return self.cluster.scheduler_address, lambda: self.client.run_on_scheduler(_counted)
-
-    def __exit__(self, *error: object) -> None:
-        self.client.close()
-        self.cluster.close()
-
-
-def _count_messages(dask_scheduler: Any) -> None:
-    """Let every handler of the scheduler count its calls; runs there."""
-    import functools
-    import inspect
-
-    counts = dask_scheduler.counted = {}
-
-    def counting(name: str, handler: Any) -> Any:
-        @functools.wraps(handler)
-        def count(*args: Any, **kwargs: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            return handler(*args, **kwargs)
-
-        @functools.wraps(handler)
-        async def count_async(*args: Any, **kwargs: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            return await handler(*args, **kwargs)
-
-        return count_async if inspect.iscoroutinefunction(handler) else count
-
-    for table in (dask_scheduler.handlers, dask_scheduler.stream_handlers):
-        for name, handler in list(table.items()):
-            table[name] = counting(name, handler)
-
-
-def _counted(dask_scheduler: Any) -> dict[str, int]:
-    return dict(dask_scheduler.counted)
 
 
 def run_bare(arguments: argparse.Namespace, steps: int, link: float | None = None) -> float:
@@ -230,8 +173,10 @@ def be_bare(arguments: argparse.Namespace) -> None:
     from nntask.trainer.recorded import RecordedEngine
     from nntask.trainer.rules import resolve
     from wrappers.cli.layers import request
+    from wrappers.dask.allocator import reuse_freed_memory
     from wrappers.dask.exchange import PeerComms
 
+    reuse_freed_memory()  # as nodes do: this process has Dask's settings, too
     asked = request(flags(arguments), {})
     settings, tiling = with_tiles(resolve(asked.settings, asked.config), PRESETS["tiny"])
     settings = replace(settings, resources=replace(settings.resources, ram="2GiB"))
@@ -259,10 +204,26 @@ def be_bare(arguments: argparse.Namespace) -> None:
 
 
 def overlap(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Two nodes with a minibatch each, and a link on which the exchange alone takes half of the computation."""
+    """Two nodes with a minibatch each, and a link on which the exchange alone takes half of the computation.
+
+    What ends last in a backward pass is the gradient of the embedding, and the next step begins with it: a quarter of tiny's bytes, and a tenth of
+    those of the model with 12 layers, as of large ones.
+    """
+    cases = {"tiny": flags(arguments, nodes=2)}
+    if not arguments.tiny:
+        file = folder / "deep.json"
+        file.write_text(json.dumps(DEEP))
+        cases["12 layers"] = f"--config-path {file} --batch 16 --minibatch 8 --seq-len 256 --lanes 2 --ncpu 1 --sample-tokens 0".split()
+    rows, details = [], {}
+    for name, own in cases.items():
+        row, details[name] = _overlap(arguments, folder / name, name, own)
+        rows.append(row)
+    return rows, details
+
+
+def _overlap(arguments: argparse.Namespace, folder: Path, name: str, own: list[str]) -> tuple[Row, dict[str, Any]]:
     steps = WARM + (2 if arguments.tiny else 15)
     both, computing, links = [], [], []
-    own = flags(arguments, nodes=2)
     half = [*own, "--batch", own[own.index("--minibatch") + 1]]
     for number in range(arguments.rounds):
         computing.append(at_once(2, lambda which, number=number: seconds_of(train(folder, f"compute-{which}-{number}", steps, *half))))
@@ -274,9 +235,9 @@ def overlap(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dic
             f"round {number + 1}/{arguments.rounds}  compute {computing[-1]:.4f} s, step {both[-1]:.4f} s, link {links[-1] / 1e6:.1f} MB/s",
             file=sys.stderr,
         )
-    what = "tiny on 2 nodes, exchange alone half of the computation: a step"
+    what = f"{name} on 2 nodes, exchange alone half of the computation: a step"
     row = common.compare(what, "s", median(both), "computation alone", median(computing), better="less", bar="ratio <= 1.2")
-    return [row], {"step_seconds": both, "compute_seconds": computing, "link_bytes_per_second": links}
+    return row, {"step_seconds": both, "compute_seconds": computing, "link_bytes_per_second": links}
 
 
 def at_once(count: int, run: Callable[[int], float]) -> float:
@@ -294,116 +255,58 @@ def at_once(count: int, run: Callable[[int], float]) -> float:
 
 def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """Kills at random moments over a run on 3 nodes."""
-    import psutil
-    from distributed import Client, LocalCluster
+    from kills import kill_at_random, left_over
 
     steps, kills = (30, 2) if arguments.tiny else (200, 20)
-    chance = random.Random(0)
-    own = [*flags(arguments), "--steps", str(steps)]
-    truth = losses(train(folder, "alone", steps, *flags(arguments)))
-    os.environ[MARK] = str(folder)  # what is started from here on inherits it
-    killed: list[float] = []
-    lines: list[tuple[float, str]] = []
-    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster, Client(cluster) as client:
-        argv = [
-            sys.executable,
-            "-m",
-            "nntask",
-            "train",
-            "--run-dir",
-            str(folder / "run"),
-            "--save-every",
-            "5",
-            "--dask",
-            cluster.scheduler_address,
-            *own,
-        ]
-        environment = {**os.environ, **common.one_thread_blas(), "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(argv, cwd=common.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        over = threading.Event()
-
-        def kill_some() -> None:
-            while len(killed) < kills and not over.wait(chance.uniform(0.5, 4.0)):
-                if any(re.match(r"step [1-9]", line) for _, line in lines[-3:]):  # training, not starting
-                    victim = chance.choice(list(client.run(os.getpid).values()))
-                    os.kill(victim, signal.SIGKILL)
-                    killed.append(monotonic())
-
-        killer = threading.Thread(target=kill_some)
-        killer.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append((monotonic(), line))
-            if line.startswith(("lost", "worker")):
-                print(f"kill {len(killed)}: {line}", end="", file=sys.stderr)
-        over.set()
-        killer.join()
-        code = process.wait()
-        errors = process.stderr.read() if process.stderr else ""
-    if code:
-        raise SystemExit(f"the run ended with code {code}\n{errors}")
-    found = losses([json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()])
-    steps_at = [at for at, line in lines if line.startswith("step ")]
-    recovery = [min((at for at in steps_at if at > moment), default=moment) - moment for moment in killed]
-    recovery = [seconds for moment, seconds in zip(killed, recovery, strict=True) if any(at > moment for at, line in lines if "lost" in line)]
-    _, orphans = psutil.wait_procs([each for each in psutil.process_iter() if _is_left_over(each, str(folder))], timeout=20)
+    own = flags(arguments)
+    truth = losses(train(folder, "alone", steps, *own))
+    mark = str(folder)
+    told = kill_at_random([*own, "--steps", str(steps), "--run-dir", str(folder / "run"), "--save-every", "5"], kills, mark)
+    found = losses(read_rows(folder / "run"))
+    equal = sum(a == b for a, b in zip(found, truth, strict=False))
+    orphans = left_over(mark)
     rows = [
         common.compare(
             f"{kills} random kills over {steps} steps on 3 nodes: kills survived",
             "kills",
-            len(killed),
+            len(told.kills),
             "asked for",
             kills,
             better="equal",
             bar="ratio >= 1",
         ),
-        common.compare(
-            "steps whose loss and norm are an undisturbed run's",
-            "steps",
-            sum(a == b for a, b in zip(found, truth, strict=False)),
-            "all",
-            steps,
-            better="equal",
-            bar="ratio >= 1",
-        ),
-        common.compare("longest time from a kill to the next step", "s", max(recovery, default=0.0), "bar", 60, better="less", bar="ours <= 60"),
+        common.compare("steps whose loss and norm are an undisturbed run's", "steps", equal, "all", steps, better="equal", bar="ratio >= 1"),
+        common.compare("longest time from a kill to the next step", "s", max(told.recovery, default=0.0), "bar", 60, better="less", bar="ours <= 60"),
         common.compare("processes afterwards, this one included", "processes", 1 + len(orphans), "this one", 1, better="equal", bar="ours <= 1"),
     ]
-    return rows, {"recovery_seconds": recovery, "lines": [line for _, line in lines if "going on" in line]}
-
-
-def _is_left_over(process: Any, mark: str) -> bool:
-    """Whether a process was started by the suite and is not this one, nor what Python keeps beside it."""
-    try:
-        return (
-            process.pid != os.getpid() and process.environ().get(MARK) == mark and not any("resource_tracker" in word for word in process.cmdline())
-        )
-    except Exception:  # it has ended meanwhile, or is somebody else's
-        return False
+    return rows, {"recovery_seconds": told.recovery, "lines": told.lines}
 
 
 def scale(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """Predictions beside runs here, and the curve."""
-    from scale import measured_call, measured_link, predict
+    from scale import Costs, measured_call, measured_link, measured_task, predict
 
     steps = WARM + (2 if arguments.tiny else 15)
-    rows, curve, link, call = [], {}, measured_link(), measured_call()
+    rows, curve = [], {}
+    alone = train(folder, "alone", steps, *flags(arguments))  # before a cluster leaves Dask's settings in this process
+    costs = Costs(measured_link(), measured_call(), measured_task(alone[WARM:], folder / "alone"))
     for count in (2,) if arguments.tiny else (2, 4):
         real = median(
             seconds_of(train(folder, f"{count}-{number}", steps, *flags(arguments), "--dask", f"local:{count}")) for number in range(arguments.rounds)
         )
-        expected = predict(flags(arguments), count, link, call, cores=common.usable_cores())["seconds"]
+        expected = predict(flags(arguments), count, costs, cores=common.usable_cores())["seconds"]
         what = f"tiny on {count} nodes of this machine: a step as virtual time predicts it"
         rows.append(common.compare(what, "s", expected, "measured", real, better="equal", bar="ratio in 0.85..1.15"))
     for count in (1, 2, 4, 16) if arguments.tiny else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-        found = predict(flags(arguments), count, link, call, cores=None)
+        found = predict(flags(arguments), count, costs, cores=None)
         limit = max(("compute", "message", "byte", "call"), key=lambda name: found[f"{name}_seconds"])
         curve[str(count)] = found | {"limit": limit, "efficiency": curve.get("1", found)["seconds"] / found["seconds"]}
         print(
             f"{count:5d} machines: {found['seconds']:.3f} s a step, {curve[str(count)]['efficiency']:.0%} of one's speed each, limited by {limit}s",
             file=sys.stderr,
         )
-    return rows, {"link": {"seconds": link.seconds, "bytes_per_second": link.bandwidth}, "call_seconds": call, "curve": curve}
+    link = {"seconds": costs.link.seconds, "bytes_per_second": costs.link.bandwidth}
+    return rows, {"link": link, "call_seconds": costs.call, "task_seconds": costs.task, "curve": curve}
 
 
 def main() -> None:

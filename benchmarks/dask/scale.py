@@ -1,4 +1,4 @@
-"""Virtual time for `cluster.py --suite scale`: what a message and a call cost here, and a step of n nodes on the node that sends most.
+"""Virtual time for `cluster.py --suite scale`: what a message, a call and a task cost here, and a step of n nodes on the node that sends most.
 
 Virtual time gives every node's computation and every link a resource of its own. Nodes of one machine share its cores: a step takes at least all that
 computing, messages and calls need of them. On machines of their own a step takes at least the client's calls to all nodes.
@@ -6,13 +6,14 @@ computing, messages and calls need of them. On machines of their own a step take
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[2]))
@@ -69,6 +70,26 @@ def measured_link() -> Link:
     return Link(small, (4 << 20) / max(large - small, 1e-9))
 
 
+def measured_task(rows: Sequence[Mapping[str, Any]], run: Path) -> float:
+    """Seconds that a worker needs for a task besides its kernel, from the steps of a run on one worker."""
+    num_tasks = json.loads((run / "machine.json").read_text())["tasks_per_step"]
+    return median(row["seconds"] - sum(row["busy_seconds"].values()) for row in rows) / float(num_tasks)
+
+
+class Costs(NamedTuple):
+    """What was measured.
+
+    Args:
+        link: of a node.
+        call: seconds to call a node.
+        task: seconds of a task besides its kernel.
+    """
+
+    link: Link
+    call: float
+    task: float
+
+
 class Echo:
     """An actor that answers."""
 
@@ -80,9 +101,11 @@ class Echo:
 def measured_call(workers: int = 2, count: int = 200) -> float:
     """Seconds of processors that it takes to call one node and get its answer, two calls under way: of the client, the scheduler and the worker."""
     import psutil
-    from distributed import Client, LocalCluster
+    from distributed import Client
 
-    with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster, Client(cluster) as client:
+    from wrappers.dask.cluster import local_cluster
+
+    with local_cluster(workers) as cluster, Client(cluster) as client:
         actors = [client.submit(Echo, actor=True, workers=[address], pure=False).result() for address in client.scheduler_info()["workers"]]
         flying = [actor.step(0) for actor in actors]
         me = psutil.Process()
@@ -103,22 +126,41 @@ def measured_call(workers: int = 2, count: int = 200) -> float:
     return seconds / workers
 
 
-def predict(flags: Sequence[str], nodes: int, link: Link, call: float, *, cores: int | None) -> dict[str, float]:
+def captured_step(rank: int, nodes: int, settings: Any, tiling: Any) -> tuple[Any, Any]:
+    """The plan of a step of tiny on one of several nodes, and the buckets that they exchange."""
+    from nntask.models.config import PRESETS
+    from nntask.sharding import Exchange, shares
+    from nntask.trainer.recorded import build_model, build_optimizer, emit_training_step
+    from scheduler import Codelet
+    from scheduler.capture import CapturingRuntime
+
+    class Nowhere:
+        send = Codelet("send", host=lambda *_, **__: None)
+        receive = Codelet("receive", host=lambda *_, **__: None)
+
+    runtime = CapturingRuntime(settings.tiling.lanes or 1)
+    model = build_model(PRESETS["tiny"], tiling, runtime, settings)
+    share = shares((settings.tiling.batch or 1) // settings.tiling.minibatch, settings.tiling.lanes or 1, nodes)[rank]
+    exchange = Exchange([p for p in model.parameters() if p.trainable], share, Nowhere()) if nodes > 1 else None
+    optimizer = build_optimizer(model, settings, None if exchange is None else exchange.tiles_of)
+    inputs = [model.input_tensors(settings.tiling.minibatch, settings.model.seq_len) for _ in share.minibatches]
+    with runtime.record():
+        kept = emit_training_step(model, optimizer, inputs, exchange)
+    del kept
+    return runtime.plan, [] if exchange is None else exchange.buckets
+
+
+def predict(flags: Sequence[str], nodes: int, costs: Costs, *, cores: int | None) -> dict[str, float]:
     """A step of `nodes` nodes in virtual time, on the node that sends most.
 
     Args:
         flags: of the training, for one node and for those that share a machine.
-        call: seconds to call a node.
         cores: of the machine that all of them share; None for machines of their own.
     """
     from nntask.models.config import PRESETS
-    from nntask.sharding import Exchange, shares
     from nntask.trainer.places import durations, this_machine
     from nntask.trainer.prepare import with_tiles
-    from nntask.trainer.recorded import build_model, build_optimizer, emit_training_step
     from nntask.trainer.rules import resolve
-    from scheduler import Codelet
-    from scheduler.capture import CapturingRuntime
     from scheduler.drivers.virtual import simulate
     from wrappers.cli.layers import request
 
@@ -130,34 +172,25 @@ def predict(flags: Sequence[str], nodes: int, link: Link, call: float, *, cores:
     settings, tiling = with_tiles(resolve(asked.settings, asked.config), PRESETS["tiny"])
     target = this_machine(settings)
 
-    class Nowhere:
-        send = Codelet("send", host=lambda *_, **__: None)
-        receive = Codelet("receive", host=lambda *_, **__: None)
-
-    def step_of(rank: int) -> Any:
-        runtime = CapturingRuntime(settings.tiling.lanes or 1)
-        model = build_model(PRESETS["tiny"], tiling, runtime, settings)
-        share = shares((settings.tiling.batch or 1) // settings.tiling.minibatch, settings.tiling.lanes or 1, nodes)[rank]
-        exchange = Exchange([p for p in model.parameters() if p.trainable], share, Nowhere()) if nodes > 1 else None
-        optimizer = build_optimizer(model, settings, None if exchange is None else exchange.tiles_of)
-        inputs = [model.input_tensors(settings.tiling.minibatch, settings.model.seq_len) for _ in share.minibatches]
-        with runtime.record():
-            kept = emit_training_step(model, optimizer, inputs, exchange)
-        del kept
-        return runtime.plan, [] if exchange is None else exchange.buckets
-
-    _, buckets = step_of(0)
+    _, buckets = captured_step(0, nodes, settings, tiling)
     loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(nodes)]
-    plan, _ = step_of(max(range(nodes), key=lambda rank: loads[rank]))
-    link = Link(link.seconds, link.bandwidth)  # which counts from zero
-    found = simulate(plan, workers=[("cpu", 0, 1)], nodes=[("ram", 1 << 50)], policy="prio", duration=durations(plan, target).of, host=link.end)
+    plan, _ = captured_step(max(range(nodes), key=lambda rank: loads[rank]), nodes, settings, tiling)
+    link = Link(costs.link.seconds, costs.link.bandwidth)  # which counts from zero
+    kernels = durations(plan, target)
+    found = simulate(
+        plan,
+        workers=[("cpu", 0, 1)],
+        nodes=[("ram", 1 << 50)],
+        policy="prio",
+        duration=lambda task, kind: kernels.of(task, kind) + costs.task,
+        host=link.end,
+    )
     messages, nbytes = link.num_messages / 2, link.nbytes / 2  # of two replays
-    shares_of = {
+    of_a_node = {
         "compute_seconds": found.busy_seconds[0],
         "message_seconds": messages * link.seconds / 2,  # each is one node's to send and another's to receive
         "byte_seconds": nbytes / link.bandwidth / 2,
-        "call_seconds": call * nodes,
     }
-    calls = shares_of["call_seconds"]
-    at_least = calls if cores is None else (nodes * (sum(shares_of.values()) - calls) + calls) / cores
-    return {"seconds": max(found.seconds, at_least), **shares_of}
+    calls = costs.call * nodes
+    at_least = calls if cores is None else (nodes * sum(of_a_node.values()) + calls) / cores
+    return {"seconds": max(found.seconds, at_least), **of_a_node, "call_seconds": calls}

@@ -106,7 +106,8 @@ def _seconds(result: Result) -> float:
 def policies(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """Makespan over the largest lower bound with room for all, and bytes within a quarter."""
     rows, cases = [], {}
-    for model, config in MODELS.items():
+    for model in args.models:
+        config = MODELS[model]
         flags = [f"--model={model}"]
         if config is not None:
             file = Path(disk) / f"{model}.json"
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=("plan", "overlap", "policies", "bytes"), required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], help="of the suite policies")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()
