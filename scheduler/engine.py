@@ -144,11 +144,12 @@ class Engine:
                 self._drain_inbox()
             return self._carry_out(self.machine.handle(event), worker.id)
 
-    def bring(self, event: Event, newcomer: Task | None = None) -> None:
+    def bring(self, event: Event, newcomer: Task | None = None, copied_seconds: float = 0.0) -> None:
         """Advance the machine by an event of a thread that is not a worker.
 
         Args:
             newcomer: the task submitted, which gets its number here.
+            copied_seconds: what a copy took that has finished.
 
         Raises:
             SchedulerError: the runtime is broken or closed.
@@ -159,7 +160,10 @@ class Engine:
             try:
                 if self.inbox:
                     self._drain_inbox()
-                if newcomer is not None:
+                if type(event) is CopyFinished:
+                    source, target = event.source, event.target
+                    self.models.record_copy(source.node, target.node, source.handle.nbytes, copied_seconds)
+                elif newcomer is not None:
                     newcomer.id = TaskId(self._num_tasks)
                     newcomer.order = self._num_tasks
                     self._num_tasks += 1
@@ -174,9 +178,7 @@ class Engine:
         if self.trace is not None and self.trace.active:
             self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns, source.handle.id)
         if not self.closing:
-            with self._lock:
-                self.models.record_copy(source.node, target.node, source.handle.nbytes, (end_ns - start_ns) * 1e-9)
-            self.bring(CopyFinished(source, target))
+            self.bring(CopyFinished(source, target), copied_seconds=(end_ns - start_ns) * 1e-9)
 
     def attach(self, handle: HandleRecord, source: Source) -> None:
         """From now on the data of a handle is what the source reads.

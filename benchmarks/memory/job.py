@@ -37,7 +37,8 @@ from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
 from scheduler import Runtime
 
-SAMPLED_SECONDS: Final = 0.02
+SAMPLED_SECONDS: Final = 0.1
+"""Often enough for memory that a step keeps for longer; at 0.02 the sampling itself took a twentieth of a core, and the interpreter with it."""
 
 
 def private_bytes() -> int:

@@ -14,21 +14,28 @@ from typing import Final, Protocol
 from .records import Replay, Replica
 
 FAR: Final = 1 << 20
-"""Planned tasks until a use nobody knows of."""
+"""Planned tasks until a use nobody knows of, for each event since the last one."""
 
 NEVER: Final = 1 << 60
 """`order` of such a use, for the first event's replica."""
+
+
+def is_foreseen(key: float) -> bool:
+    """Whether a key of `NextUse` is that of a use somebody knows of."""
+    return key < NEVER >> 1
 
 
 class Horizon:
     """Where execution stands in the planned order of the recorded steps under way, and when each handle is used next.
 
     Attributes:
+        clock: events so far.
         replays: under way, oldest first.
         reached: `order` of the latest plain task of those whose uses are foreseen (`Task.dues`).
     """
 
     def __init__(self) -> None:
+        self.clock = 0
         self.replays: list[Replay] = []
         self.reached = -1
 
@@ -102,8 +109,10 @@ class NextUse:
         return self.horizon.order + distance
 
     def price(self, key: float, *, dirty: bool) -> float:
-        """Bytes to move per byte of room, over the distance of the next use."""
-        return (2.0 if dirty else 1.0) / max(key - self.horizon.order, 1.0)
+        """Bytes to move per byte of room, over the distance of the next use; what was used long ago is expected to be used late."""
+        horizon = self.horizon
+        distance = key - horizon.order if is_foreseen(key) else FAR * (1 + horizon.clock + key - NEVER)
+        return (2.0 if dirty else 1.0) / max(distance, 1.0)
 
 
 class LeastRecentlyUsed:

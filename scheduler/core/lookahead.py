@@ -6,7 +6,8 @@ so they end. (They stood back for such a task once. Where memory is short there 
 Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one; beyond that share nothing is
 written that might die unwritten. Reads and writes under way are limited, so that the oldest task's own copy never waits behind many. Looks at the
 tasks that will run on its node: all, where workers compute on one node only; else those of the node's part of the step, if the plan has parts.
-Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet where a task will run.
+Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet where a task will run. Does not look at every event:
+what is missing within reach changes with the tasks that end, what is clean with the room that is taken, and a look costs as much as many events.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ CLEAN: Final = 6
 TASKS: Final = 64
 """Planned tasks looked at, at most."""
 
+LOOKS: Final = 4
+"""A look for what to write back after every such fraction of the clean share that the node has handed out."""
+
+STRIDE: Final = 4
+"""Planned tasks that end before the next look, once nothing within reach is missing."""
+
 
 class Lookahead:
     """Prefetching and early write-back for one node.
@@ -51,7 +58,10 @@ class Lookahead:
         self.residency = residency
         self.node = node
         self.is_only = is_only
-        self._looked_at = 0
+        self._is_quiet = False  # whether the last look for what to fetch found nothing to fetch or to wait for
+        self._quiet_until = 0  # `order` of the next look
+        self._looked_at = 0  # what the node had handed out at the last look for what to write back
+        self._wanted = 0  # bytes to write back, as of then
 
     def run(self, *, blocked: bool) -> None:
         """Start what should be under way now.
@@ -66,15 +76,20 @@ class Lookahead:
 
     def _prefetch(self, limit: int) -> None:
         residency, node = self.residency, self.node
-        replays = residency.horizon.replays
+        horizon = residency.horizon
+        if horizon.order < self._quiet_until:
+            return
         reading = sum(replica.node == node for replica in residency.copies)
         budget = residency.nodes[node].budget // AHEAD
         num_seen = distance = 0
-        for replay in replays:
+        self._is_quiet = True
+        for replay in horizon.replays:
             done, tasks = replay.done, replay.tasks
             for position in self._positions_ahead(replay):
-                if reading >= limit or num_seen >= TASKS or budget <= 0:
+                if reading >= limit:
                     return
+                if num_seen >= TASKS or budget <= 0:
+                    break
                 if done[position]:
                     continue
                 num_seen += 1
@@ -87,6 +102,8 @@ class Lookahead:
                     reading += num_started
                     budget -= nbytes
             distance += len(tasks) - replay.frontier
+        if self._is_quiet:
+            self._quiet_until = horizon.order + STRIDE
 
     def _positions_ahead(self, replay: Replay) -> Iterable[int]:
         """Positions of the tasks that will run here; some of them may have ended."""
@@ -113,8 +130,11 @@ class Lookahead:
                 continue
             nbytes += handle.size
             if (mode == R or mode == RW) and node not in handle.replicas and handle.lost is None and num_started < limit:
-                if coherence.best_source(handle, None) is None or is_in_use(handle):
-                    continue  # an earlier task has yet to write it, or may be writing it elsewhere (the program does)
+                if coherence.best_source(handle, None) is None:
+                    continue  # an earlier task has yet to write it
+                self._is_quiet = False
+                if is_in_use(handle):
+                    continue  # it may be written elsewhere just now: the program does
                 if not self.residency.prefetch(handle, node, distance):
                     return None
                 num_started += 1
@@ -127,21 +147,21 @@ class Lookahead:
             return  # nothing here is ever written elsewhere
         node = residency.nodes[self.node]
         goal = node.budget // CLEAN
-        if residency.num_writing >= WRITES or residency.broken is not None or node.taken - self._looked_at < goal // 8:
+        if residency.num_writing >= WRITES or residency.broken is not None:
             return
-        wanted = goal - (node.budget - node.used)
-        for replica in residency.residents(self.node):
-            if wanted <= 0:
-                self._looked_at = node.taken
-                return
-            if replica.pins == replica.outgoing and not is_dirty(replica):
-                wanted -= replica.handle.size
-        for replica in residency.shelves[self.node].dirty(WRITES - residency.num_writing):
-            if wanted > 0:
-                residency.write_back(replica)
-                wanted -= replica.handle.size
-        if wanted <= 0:
+        if node.taken - self._looked_at >= goal // LOOKS:
             self._looked_at = node.taken
+            self._wanted = goal - (node.budget - node.used)
+            for replica in residency.residents(self.node):
+                if self._wanted <= 0:
+                    break
+                if replica.pins == replica.outgoing and not is_dirty(replica):
+                    self._wanted -= replica.handle.size
+        if self._wanted > 0:
+            for replica in residency.shelves[self.node].dirty(WRITES - residency.num_writing):
+                if self._wanted > 0:
+                    residency.write_back(replica)
+                    self._wanted -= replica.handle.size
 
 
 def is_in_use(handle: HandleRecord) -> bool:

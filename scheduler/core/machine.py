@@ -122,7 +122,7 @@ class Machine:
                 event had not happened.
         """
         residency, dispatch = self.residency, self.dispatch
-        residency.clock += 1
+        self.horizon.clock += 1
         self.history.append(event)
         actions: list[Action] = []
         self._actions = residency.actions = dispatch.actions = actions

@@ -19,7 +19,7 @@ PAGE: Final = 4096
 LARGE: Final = 4096
 """An extent of at least this fraction of the capacity is large: in small memories tiles are, and vectors beside them are not."""
 
-_SPREAD: Final = LARGE
+_SPREAD: Final = 2 * LARGE
 """A file's extents may lie in an address space so many times its budget: what fragmentation costs there is addresses, not bytes. So wide that none
 of them is large: they all lie as near to the beginning as they can, because what lies beyond the budget is discarded with each of them."""
 

@@ -51,7 +51,6 @@ class Replicas:
         copies: copies under way by target; `queued` their bytes by link.
         actions: where copies are asked for; the machine sets it for every event.
         freed: whether anything was dropped or unpinned since the machine last looked.
-        clock: count of events, for LRU.
         claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
         readers: extents of host memory that those who read files work in; they may move, and never go.
@@ -69,7 +68,6 @@ class Replicas:
         "broken",
         "changed",
         "claims",
-        "clock",
         "copies",
         "eviction",
         "freed",
@@ -102,7 +100,7 @@ class Replicas:
         self.copies: dict[Replica, Copy] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
         self.queued: dict[tuple[NodeId, NodeId], int] = {}
-        self._waiting: dict[NodeId, Task] = {}  # whose victims are being written back; nothing changes for it before a copy has ended
+        self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # a task, and its victims, some of which are being written back
         self.num_evictions = 0
         self.num_hits = 0
         self.num_misses = 0
@@ -115,7 +113,6 @@ class Replicas:
         self.wanted: set[HandleRecord] = set()
         self.actions: list[Action] = []
         self.freed = False
-        self.clock = 0
         self.broken: BaseException | None = None
 
     def residents(self, node_id: NodeId) -> Iterable[Replica]:
@@ -269,7 +266,7 @@ class Replicas:
 
     def _settle_in(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
         """A new replica over an extent just taken."""
-        replica = Replica(handle, node_id, offset, since=self.clock)
+        replica = Replica(handle, node_id, offset, since=self.horizon.clock)
         if private:
             replica.state = "scratch"
         else:
@@ -376,9 +373,11 @@ class Replicas:
         if copy is None or copy.source is not source:
             raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished that was not under way")
         self.queued[source.node, target.node] -= source.handle.nbytes
-        self._waiting.clear()
         target.arriving = False
         source.outgoing -= 1
+        waiting = self._waiting.get(source.node)
+        if waiting is not None and not any(victim.outgoing for victim in waiting[1]):
+            del self._waiting[source.node]
         source.handle.num_uses -= 1
         self.num_writing -= target.node == self.last and source.node != FILE
         self.freed = True

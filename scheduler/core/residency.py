@@ -52,7 +52,7 @@ class Residency(Replicas):
         Raises:
             NothingToRead: the task reads data that does not exist; nothing was reserved.
         """
-        node_id, last, clock, several = task.node, self.last, self.clock, self.has_several
+        node_id, last, clock, several = task.node, self.last, self.horizon.clock, self.has_several
         replicas: list[Replica] = []
         homeless: tuple[HandleRecord, ...] = ()  # written, and at home in a file so far
         grows = fetch = False
@@ -133,7 +133,8 @@ class Residency(Replicas):
         present = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
         missing = [(handle, mode) for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas]
         missing.sort(key=lambda access: -access[0].size)
-        if (node_id == self.last and not self.num_files) or self._waiting.get(node_id) is task:
+        waiting = self._waiting.get(node_id)
+        if (node_id == self.last and not self.num_files) or (waiting is not None and waiting[0] is task):
             return False
         for handle, mode in missing:
             if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
@@ -146,7 +147,7 @@ class Residency(Replicas):
         if plan is None:
             return False
         if not self._are_clean(plan[1]):
-            self._waiting[node_id] = task
+            self._waiting[node_id] = task, plan[1]
             return False
         homeless = [handle for handle, mode in task.accesses if mode != SCRATCH and coherence.wants_home(handle, mode, self.last)]
         if node_id != self.last and not self._make_homes(homeless, task.order):
@@ -163,7 +164,7 @@ class Residency(Replicas):
         task.replicas = [private[handle] if mode == SCRATCH else handle.replicas[node_id] for handle, mode in task.accesses]
         for replica in task.replicas:
             replica.pins += 1
-            replica.last_use = self.clock
+            replica.last_use = self.horizon.clock
         self.nodes[node_id].mark()
         self.nodes[self.last].mark()
         self._fetch(task)

@@ -252,6 +252,7 @@ class StepPlan:
             part=self.parts[position] if self.parts else -1,
             pin=recorded.pin,
             is_exit=False,
+            model_key=recorded.model_key,
         )
 
     @staticmethod

@@ -8,7 +8,8 @@ replica is used, moved or dropped; a stale entry is thrown away, or entered anew
 A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
 in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
 between two that go, it goes with them. And what is tiny beside the node goes when nothing larger can: parameters of norms and means of rows were
-almost half of all copies of a GPT-2 step, each as slow as a tile's, and made no room.
+almost half of all copies of a GPT-2 step, each as slow as a tile's, and made no room. So it is as long as what is tiny takes a small share of the
+node, and only where somebody will use it.
 
 In that order a large tile that is needed soon can be the first hole, because no neighbours among the cheap small ones make one. So where prices add
 up and the hole costs more than as many bytes of the cheapest candidates would, a window is slid over the node to find the neighbours that cost
@@ -23,7 +24,7 @@ from math import inf
 from typing import Final
 
 from . import coherence
-from .eviction import EvictionPolicy
+from .eviction import EvictionPolicy, is_foreseen
 from .memory import MemoryNode
 from .records import Replica
 
@@ -34,6 +35,9 @@ TINY: Final = 1 << 13
 TINY_NBYTES: Final = 64 << 10
 """A replica of at most this fraction of the node's budget, and at most so many bytes, goes when nothing larger can: its room is worth less than the
 copies that it costs."""
+
+TINY_SHARE: Final = 16
+"""Unless all of them together have more than this fraction of the budget."""
 
 TRIED: Final = 200
 """Candidates looked at, at most, for a hole that nobody waits for."""
@@ -71,18 +75,21 @@ class Shelf:
         self._by_size: dict[int, Heaps] = {}
         self._offers: dict[Replica, Entry] = {}  # the entries that hold
         self._num_offers = 0
+        self._tiny_nbytes = 0  # of all replicas small enough
         self._checked: set[int] = set()  # numbers of entries that hold, found since a plan was begun: nothing changes while it is made
 
     def enter(self, replica: Replica) -> None:
         """A replica has settled on the node."""
         self.starts[replica.offset] = replica
         self.ends[replica.offset + replica.handle.size] = replica
+        self._tiny_nbytes += self._tiny_size(replica)
 
     def leave(self, replica: Replica) -> None:
         """A replica was dropped."""
         del self.starts[replica.offset]
         del self.ends[replica.offset + replica.handle.size]
         self._offers.pop(replica, None)
+        self._tiny_nbytes -= self._tiny_size(replica)
 
     def move(self, replicas: Sequence[Replica]) -> None:
         """All replicas lie elsewhere now."""
@@ -93,9 +100,10 @@ class Shelf:
         """Nothing but copies uses the replica any more: it is a candidate."""
         dirty = is_dirty(replica)
         self._num_offers += 1
-        entry = self._offers[replica] = (-self.policy.key(replica), self._num_offers, replica)
+        key = self.policy.key(replica)
+        entry = self._offers[replica] = (-key, self._num_offers, replica)
         size = replica.handle.size
-        if size <= TINY_NBYTES and size * TINY <= self.node.budget:
+        if self._tiny_size(replica) and self._tiny_nbytes * TINY_SHARE <= self.node.budget and is_foreseen(key):
             heaps: tuple[list[Entry], ...] = (self._tiny[dirty],)
         else:
             if size not in self._by_size:
@@ -106,6 +114,11 @@ class Shelf:
             if len(heap) > 4 * len(self.starts) + 64:
                 heap[:] = [each for each in heap if self._offers.get(each[2]) is each]
                 heapq.heapify(heap)
+
+    def _tiny_size(self, replica: Replica) -> int:
+        """Bytes of a replica that is tiny beside the node, else 0."""
+        size = replica.handle.size
+        return size if size <= TINY_NBYTES and size * TINY <= self.node.budget else 0
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
@@ -146,11 +159,14 @@ class Shelf:
         return sum(map(self._cost_of, victims))
 
     def _cost_of(self, replica: Replica) -> float:
-        """Bytes of a replica times its price; infinite if it may not go."""
+        """Bytes of a replica times its price, as of its last offer; infinite if it may not go."""
         offer = self._offers.get(replica)
-        if offer is None or not is_unused(replica) or (self.keep_dirty and coherence.is_needed(replica)):
+        if offer is None or replica.pins != replica.outgoing or replica.is_home:  # hot path: `is_unused`
             return inf
-        return replica.handle.size * self.policy.price(-offer[0], dirty=is_dirty(replica))
+        is_needed = coherence.is_needed(replica)
+        if is_needed and self.keep_dirty:
+            return inf
+        return replica.handle.size * self.policy.price(-offer[0], dirty=is_needed and not replica.outgoing)
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.core import victims
 from scheduler.core.errors import DoesNotFit, Stalled, TaskError, TierFailed
 from scheduler.core.lookahead import PRESSED
 from scheduler.core.memory import PAGE
@@ -317,4 +318,36 @@ def test_what_a_device_reads_makes_room_in_host_memory() -> None:
     run = driver.submit((weight, R), (driver.handle(2, "result"), W))
     driver.drain()
     assert run.error is None
+    driver.check()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "next-use"])
+def test_what_nobody_uses_any_more_goes_before_tiles_in_turn(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is. Tiles that replaced their like in turn, beside memory full of old data, moved in every round."""
+    monkeypatch.setattr(victims, "TINY", 64)  # a page is tiny
+    driver = FakeDriver([128, 600], [("cpu", RAM, 1)], storage=True, eviction=eviction)
+    written(driver, *(f"old {number}" for number in range(100)), kind="cpu")
+    tiles = written(driver, *"abcd", kind="cpu", pages=12)
+    for _ in range(2):
+        moved = sum(driver.machine.moved_bytes.values())
+        for tile in tiles:
+            driver.submit((tile, RW))
+            driver.drain()
+    assert sum(driver.machine.moved_bytes.values()) == moved
+    driver.check()
+
+
+def test_victims_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not anew with the end of every copy, while others of a blocked task's victims are still being written back."""
+    plans = []
+    plan = victims.Shelf.plan
+    monkeypatch.setattr(victims.Shelf, "plan", lambda shelf, sizes: plans.append(sizes) or plan(shelf, sizes))
+    driver = FakeDriver((6, 60), [("cpu", RAM, 4)], storage=True)
+    written(driver, *"abcdef", kind="cpu")
+    blocked = driver.submit((driver.handle(2, "large"), W))
+    for name, _, disk in driver.routes:
+        assert (states(blocked), len(plans)) == (["blocked"], 1)
+        driver.arrive(next(handle for handle in driver.handles if handle.name == name), disk)
+    assert states(blocked) == ["running"]
+    driver.drain()
     driver.check()

@@ -149,6 +149,7 @@ def test_what_lies_in_a_file_lies_at_its_beginning() -> None:
     """However large: what lies beyond the budget is discarded with each extent."""
     node = MemoryNode("disk", 64 * PAGE, is_storage=True)
     assert [node.take(size * PAGE, "activations") for size in (1, 63)] == [0, PAGE]
+    assert MemoryNode("disk", 64 * PAGE, is_storage=True).take(64 * PAGE, "activations") == 0
 
 
 @pytest.mark.parametrize(("large", "gone"), [("kept", 50), ("used", 0)])
