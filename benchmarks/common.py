@@ -2,7 +2,8 @@
 
 Rules. Each side of a comparison runs in its own process, so neither inherits the other's threads, memory or caches. Rounds alternate (ours,
 peer, ours, peer, ...), so a machine that slows down slows both. What is reported is the median over rounds; every round is kept in the file.
-A result carries the machine, the versions, the date and the commit, and never a path or a host name.
+A result carries the machine, the versions, the date, the commit and git's names of the sources, and never a path or a host name. A row may have a
+`verdict` of its own: "not resolved" where the bar lies within the interval of what was measured.
 """
 
 from __future__ import annotations
@@ -177,6 +178,20 @@ def commit() -> str:
     return name + ("+" if changed else "")
 
 
+def sources() -> dict[str, str]:
+    """Git's names of the trees that were measured and of what measured them, at HEAD; empty outside a checkout.
+
+    A rebase renames commits and leaves these names: ``git rev-parse COMMIT:nntask`` tells whether a commit holds what was measured.
+    """
+    script = Path(sys.argv[0]).resolve()
+    try:
+        own = script.parent if script.parent.parent.name == "benchmarks" else script
+        places = ["nntask", "tiles", "scheduler", "wrappers", own.relative_to(ROOT).as_posix()]
+        return {place: _git("rev-parse", f"HEAD:{place}").strip()[:12] for place in places}
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return {}
+
+
 def _git(*arguments: str) -> str:
     return subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -184,15 +199,15 @@ def _git(*arguments: str) -> str:
 def finish(name: str, result: Mapping[str, Any], *, measured: bool = True) -> None:
     """Print the comparisons, and keep the result as ``benchmarks/results/<name>.json`` unless `name` is empty or nothing real was measured."""
     for row in result["comparisons"]:
-        verdict = f"  bar {row['bar']}: {'met' if row['met'] else 'NOT MET'}" if "bar" in row else ""
+        verdict = f"  bar {row['bar']}: {row.get('verdict') or ('met' if row['met'] else 'NOT MET')}" if "bar" in row else ""
         print(f"{row['what']}: ours {row['ours']:,.4g} {row['unit']}, {row['peer']} {row['theirs']:,.4g}, ratio {row['ratio']:.3f}{verdict}")
     if name and measured:
         print(f"wrote {write(name, result).relative_to(ROOT)}; python benchmarks/table.py puts it into README.md")
 
 
 def write(name: str, result: Mapping[str, Any]) -> Path:
-    """Write ``benchmarks/results/<name>.json``, stamped with date and commit."""
-    stamped = {"benchmark": name, "date": datetime.date.today().isoformat(), "commit": commit(), **result}
+    """Write ``benchmarks/results/<name>.json``, stamped with date, commit and sources."""
+    stamped = {"benchmark": name, "date": datetime.date.today().isoformat(), "commit": commit(), "sources": sources(), **result}
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(stamped, indent=1) + "\n")

@@ -45,7 +45,8 @@ def render(results: Sequence[dict[str, Any]]) -> str:
 
 def _row(row: dict[str, Any]) -> str:
     ahead = row["ratio"] > 1 if row["better"] == "more" else row["ratio"] < 1
-    bar = f"{row['bar'].replace('>=', '≥').replace('<=', '≤')}: {'met' if row['met'] else '**not met**'}" if "bar" in row else ""
+    verdict = row.get("verdict") or ("met" if row.get("met") else "**not met**")
+    bar = f"{row['bar'].replace('>=', '≥').replace('<=', '≤')}: {verdict}" if "bar" in row else ""
     ratio = f"{row['ratio']:.2f}" + ("" if row["better"] == "equal" else " (ahead)" if ahead else " (**behind**)")
     return f"| {row['what']} | {_amount(row['ours'], row['unit'])} | {row['peer']}: {_amount(row['theirs'], row['unit'])} | {ratio} | {bar} |"
 
