@@ -3,12 +3,12 @@
     python benchmarks/dask/cluster.py --suite same      # 20 losses on 1 to 4 nodes, each twice, beside one machine's
     python benchmarks/dask/cluster.py --suite cost      # a step of 2 nodes that Dask drives, and of the same 2 nodes without it
     python benchmarks/dask/cluster.py --suite traffic   # bytes that a node sends a step, beside (n - 1) / n of gradient and parameters
-    python benchmarks/dask/cluster.py --suite overlap   # a link on which the exchange alone takes half of the computation
+    python benchmarks/dask/cluster.py --suite overlap   # a link on which the exchange alone takes half of a node's computation
     python benchmarks/dask/cluster.py --suite faults    # random kills over a whole run
     python benchmarks/dask/cluster.py --suite scale     # virtual time from what tasks, messages and calls cost: 2 and 4 nodes here, then up to 1,024
 
-Each writes benchmarks/results/dask_SUITE.json; `--output=` writes nothing, `--tiny` is a quick look. Nodes compute on one core each. How `cost`
-and `faults` measure is said in `driving` and `kills` beside this file.
+Each writes benchmarks/results/dask_SUITE.json; `--output=` writes nothing, `--tiny` is a quick look. Nodes compute on one core each. How `cost`,
+`overlap` and `faults` measure is said in `driving`, `alone` and `kills` beside this file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -150,7 +149,8 @@ def cost(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[s
 
 
 def overlap(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Two nodes with a minibatch each, and a link on which the exchange alone takes half of the computation.
+    """Two nodes with a minibatch each, and a link on which the exchange alone takes half of a node's computation, which is forward, backward and the
+    update of half of the model.
 
     What ends last in a backward pass is the gradient of the embedding, and the next step begins with it: a quarter of tiny's bytes, and a tenth of
     those of the model with 12 layers, as of large ones.
@@ -168,13 +168,14 @@ def overlap(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dic
 
 
 def _overlap(arguments: argparse.Namespace, folder: Path, name: str, own: list[str]) -> tuple[Row, dict[str, Any]]:
+    from alone import seconds_alone
+
     steps = WARM + (2 if arguments.tiny else 15)
     both, computing, links = [], [], []
-    half = [*own, "--batch", own[own.index("--minibatch") + 1]]
     for number in range(arguments.rounds):
-        computing.append(at_once(2, lambda which, number=number: seconds_of(train(folder, f"compute-{which}-{number}", steps, *half))))
         found = train(folder, f"free-{number}", 3, *own, "--dask", "local:2")
         nbytes = max(sum(row["moved_bytes"].get(link, 0) for row in found[1:]) / 2 for link in ("0=>1", "1=>0"))
+        computing.append(seconds_alone(own, steps, WARM, folder))
         links.append(nbytes / (computing[-1] / 2))
         both.append(seconds_of(train(folder, f"limited-{number}", steps, *own, "--dask", "local:2", "--link-bandwidth", f"{int(links[-1])}B")))
         print(
@@ -182,21 +183,8 @@ def _overlap(arguments: argparse.Namespace, folder: Path, name: str, own: list[s
             file=sys.stderr,
         )
     what = f"{name} on 2 nodes, exchange alone half of the computation: a step"
-    row = common.compare(what, "s", median(both), "computation alone", median(computing), better="less", bar="ratio <= 1.2")
+    row = common.compare(what, "s", median(both), "a node's share of it without exchange", median(computing), better="less", bar="ratio <= 1.2")
     return row, {"step_seconds": both, "compute_seconds": computing, "link_bytes_per_second": links}
-
-
-def at_once(count: int, run: Callable[[int], float]) -> float:
-    """The largest result of `run(0)`, `run(1)`, ... side by side, as nodes are on this machine."""
-    found: list[float] = []
-    threads = [threading.Thread(target=lambda which=which: found.append(run(which))) for which in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(found) < count:
-        raise SystemExit("a run failed")
-    return max(found)
 
 
 def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
