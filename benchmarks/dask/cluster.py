@@ -120,8 +120,8 @@ def cost(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[s
         begin = monotonic()
         train(folder, "counted", steps, *flags(arguments), "--dask", address, "--nodes", "2")
         messages = train_messages(count(), before, monotonic() - begin, steps)
-    pairs = 4 if arguments.tiny else 20 * arguments.rounds
-    found = driven(flags(arguments), folder, pairs, 2 if arguments.tiny else 8)
+    pairs = 4 if arguments.tiny else 40 * arguments.rounds
+    found = driven(flags(arguments), folder, pairs, 2 if arguments.tiny else 4)
     (low, high), extra = interval(found.extra), median(found.extra)
     bare = median(block.seconds for block in found.bare)
     what = f"tiny on 2 nodes: what Dask adds to a step, median of {pairs} pairs (95 %: {1e3 * low:.2f} to {1e3 * high:.2f})"

@@ -99,7 +99,7 @@ def driven(flags: Sequence[str], folder: Path, pairs: int, block: int) -> Driven
             order = [(sides.through, found.through), (sides.bare, found.bare)]
             for side, blocks in order if pair % 2 else order[::-1]:
                 blocks.append(side())
-            if pair % 10 == 9 or pair == pairs - 1:
+            if pair % 20 == 19 or pair == pairs - 1:
                 low, high = interval(found.extra)
                 text = f"median difference {1e3 * median(found.extra):+.2f} ms, 95 %: {1e3 * low:+.2f} to {1e3 * high:+.2f}"
                 _tell(f"pair {pair + 1}/{pairs}  through {found.through[-1].seconds:.4f} s, bare {found.bare[-1].seconds:.4f} s; {text}")
