@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.]+")
+LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.-]+")
 
 
 @pytest.mark.parametrize(
