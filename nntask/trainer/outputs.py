@@ -17,6 +17,7 @@ from tiles.kernels.cpu import kernel_versions
 
 from ..checkpoints import write_atomically
 from ..errors import DataError, StorageError, UsageError
+from .claim import LOCK
 from .metrics import Totals, around, to_json
 
 RUNS: Final = Path("runs")
@@ -57,8 +58,10 @@ def check_new_run(path: Path) -> None:
 def _never_began(path: Path) -> bool:
     """Whether a run directory is left over from a run that ended before its first step."""
     metrics = path / METRICS
-    names = {entry.name for entry in path.iterdir()}
-    return CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, TRACE} and not (metrics.exists() and metrics.stat().st_size)
+    names = {entry.name for entry in path.iterdir()} - {LOCK}
+    return not names or (
+        CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, TRACE} and not (metrics.exists() and metrics.stat().st_size)
+    )
 
 
 def check_writable(path: Path, flag: str) -> None:

@@ -16,6 +16,7 @@ from ..tensorfile import TensorFile
 from ..tiletable import read_table, shape_of
 from ..tiling import ModelTiling, default_tiling
 from .base import Base
+from .claim import check_unclaimed
 from .gpus import device_class
 from .outputs import check_new_run, check_writable, default_run_dir, versions
 from .rules import check_rank, disk_of, resolve
@@ -60,10 +61,11 @@ def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     data = data_spec(settings, config)
     if resumed is not None:
         _check_same(settings, config, resumed)
-        run = _resumed_run(settings, resumed)
+        run = _relative(run_of(resumed))
     else:
         run = Path(settings.checkpoints.run_dir) if settings.checkpoints.run_dir else default_run_dir(model_name(settings))
-        check_new_run(run)
+    check_unclaimed(run, claimed_by(resumed))
+    check_run(settings, run, resumed)
     _check_files(settings)
     check_spec(data)
     return Prepared(settings, config, tiling, data, run, resumed)
@@ -171,7 +173,25 @@ def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoin
         )
 
 
-def _resumed_run(settings: TrainSettings, resumed: Checkpoint) -> Path:
+def claimed_by(resumed: Checkpoint | None) -> str:
+    """The flag that names the run directory."""
+    return "--run-dir" if resumed is None else "--resume"
+
+
+def check_run(settings: TrainSettings, run: Path, resumed: Checkpoint | None) -> None:
+    """Check that a run may begin or go on in its directory, creating nothing.
+
+    Raises:
+        UsageError: another run is there, or it has gone beyond the checkpoint.
+        DataError: it cannot be written.
+    """
+    if resumed is None:
+        check_new_run(run)
+    else:
+        _check_resumed_run(settings, resumed)
+
+
+def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
     run = run_of(resumed)
     wanted = settings.checkpoints.run_dir
     if wanted and Path(wanted).resolve() != run:
@@ -185,7 +205,6 @@ def _resumed_run(settings: TrainSettings, resumed: Checkpoint) -> Path:
             f"--steps must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}"
         )
     check_writable(run, "--run-dir")
-    return _relative(run)
 
 
 def _relative(path: Path) -> Path:

@@ -20,6 +20,7 @@ from ..schedule import make_schedule
 from ..tensorfile import STORAGE, save_tensors
 from .autotile import prepare_in_best_tiles
 from .base import Base, base_to_start_from
+from .claim import Claim
 from .engine import Cluster, Counters, NodesChanged, Trained
 from .evaluation import evaluate
 from .eventfile import EventFile, check_installed
@@ -31,7 +32,7 @@ from .loop import Loop, Plan
 from .machine import FAILURES, open_runtime, told
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, machine_of, summary_of, write_file, write_machine, write_summary
-from .prepare import Prepared, state_of
+from .prepare import Prepared, check_run, claimed_by, state_of
 from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
 from .running import Running, print_header, print_totals
@@ -87,11 +88,11 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
         return 0
     interrupts = Interrupts()
     interrupts.what_there_is = partial(_left_behind, prepared.run)
-    with interrupts:
+    with Claim(prepared.run, claimed_by(resumed), partial(check_run, settings, prepared.run, resumed)) as claim, interrupts:
         if cluster is not None:
-            return _on_cluster(prepared, base, cluster, printer, interrupts)
+            return _on_cluster(prepared, base, cluster, claim, printer, interrupts)
         assert order is not None  # chosen above
-        return _here(prepared, base, order, fallbacks, explained, printer, interrupts)
+        return _here(prepared, base, order, fallbacks, explained, claim, printer, interrupts)
 
 
 def _here(
@@ -100,6 +101,7 @@ def _here(
     order: PlannedOrder,
     fallbacks: Mapping[str, int],
     explained: Collection[str],
+    claim: Claim,
     printer: StepPrinter,
     interrupts: Interrupts,
 ) -> int:
@@ -112,6 +114,7 @@ def _here(
             engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, start, order.name)
             dataset = open_dataset(prepared.data, printer.say)
             running = _running(prepared, base, _stream(prepared, dataset), dataset, runtime, engine, printer, interrupts, fallbacks)
+            claim.take()
             _begin(running, order)
             if prepared.resumed is None:
                 print_timing(engine, settings, running.counts, prepared.config.vocab_size, printer, interrupts.pending)
@@ -122,7 +125,7 @@ def _here(
         raise told(error, runtime, settings.resources, _left_behind(prepared.run)) from error
 
 
-def _on_cluster(prepared: Prepared, base: Base | None, cluster: Cluster, printer: StepPrinter, interrupts: Interrupts) -> int:
+def _on_cluster(prepared: Prepared, base: Base | None, cluster: Cluster, claim: Claim, printer: StepPrinter, interrupts: Interrupts) -> int:
     """Train on a cluster; when its nodes change, go on from the last checkpoint with those that there are."""
     dataset = open_dataset(prepared.data, printer.say)
     while True:
@@ -130,6 +133,7 @@ def _on_cluster(prepared: Prepared, base: Base | None, cluster: Cluster, printer
             with cluster.open(prepared, base, dataset, printer.say) as (counters, engine):
                 stream = _stream(prepared, dataset, rows=())  # nodes read what they need
                 running = _running(prepared, base, stream, dataset, counters, engine, printer, interrupts)
+                claim.take()
                 _begin(running, None)
                 return _go(running, Watchers(on_saved=cluster.check_members))
         except NodesChanged as change:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from nntask.checkpoints import find_checkpoint
 from wrappers.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +88,7 @@ def test_a_run_leaves_its_files(here, capsys):
     places = [out.index(line) for line in lines]
     assert places == sorted(places)
     run = here / "run"
-    assert {p.name for p in run.iterdir()} == {"config.toml", "machine.json", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
+    assert {p.name for p in run.iterdir()} == {".lock", "config.toml", "machine.json", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
     wanted = "steps tokens seconds tokens_per_second loss_first loss_last peak_bytes budget_bytes moved_bytes "
     wanted += "evictions stall_seconds hit_rate moved_bytes_around_steps evictions_around_steps stall_seconds_around_steps "
     wanted += "tasks tasks_per_step task_overhead_us fallbacks workers versions"
@@ -312,6 +313,24 @@ def test_a_second_signal_stops_at_once(here, every, words, number, code):
     _, err = process.communicate(timeout=20)
     assert process.returncode == code
     assert f"nntask: stopped at once; {words}" in err
+
+
+def test_a_directory_has_one_run_at_a_time(here, capsys):
+    """A second run, new or continued, is refused and told who is there and what to do; a run that was killed is continued at once."""
+    process = start(*TRAIN, "--steps=100000", "--save-every=2", "--run-dir=a")
+    wait_for_step(process, 3)
+    lines = (here / "a" / "config.toml").read_bytes()
+    for flag, argv in (("--run-dir", [*TRAIN, "--run-dir=a"]), ("--resume", ["train", "--resume=a"]), ("--resume", ["train", "--resume=a/latest"])):
+        assert main(argv) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"nntask: {flag} a is in use: process {process.pid} on ")
+        assert f"wait for its end, stop it there with kill {process.pid}, or give another --run-dir" in err
+        assert err.count("\n") == 1
+    assert (here / "a" / "config.toml").read_bytes() == lines
+    process.kill()
+    process.communicate(timeout=30)
+    done = find_checkpoint(here / "a").step
+    assert main(["train", "--resume=a", f"--steps={done + 1}"]) == 0
 
 
 EARLY = """

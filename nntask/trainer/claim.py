@@ -1,0 +1,90 @@
+"""One run at a time in a run directory: whoever trains holds a lock on a file in it for as long as the process lives.
+
+The kernel lets go of the lock when the process ends, however it ends, so a run that was killed can be continued at once; the file stays and means
+nothing by itself. Processes that the run starts do not get the lock. Where the file system has no such locks, as some network file systems, runs go
+on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ..errors import StorageError, UsageError
+
+LOCK: Final = ".lock"
+"""The file; it names the process and the machine that hold it, or held it last."""
+
+
+class Claim:
+    """The lock of a run on its directory; let go of at the end of the block.
+
+    Args:
+        flag: that named the directory.
+        check: called under the lock, since another run may have come and gone since the directory was looked at.
+    """
+
+    def __init__(self, run: Path, flag: str, check: Callable[[], None]) -> None:
+        self._run, self._flag, self._check = run, flag, check
+        self._fd: int | None = None
+
+    def take(self) -> None:
+        """Make the directory if need be and hold it. Idempotent.
+
+        Raises:
+            UsageError: another process holds it.
+            StorageError: the disk is full or failed.
+        """
+        if self._fd is not None:
+            return
+        path = self._run / LOCK
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # writable, or NFS gives no lock; not inherited by what the process starts
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error
+        _lock(self._fd, fcntl.LOCK_EX, self._run, self._flag)
+        with contextlib.suppress(OSError):  # a full disk: the message to another run will then not name this one
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        self._check()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def check_unclaimed(run: Path, flag: str) -> None:
+    """Check that nobody trains in a directory, creating nothing.
+
+    Raises:
+        UsageError: another process does.
+    """
+    with contextlib.suppress(OSError):  # no such file, or none of ours
+        fd = os.open(run / LOCK, os.O_RDONLY)
+        try:
+            _lock(fd, fcntl.LOCK_SH, run, flag)
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int, kind: int, run: Path, flag: str) -> None:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        words = os.pread(fd, 300, 0).decode(errors="replace").split()
+        who, stop = (
+            (f"process {words[0]} on {words[1]}", f"stop it there with kill {words[0]}") if len(words) == 2 else ("another process", "stop it")
+        )
+        raise UsageError(f"{flag} {run} is in use: {who} is training in it; wait for its end, {stop}, or give another --run-dir") from None
+    except OSError:
+        pass  # no locks on this file system

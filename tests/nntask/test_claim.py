@@ -1,0 +1,86 @@
+"""One run at a time in a run directory."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nntask.errors import StorageError, UsageError
+from nntask.trainer.claim import LOCK, Claim, check_unclaimed
+from nntask.trainer.outputs import check_new_run
+
+
+def claimed(run: Path) -> Claim:
+    """A claim that has been taken."""
+    claim = Claim(run, "--run-dir", lambda: None)
+    try:
+        claim.take()
+    except BaseException:
+        claim.__exit__()
+        raise
+    return claim
+
+
+def test_the_second_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    """The message names the first one; what was left of it is no run, so the directory may be used again."""
+    run = tmp_path / "run"
+    check_unclaimed(run, "--run-dir")
+    with claimed(run):
+        words = f"--run-dir {run} is in use: process {os.getpid()} on .*; wait for its end, stop it there with kill {os.getpid()}, or give another"
+        with pytest.raises(UsageError, match=words):
+            check_unclaimed(run, "--run-dir")
+        with pytest.raises(UsageError, match=words), claimed(run):
+            pass
+    check_unclaimed(run, "--run-dir")
+    check_new_run(run)
+    with claimed(run):
+        pass
+
+
+def test_a_child_does_not_hold_the_directory(tmp_path: Path) -> None:
+    """A process that a run has started lives on and keeps nobody out."""
+    with claimed(tmp_path):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    with claimed(tmp_path):
+        pass
+    child.communicate(b"\n")
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems refuse every lock: runs go on without."""
+
+    def refuse(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with claimed(tmp_path):
+        check_unclaimed(tmp_path, "--run-dir")
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    """One sentence with the place and what to do."""
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StorageError, match=f"cannot write {tmp_path}/file/{LOCK}: .*choose another --run-dir"),
+        claimed(tmp_path / "file"),
+    ):
+        pass
+
+
+def test_the_directory_is_looked_at_again_under_the_lock(tmp_path: Path) -> None:
+    """And nothing is made before the claim is taken, or held after it was refused."""
+
+    def refuse() -> None:
+        raise UsageError("another run was here")
+
+    run = tmp_path / "run"
+    with Claim(run, "--run-dir", refuse) as claim:
+        assert not run.exists()
+        with pytest.raises(UsageError, match="was here"):
+            claim.take()
+    with claimed(run):
+        pass
