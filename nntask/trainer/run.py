@@ -195,6 +195,7 @@ def _go(running: Running, watchers: Watchers) -> int:
         raise
     for ending in endings:
         ending()
+    interrupts.what_there_is = partial(_all_there, prepared, loop.step, steps)
     if loop.step < steps:
         printer.say(_interrupted(prepared, loop.step))
     else:
@@ -209,6 +210,11 @@ def _interrupted(prepared: Prepared, step: int | None) -> str:
     cluster = prepared.settings.cluster.dask
     command = f"nntask train --resume {shlex.quote(str(prepared.run))}" + (f" --dask {shlex.quote(cluster)}" if cluster else "")
     return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {command}"
+
+
+def _all_there(prepared: Prepared, step: int, steps: int) -> str:
+    """What a run has left behind that had nothing more to save when it was stopped."""
+    return f"all {steps} steps were done" if step == steps else _interrupted(prepared, step)
 
 
 def _left_behind(run: Path) -> str:

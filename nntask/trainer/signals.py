@@ -5,6 +5,9 @@ told what there is.
 
 Python runs handlers on the main thread, once that thread runs Python. The system may give a signal to any thread, and the main one may sleep
 without limit: a second signal would then never be heard. So a thread of its own reads, from a pipe, the number of every signal that arrives.
+
+One wish may arrive as two signals: `timeout` signals its child and then the child's whole group. So a repetition right after the first counts as
+the first; a person's second Ctrl-C comes later.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+REPETITION_SECONDS: Final = 0.5
+"""The same signal again within this time of the first is the first."""
 
 
 class Interrupts:
@@ -30,6 +36,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._first: tuple[int, float] | None = None
         self.what_there_is: Callable[[], str] = lambda: "nothing was saved"
         self._undo = contextlib.ExitStack()
 
@@ -60,15 +67,27 @@ class Interrupts:
         if self.signal is None:
             self.signal = number
 
+    def is_second(self, number: int, now: float) -> bool:
+        """Count a signal that has arrived; whether it is a wish to stop at once.
+
+        Args:
+            now: seconds on any clock that never goes back.
+        """
+        if self._first is None:
+            self._first = (number, now)
+            return False
+        first, then = self._first
+        return number != first or now - then >= REPETITION_SECONDS
+
     def _listen(self, arrivals: int) -> None:
         with open(arrivals, "rb", buffering=0) as pipe:
-            count = 0
-            while came := pipe.read(1):
-                if came[0] in _SIGNALS:
-                    count += 1
-                    if count == 2:
-                        self._stop(came[0])
-                    self._on_signal(came[0], None)
+            while came := pipe.read(64):  # all that are there, so that what arrives together has one time
+                now = time.monotonic()
+                for number in came:
+                    if number in _SIGNALS:
+                        if self.is_second(number, now):
+                            self._stop(number)
+                        self._on_signal(number, None)
 
     def _stop(self, number: int) -> None:
         with contextlib.suppress(Exception):  # nothing keeps the process from ending

@@ -22,7 +22,7 @@ from nntask.trainer.loop import Loop, Plan
 from nntask.trainer.metrics import Journal, StepPrinter, StepRecord, Totals, around, read_metrics, step_line
 from nntask.trainer.outputs import summary_of, write_summary
 from nntask.trainer.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
-from nntask.trainer.signals import Interrupts
+from nntask.trainer.signals import REPETITION_SECONDS, Interrupts
 from nntask.trainer.timing import print_timing
 from scheduler import Codelet
 from scheduler.runtime import Runtime
@@ -178,6 +178,14 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, file, number):
     assert found.step == 4
     _, continued = train(tmp_path / "a", file, steps=10, resume=found)
     assert continued == train(tmp_path / "b", file, steps=10)[1]
+
+
+def test_what_counts_as_a_second_signal():
+    """The same one again at once is the first, as often as it comes; the same later, or another one at any time, is the second."""
+    term, ctrl_c = signal.SIGTERM, signal.SIGINT
+    interrupts = Interrupts()
+    arrivals = [(term, 7.0), (term, 7.0), (term, 7.0 + 0.9 * REPETITION_SECONDS), (term, 7.0 + REPETITION_SECONDS), (ctrl_c, 7.0), (term, 60.0)]
+    assert [interrupts.is_second(number, now) for number, now in arrivals] == [False, False, False, True, True, True]
 
 
 def test_a_signal_before_the_first_step_saves_nothing(tmp_path, file):

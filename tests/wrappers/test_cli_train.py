@@ -288,6 +288,12 @@ def test_a_signal_ends_a_long_validation_and_a_long_sample(here):
     assert "continue with" not in out
 
 
+ONE_BY_ONE = """
+import nntask.trainer.signals as signals
+signals.REPETITION_SECONDS = 0.0
+"""
+"""A repetition counts, however soon it comes."""
+
 HANG = """
 import nntask.trainer.loop as loop
 whole = loop.Loop.save
@@ -305,7 +311,7 @@ loop.Loop.save = save
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_stops_at_once(here, every, words, number, code):
     """While the first one's checkpoint does not come to an end, the second one ends the process and says what there is."""
-    process = start(*TRAIN, "--steps=100000", "--run-dir=a", f"--save-every={every}", script=HANG)
+    process = start(*TRAIN, "--steps=100000", "--run-dir=a", f"--save-every={every}", script=ONE_BY_ONE + HANG)
     wait_for_step(process, 3)
     process.send_signal(signal.SIGINT)
     wait_for_step(process, 0)
@@ -331,6 +337,41 @@ def test_a_directory_has_one_run_at_a_time(here, capsys):
     process.communicate(timeout=30)
     done = find_checkpoint(here / "a").step
     assert main(["train", "--resume=a", f"--steps={done + 1}"]) == 0
+
+
+def test_timeout_sends_its_signal_twice_and_the_run_is_saved(here):
+    """coreutils' timeout signals the process and then its whole group."""
+    process = start(*TRAIN, "--steps=100000", "--run-dir=a", process_group=0)
+    wait_for_step(process, 3)
+    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "stopped at once" not in err
+    assert "continue with: nntask train --resume a" in out
+
+
+SLOW_END = """
+import threading
+import scheduler.runtime as runtime
+def close(self, *error):
+    print("closing", flush=True)
+    threading.Event().wait()
+runtime.Runtime.__exit__ = close
+"""
+
+
+def test_a_second_signal_after_everything_was_saved(here):
+    """It ends the process, and what it says is what the run has said before."""
+    process = start(*TRAIN, "--steps=100000", "--run-dir=a", script=ONE_BY_ONE + SLOW_END)
+    wait_for_step(process, 3)
+    process.send_signal(signal.SIGINT)
+    wait_for_line(process, "closing")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    done = find_checkpoint(here / "a").step
+    assert err == f"nntask: stopped at once; interrupted after step {done}; continue with: nntask train --resume a\n"
 
 
 EARLY = """
