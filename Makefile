@@ -29,6 +29,7 @@ GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
 train: $(VENV)/installed-train
 	$(BIN)/nntask train --model tiny --grad-clip 1 $(ARGS)
+	@echo "nntask is in $(BIN); to have it as a command in this shell: . $(BIN)/activate"
 
 test: style types contracts suite
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,12 @@ def test_benchmark_table_is_current() -> None:
 def test_gpu_table() -> None:
     """README.md shows what benchmarks/gpu has measured, or that nothing has."""
     assert subprocess.run([sys.executable, "benchmarks/gpu/bench.py", "--table", "--check"], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_train_says_how_nntask_becomes_a_command() -> None:
+    """As the quick start does: what a run prints at its end begins with nntask, which is in the environment that make has made."""
+    command = ". .venv/bin/activate"
+    printed = subprocess.run(["make", "-n", "train"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert printed.rstrip().endswith(f'to have it as a command in this shell: {command}"')
+    assert command in README.partition("## What you see")[0]
