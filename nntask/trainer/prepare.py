@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -50,7 +51,12 @@ def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         UsageError: a rule is broken, or the run differs from the one it continues.
         DataError: data or a checkpoint is missing or broken, or a place cannot be written.
     """
-    settings, tiling = with_tiles(with_tokenizer(resolve(settings, config)), config)
+    try:
+        settings, tiling = with_tiles(with_tokenizer(resolve(settings, config)), config)
+    except UsageError:
+        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
+            raise _differs(resumed, found) from None
+        raise
     check_rank(settings, largest_rank(config))
     make_schedule(
         settings.optimizer.schedule,
@@ -165,12 +171,20 @@ def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoin
     """
     was, now = resumed.config.to_dict(), config.to_dict()
     found = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
-    found += differences(from_dict(resumed.state["settings"], str(resumed.path / STATE)), settings)
+    found += _differences(settings, resumed)
     if found:
-        raise UsageError(
-            f"--resume {resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
-            "drop those flags, or start a new run"
-        )
+        raise _differs(resumed, found)
+
+
+def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:
+    return differences(from_dict(resumed.state["settings"], str(resumed.path / STATE)), settings)
+
+
+def _differs(resumed: Checkpoint, found: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"--resume {resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
+        "drop those flags, or start a new run"
+    )
 
 
 def claimed_by(resumed: Checkpoint | None) -> str:

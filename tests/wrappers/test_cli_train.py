@@ -288,6 +288,16 @@ def test_a_signal_ends_a_long_validation_and_a_long_sample(here):
     assert "continue with" not in out
 
 
+def test_a_continued_run_keeps_its_shape(here, capsys):
+    """The message names the flag that was given, rather than a stored size of a tile that does not go with it."""
+    assert main([*TRAIN, "--steps=1", "--run-dir=a"]) == 0
+    for flag in ("--seq-len", "--batch", "--lr"):
+        assert main(["train", "--resume=a", "--steps=2", f"{flag}=3"]) == 2
+        err = capsys.readouterr().err
+        assert f"but these differ: {flag} (was " in err
+        assert "drop those flags, or start a new run" in err
+
+
 ONE_BY_ONE = """
 import nntask.trainer.signals as signals
 signals.REPETITION_SECONDS = 0.0
