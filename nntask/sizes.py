@@ -39,7 +39,9 @@ def parse_size(text: str, what: str) -> int:
     unit = _BY_LOWER.get(match[2].lower()) if match else None
     if match is None or unit is None:
         number = match[1] if match else "2"
-        raise UsageError(f"{what} must be a size in {_WORDS}, got {text!r}; for example {number}GiB")
+        letter = match[2][:1].upper() if match else ""
+        example = f"{number}{letter}iB" if letter in ("K", "M", "T") else f"{number}GiB"
+        raise UsageError(f"{what} must be a size in {_WORDS}, got {text!r}; for example {example}")
     size = float(match[1]) * _UNITS[unit]
     if size > LARGEST:
         raise UsageError(f"{what} must be at most {LARGEST} bytes, got {text!r}; for example 2GiB")

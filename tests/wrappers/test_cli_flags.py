@@ -32,6 +32,7 @@ def test_resume_alone_means_auto():
     ("argv", "words"),
     [
         (["--minbatch=4"], "unknown flag --minbatch; did you mean --minibatch?"),
+        (["--ran=70MB"], "unknown flag --ran; did you mean --train or --ram?"),
         (["--zzz"], "unknown flag --zzz; see --help"),
         (["--no-zzz"], "unknown flag --no-zzz; see --help"),
         (["--lr=fast"], "--lr must be a number, got 'fast'"),
@@ -113,6 +114,15 @@ def test_environment_variables_stand_in_for_flags():
 def test_sizes(text, nbytes):
     """Binary and decimal units, in any case."""
     assert parse_size(text, "--ram") == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "example"), [("70M", "70MiB"), ("1.5g", "1.5GiB"), ("7Kb1", "2GiB"), ("64k", "64KiB"), ("2T", "2TiB"), ("12XB", "12GiB")]
+)
+def test_the_example_is_what_was_meant(text, example):
+    """The first letter of a unit says which one."""
+    with pytest.raises(UsageError, match=f"for example {example}$"):
+        parse_size(text, "--ram")
 
 
 @pytest.mark.parametrize("text", ["12XB", "", "GiB", "-1GiB", "0", "1e9"])

@@ -96,8 +96,14 @@ def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
     elsewhere = ELSEWHERE.get(name)
     if elsewhere is not None:
         return UsageError(f"{source.removeprefix('flag ')} {elsewhere}")
-    near = difflib.get_close_matches(name, list(table), 1)
-    return UsageError(f"unknown {source}" + (f"; did you mean --{near[0]}?" if near else "; see --help for all flags"))
+    near = difflib.get_close_matches(name, list(table), 3)
+    best = [f"--{each}" for each in near if _likeness(name, each) > _likeness(name, near[0]) - 0.1]  # others are as close
+    return UsageError(f"unknown {source}" + (f"; did you mean {' or '.join(best)}?" if best else "; see --help for all flags"))
+
+
+def _likeness(name: str, other: str) -> float:
+    """Of two names: 1 for the same, 0 for nothing in common; as `get_close_matches` sees it."""
+    return difflib.SequenceMatcher(None, other, name).ratio()
 
 
 def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[str, Any], list[str]]:
