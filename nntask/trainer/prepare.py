@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from .outputs import check_new_run, check_writable, default_run_dir, versions
 from .rules import check_rank, disk_of, resolve
 from .settings import TrainSettings, differences, from_dict
 
+_IN_MEMORY: Final = ("tmpfs", "ramfs")
 TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile")
 
 
@@ -235,7 +239,9 @@ def _check_files(settings: TrainSettings) -> None:
             if settings.checkpoints.resume:
                 raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
             TensorFile(path).close()
-    check_disk(settings.resources.disk)
+    cluster = settings.cluster.dask
+    if not cluster or cluster.startswith("local:"):  # else it is a place on the nodes
+        check_disk(settings.resources.disk)
     for flag, path in (
         ("--save-checkpoint", files.save_checkpoint),
         ("--save-optimizer", files.save_optimizer),
@@ -250,17 +256,45 @@ def _check_files(settings: TrainSettings) -> None:
 
 
 def check_disk(text: str) -> None:
-    """Check the value of --disk, creating nothing.
+    """Check the value of --disk, creating nothing; its directory is made when the runtime opens, but not what it lies in, which may be mistyped.
 
     Raises:
-        UsageError: it names no directory, or a size that is none.
-        DataError: the directory cannot be made or written.
+        UsageError: it is no directory that can be made or written, or a size that is none.
     """
     disk = disk_of(text)
-    if disk is not None:
-        if disk[0].exists() and not disk[0].is_dir():
-            raise DataError(f"--disk {disk[0]} is a file; give a directory")
-        check_writable(disk[0], "--disk")
+    if disk is None:
+        return
+    place = disk[0]
+    if place.exists() and not place.is_dir():
+        raise UsageError(f"--disk {place} is a file; give a directory")
+    if not place.absolute().parent.is_dir():
+        raise UsageError(f"--disk {place} cannot be made: there is no directory {place.parent}; make it, or choose another place")
+    try:
+        check_writable(place, "--disk")
+    except DataError as error:
+        raise UsageError(str(error)) from None
+
+
+def warn_of_disk(text: str) -> None:
+    """Say so where --disk is memory: what is moved there takes RAM beside --ram."""
+    disk = disk_of(text)
+    if disk is not None and (kind := file_system_of(disk[0])) in _IN_MEMORY:
+        print(f"nntask: --disk {disk[0]} is on {kind}, which is RAM: what moves there takes memory beside --ram", file=sys.stderr)
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system where a path lies, or would lie; "" where the system does not say."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    device = place.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split(" ")[2] == wanted:
+                return kind.split(" ")[0]
+    return ""
 
 
 def _check_own(path: Path, flag: str) -> None:

@@ -32,7 +32,7 @@ from .loop import Loop, Plan
 from .machine import FAILURES, open_runtime, told
 from .metrics import Journal, StepPrinter
 from .outputs import CONFIG, METRICS, machine_of, summary_of, write_file, write_machine, write_summary
-from .prepare import Prepared, check_run, claimed_by, state_of
+from .prepare import Prepared, check_run, claimed_by, state_of, warn_of_disk
 from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
 from .running import Running, print_header, print_totals
@@ -75,6 +75,7 @@ def train(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | No
     settings = prepared.settings
     base = base_to_start_from(settings, resumed)
     if cluster is None:
+        warn_of_disk(settings.resources.disk)
         sketched, order = check_fit(settings, prepared.config, prepared.tiling, base)
         fallbacks = check_fallbacks(sketched.plan.tasks, settings)
     else:

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nntask.trainer.prepare import file_system_of
 from wrappers.cli import main
 
 SMALL = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -88,8 +90,9 @@ def refuse(capsys, argv: list[str]) -> tuple[int, str]:
         (["--seed=99999999999999999999999"], 2, "--seed must be at most 9223372036854775807"),
         (["--init-from=gpt2"], 2, "--init-from gpt2 brings its own config and weights, and --config-path small.json names others; drop one"),
         (["--force"], 2, "--force belongs to nntask export; nothing else overwrites anything"),
-        (["--disk=small.json"], 4, "--disk small.json is a file"),
-        (["--disk=/proc/none/tier:1GiB"], 4, "--disk /proc/none/tier cannot be written"),
+        (["--disk=small.json"], 2, "--disk small.json is a file"),
+        (["--disk=/proc"], 2, "--disk /proc cannot be written"),
+        (["--disk=none/there/tier:1GiB"], 2, "--disk none/there/tier cannot be made: there is no directory none/there; make it, or choose"),
         (["--disk=tier:12XB"], 2, "12XB"),
         (["--evict=mru"], 2, "--evict must be one of next-use, lru, fifo"),
         (["--order=random"], 2, "--order must be auto"),
@@ -132,6 +135,14 @@ def test_the_place_of_a_wrong_value_is_named(here, capsys, monkeypatch, variable
     code, err = refuse(capsys, [*base, "--config=run.toml", *argv])
     assert code in (2, 4)
     assert err.startswith(f"nntask: {words}")
+
+
+@pytest.mark.skipif(file_system_of(Path("/dev/shm")) != "tmpfs", reason="this machine has no file system in memory there")
+def test_a_disk_that_is_memory(here, capsys):
+    """One line says so, and the run goes on."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        assert main([*BASE, f"--disk={place}/tier", "--ram=64MiB", "--run-dir=a"]) == 0
+    assert capsys.readouterr().err == f"nntask: --disk {place}/tier is on tmpfs, which is RAM: what moves there takes memory beside --ram\n"
 
 
 def test_own_results_are_overwritten(here, capsys):

@@ -17,14 +17,14 @@ def check_machine(machine: MachineSettings) -> None:
 
     Raises:
         UsageError: the first value that breaks its rule.
-        DataError: the directory of --disk cannot be made or written.
     """
-    from nntask.trainer.prepare import check_disk
+    from nntask.trainer.prepare import check_disk, warn_of_disk
     from nntask.trainer.rules import check_values
     from nntask.trainer.settings import ResourceSettings, TrainSettings
 
     check_values(TrainSettings(resources=ResourceSettings(**asdict(machine))))
     check_disk(machine.disk)
+    warn_of_disk(machine.disk)
 
 
 @contextmanager
