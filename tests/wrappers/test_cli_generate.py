@@ -269,6 +269,15 @@ def test_texts_that_find_no_room_are_refused_before_they_begin(here, capsys, mac
     assert main([*argv, flag.format(least)]) == 0
 
 
+@pytest.mark.parametrize(("machine", "flag"), [([], "--ram"), (["--ncpu=0", "--sim-gpu=1", "--ram=1MiB"], "--gpu-memory")])
+def test_a_task_that_is_too_large_by_itself(here, capsys, machine, flag):
+    """The message says how much it takes, and that is enough."""
+    argv = ["generate", "gpt2", "--prompt=a", "--max-new-tokens=4", "--disk=tier:1MiB", *machine]
+    code, err = refuse(capsys, [*argv, f"{flag}=8KiB"])
+    assert (code, f"raise {flag} (now 8KiB) to at least 1MiB" in err) == (3, True), err
+    assert main([*argv, f"{flag}=1MiB"]) == 0
+
+
 @pytest.mark.parametrize("machine", [[], ["--ncpu=0", "--sim-gpu=1"]])
 def test_memory_that_ends_within_a_text(here, capsys, machine):
     """What has no room any more is a refusal with the flags that help, whoever is told of it first."""
