@@ -37,7 +37,17 @@ def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tm
     assert set(plan["budget_bytes"]) == {"ram", "disk"}
     assert main(flags) == 0
     out = capsys.readouterr().out
-    for word in ("parameters", "needed", "budget 300 KiB", "(chosen)", "seconds per step", "feasible            yes"):
+    for word in (
+        "parameters",
+        "at once where nothing moves",
+        "forecast about",
+        "GB per step, simulated",
+        "busy, simulated",
+        "budget 300 KiB",
+        "(chosen)",
+        "seconds per step",
+        "feasible            yes",
+    ):
         assert word in out
     assert [path.name for path in tmp_path.iterdir()] == ["small.json"]
 
@@ -50,6 +60,14 @@ def test_a_plan_that_does_not_fit_ends_with_3(config: str, capsys: pytest.Captur
     assert "102,400 B" in captured.err
     assert "it would fit with" in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_a_plan_that_does_not_fit_chooses_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No order is chosen for a step that cannot run, and the model that would fit is another one."""
+    assert main(["plan", config, "--batch=4", "--ram=16KiB", "--disk=scratch:100MB"]) == 3
+    out = capsys.readouterr().out
+    assert "feasible            no: " in out
+    assert "(chosen)" not in out
 
 
 def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:

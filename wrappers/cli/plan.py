@@ -83,8 +83,9 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"tasks per step      {figures['tasks_per_step']:,}"
     yield "tiles               " + ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
     yield "workers             " + ", ".join(f"{count} x {name}" for name, count in figures["workers"].items()) + f"; policy {figures['policy']}"
-    yield f"needed              {format_size(figures['needed_bytes'])}, of it " + ", ".join(
-        f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes
+    yield (
+        f"needed              {format_size(figures['needed_bytes'])} at once where nothing moves, in order {figures['order']}; most of each kind "
+        + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
     for node, budget in figures["budget_bytes"].items():
         peak = figures["peak_bytes"].get(node)
@@ -93,18 +94,19 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
             + (f", peak {format_size(peak)}" if peak is not None else "")
         )
     for name, nbytes in figures["forecast_bytes"].items():
-        about = f"about {nbytes / 1e9:.2f} GB and {figures['forecast_seconds'][name]:.3g} s"
-        yield f"{'order ' + name:19} {about}" + (" (chosen)" if name == figures["order"] else "")
+        about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
+        yield f"{'order ' + name:19} {about}" + (" (chosen)" if name == figures["order"] and figures["feasible"] else "")
     if not figures["forecast_bytes"]:
         yield f"order               {figures['order']}: everything fits"
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
-        yield f"{link:19} {nbytes / 1e9:.2f} GB per step"
+        yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
     if figures["seconds_per_step"] is not None:
-        yield f"seconds per step    {figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
+        pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
+        yield f"seconds per step    {pace}, simulated"
     if figures["largest_minibatch"] is not None:
         yield f"largest minibatch   {figures['largest_minibatch']:,} sequences at once, with these tiles"
     if figures["largest_model"] is not None:
-        yield f"largest --model     {figures['largest_model']}"
+        yield f"largest --model     {figures['largest_model']}" + ("" if figures["feasible"] else ", in tiles of its own, would fit instead")
     if figures["feasible"]:
         yield "feasible            yes"
     else:
