@@ -189,6 +189,7 @@ cluster.local_cluster = by_hand
         ("--dask=tcp://127.0.0.1:9", 6, "no Dask scheduler answers at tcp://127.0.0.1:9 within 5 s"),
         ("--dask=nowhere", 2, "--dask must be the address of a Dask scheduler"),
         ("--dask=localhost:9", 6, "no Dask scheduler answers at localhost:9 within 5 s"),
+        ("--dask=tls://127.0.0.1:9", 6, "set distributed.comm.tls.ca-file, distributed.comm.tls.client.cert"),
         ("--dask=local:0", 2, "--dask local:N takes 1 to 256 workers"),
         ("--dask=local:two", 2, "--dask local:N takes 1 to 256 workers"),
         ("--dask=local:2 --nodes=3", 2, "--nodes must be at most the 2 workers"),
@@ -358,6 +359,25 @@ def test_plain_text_to_a_cluster_that_speaks_tls(here: Path, capsys: Any) -> Non
         assert main([*TRAIN, "--steps=2", "--run-dir=run", f"--dask=tcp://127.0.0.1:{port}"]) == 6
         server.shutdown(socket.SHUT_RDWR)
     assert f"speaks TLS and --dask is in plain text; use --dask tls://127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_somebody_who_is_silent_is_no_scheduler(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An HTTP server, such as a scheduler's own dashboard, takes connections and waits for more: one sentence when the time is over."""
+    monkeypatch.setattr(cluster_module, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert main([*TRAIN, "--steps=2", "--run-dir=run", f"--dask={address}"]) == 6
+    errors = capsys.readouterr().err
+    assert f"no Dask scheduler answers at {address} within 0.3 s" in errors
+    assert "not its dashboard's (8787)" in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_worker_is_no_scheduler(here: Path, cluster: LocalCluster, capsys: Any) -> None:
+    """It speaks Dask's protocol and says who it is: the address of its scheduler is in the sentence."""
+    worker = next(iter(cluster.workers.values())).worker_address
+    assert main([*TRAIN, "--steps=2", "--run-dir=run", f"--dask={worker}"]) == 6
+    assert f"--dask {worker} is a Dask worker; give the address of its scheduler, --dask {cluster.scheduler_address}" in capsys.readouterr().err
 
 
 def test_nothing_is_left_when_the_client_dies(here: Path, cluster: LocalCluster) -> None:

@@ -278,26 +278,68 @@ def _connect(place: Any) -> Any:
     """
     from distributed import Client
 
+    if isinstance(place, str):
+        _check_scheduler(place)
     try:
         return Client(place, timeout=ANSWER_SECONDS, direct_to_workers=True, set_as_default=False)
     except Exception as error:
-        if isinstance(place, str):
-            raise ClusterError(_why_not(place, error)) from error
-        raise ClusterError(f"the local cluster does not answer: {type(error).__name__}: {error}") from error
+        where = f"Dask scheduler at {place}" if isinstance(place, str) else "local cluster"
+        raise ClusterError(f"the {where} does not answer: {type(error).__name__}: {error}") from error
 
 
-def _why_not(address: str, error: Exception) -> str:
-    """Why a scheduler's address does not answer, and what to do."""
+def _check_scheduler(address: str) -> None:
+    """Ask who is at an address, on a connection that ends with the question.
+
+    Dask's client waits without limit for somebody who takes connections and then is silent, as an HTTP server is, and a client that came only half
+    into being keeps the process from ending.
+
+    Raises:
+        ClusterError: no scheduler answers there.
+    """
+    import dask
+    from distributed import Security, rpc
+
     scheme, _, place = address.rpartition("://")
+    if scheme == "inproc" or dask.config.get("distributed.client.security-loader"):  # only the client knows the certificates of the latter
+        return
+    keys = "distributed.comm.tls.ca-file, distributed.comm.tls.client.cert and distributed.comm.tls.client.key in Dask's configuration"
+    try:
+        certificates = Security().get_connection_args("client")
+    except Exception as error:
+        raise ClusterError(f"--dask {address} cannot be reached with the certificates that are named: {error}; see {keys}") from error
+    if scheme in ("tls", "wss") and certificates["ssl_context"] is None:
+        raise ClusterError(f"--dask {address} speaks TLS, which takes certificates, and none are named; set {keys}")
+
+    async def ask() -> Any:
+        somebody = rpc(address, connection_args=certificates)
+        try:
+            return await asyncio.wait_for(somebody.identity(), ANSWER_SECONDS)
+        finally:
+            await somebody.close_rpc()
+
+    try:
+        identity = asyncio.run(ask())
+    except Exception as error:
+        raise ClusterError(_why_not(address, scheme, place, error)) from error
+    if identity["type"] != "Scheduler":
+        scheduler = identity.get("scheduler", "tcp://HOST:8786")
+        raise ClusterError(f"--dask {address} is a Dask {identity['type'].lower()}; give the address of its scheduler, --dask {scheduler}")
+
+
+def _why_not(address: str, scheme: str, place: str, error: Exception) -> str:
+    """Why a scheduler's address does not answer, and what to do."""
     host, _, port = place.rpartition(":")
-    if scheme not in ("tls", "inproc") and _speaks_tls(host, int(port)):
+    if scheme not in ("tls", "wss") and _speaks_tls(host, int(port)):
         return (
             f"the Dask cluster at {address} speaks TLS and --dask is in plain text; use --dask tls://{place}, with the certificates named in Dask's "
             "configuration (distributed.comm.tls)"
         )
-    if isinstance(error, ValueError | TypeError | FileNotFoundError):
+    if isinstance(error, RuntimeError | TypeError):
         return f"--dask {address} cannot be used: {error}"
-    return f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s; check that it runs (dask scheduler) and that this machine reaches it"
+    return (
+        f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s; check that it runs (dask scheduler), that this machine reaches it, and "
+        "that the port is the scheduler's (8786 by default) and not its dashboard's (8787)"
+    )
 
 
 def _speaks_tls(host: str, port: int) -> bool:
