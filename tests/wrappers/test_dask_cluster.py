@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from distributed import Client, Event, LocalCluster
-from test_cli_train import ROOT, numbers, same_state, start
+from test_cli_train import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
 from test_dask_dashboard import read
 
 from nntask.errors import DataError
@@ -109,18 +109,46 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_in_a_terminal_saves(here: Path) -> None:
-    """It reaches the local workers as well, who leave it to the client: the step ends and is saved, and the run says how to continue on a cluster."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_group_saves(here: Path, number: signal.Signals) -> None:
+    """A terminal's Ctrl-C and `kill -- -GROUP` reach the local workers as well, who leave them to the client: the step ends and is saved, and the run
+    says how to continue on a cluster."""
     process = start(*TRAIN, "--steps=100000", "--save-every=50", "--run-dir=run", "--dask=local:2", start_new_session=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 4/"):
-            os.killpg(process.pid, signal.SIGINT)
-            break
+    wait_for_step(process, 4)
+    os.killpg(process.pid, number)
     said, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
+    assert process.returncode == 128 + number, errors
+    assert errors == ""
+    assert "lost worker" not in said
     assert re.search(r"interrupted after step \d+; continue with: nntask train --resume run --dask local:2", said)
+
+
+def test_a_signal_while_local_workers_start(here: Path) -> None:
+    """One sentence, the signal's exit code, and no process is left: the output, which all of them share, has an end."""
+    process = start(*TRAIN, "--steps=2", "--run-dir=run", "--dask=local:2", script=_UNBUFFERED, start_new_session=True)
+    wait_for_line(process, "dask: starting 2 workers")
+    os.killpg(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "")
+    assert said.startswith("interrupted before the cluster was there; nothing was begun")
+    assert not (here / "run").exists()
+
+
+_UNBUFFERED = """
+import sys
+sys.stdout.reconfigure(line_buffering=True)
+"""
+
+
+def test_a_second_signal_leaves_nothing(here: Path) -> None:
+    """It ends the client at once; workers follow by themselves, and Python's tracker does not complain of what they have left."""
+    process = start(*TRAIN, "--steps=100000", "--run-dir=run", "--dask=local:2", start_new_session=True)
+    wait_for_step(process, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode in (130, 143)
+    assert errors == "nntask: stopped at once; nothing was saved, so there is nothing to continue\n"
 
 
 @pytest.mark.long

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import socket
 import ssl
 import sys
@@ -20,6 +22,9 @@ from typing import Any, Final
 from nntask.errors import ClusterError
 from nntask.trainer.cluster_rules import local_nodes
 from nntask.trainer.settings import ClusterSettings
+from nntask.trainer.signals import Interrupts
+
+from .local_workers import deaf_children
 
 ANSWER_SECONDS: Final = 5.0
 """How long a scheduler may take to answer."""
@@ -66,28 +71,50 @@ class Connection:
     def __init__(self, settings: ClusterSettings, say: Callable[[str], None]) -> None:
         self.address = settings.dask
         self._cluster: Any = None
+        self.client: Any = None
+        with Interrupts() as interrupts:  # Python's own handlers raise wherever they are, in Dask's code, too
+            try:
+                self._open(say)
+            except ClusterError:
+                if not interrupts.pending():
+                    raise
+            if interrupts.pending():
+                self.close()
+        if interrupts.pending():
+            say("interrupted before the cluster was there; nothing was begun, so there is nothing to continue")
+            raise SystemExit(interrupts.exit_code)
+
+    def _open(self, say: Callable[[str], None]) -> None:
         _silence()
-        number = local_nodes(settings.dask)
+        number = local_nodes(self.address)
         if number is not None:
             say(f"dask: starting {number} worker{'s' if number > 1 else ''} on this machine")
             self._cluster = local_cluster(number)
         try:
-            self.client = _connect(self._cluster or settings.dask)
+            self.client = _connect(self._cluster or self.address)
         except BaseException:
             self._close_cluster()
             raise
 
     def close(self) -> None:
-        """Leave the cluster; a local one ends."""
-        with contextlib.suppress(Exception):  # it may be gone already
-            self.client.close(timeout=2)
-        self._close_cluster()
+        """Leave the cluster; a local one ends. Signals do not stop that half-way, except for a second one."""
+        with Interrupts() as interrupts:
+            interrupts.what_there_is = lambda: "what was saved is whole"
+            with contextlib.suppress(Exception):  # it may be gone already
+                self.client.close(timeout=2)
+            self._close_cluster()
 
     def _close_cluster(self) -> None:
-        if self._cluster is not None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is None:
+            return
+        with contextlib.suppress(Exception):
+            cluster.shutdown_on_close = False  # or Dask tries once more while Python ends
+            cluster.close(timeout=10)
+            return
+        for nanny in list(getattr(cluster, "workers", {}).values()):  # Python would wait for them, and they do not hear its SIGTERM
             with contextlib.suppress(Exception):
-                self._cluster.close(timeout=10)
-            self._cluster = None
+                os.kill(nanny.pid, signal.SIGKILL)
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """What the scheduler knows of each worker, by address.
@@ -256,7 +283,7 @@ def local_cluster(number: int) -> Any:
     from scheduler import usable_cores
 
     try:
-        with dask.config.set({"distributed.worker.profile.enabled": False, "distributed.admin.tick.interval": "500ms"}):
+        with dask.config.set({"distributed.worker.profile.enabled": False, "distributed.admin.tick.interval": "500ms"}), deaf_children():
             return LocalCluster(
                 n_workers=number,
                 threads_per_worker=max(usable_cores() // number, 1),
@@ -264,7 +291,6 @@ def local_cluster(number: int) -> Any:
                 processes=True,
                 dashboard_address=":0",
                 silence_logs=logging.CRITICAL,
-                preload=["wrappers.dask.terminal"],
             )
     except Exception as error:
         raise ClusterError(f"--dask local:{number} could not start its workers: {type(error).__name__}: {error}") from error
