@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Final
 
 from ..errors import UsageError
+from ..sharding import most_nodes
 from ..sizes import parse_size
 from .settings import TrainSettings
 
 _LOCAL: Final = re.compile(r"local:(\d{1,6})")
-_ADDRESS: Final = re.compile(r"(\w+://)?(\[[^]\s]+\]|[^][\s/:]+):\d{1,5}|inproc://\S+")
+_ADDRESS: Final = re.compile(r"((tcp|tls|wss?|ucx)://)?(?P<host>\[[^]\s]+\]|[^][\s/:]+):(?P<port>\d{1,5})|inproc://\S+")
+MOST_PORT: Final = 65535
 MOST_LOCAL: Final = 256
 """Workers of a cluster on one machine; each is a process."""
 
@@ -51,6 +54,25 @@ def check_cluster(settings: TrainSettings) -> None:
             raise UsageError(f"{flag} looks at one machine and --dask {cluster.dask} trains on several; drop one of them")
 
 
+def check_shared(settings: TrainSettings) -> None:
+    """Check that a step has something to do for more than one node, where more are asked for.
+
+    Args:
+        settings: resolved.
+
+    Raises:
+        UsageError: it has not.
+    """
+    tiling, asked = settings.tiling, settings.cluster.nodes or local_nodes(settings.cluster.dask) or 1
+    num_minibatches, lanes = (tiling.batch or 1) // tiling.minibatch, tiling.lanes or 1
+    if most_nodes(num_minibatches, lanes) < min(asked, 2):
+        raise UsageError(
+            f"--dask shares the minibatches of a step by lanes, and a step of {num_minibatches} minibatch{'es' if num_minibatches > 1 else ''} in "
+            f"{lanes} lane{'s' if lanes > 1 else ''} is for one node; use --lanes {asked} or more, and a --minibatch that divides --batch into "
+            f"{asked} or more"
+        )
+
+
 def _check_nccl(settings: TrainSettings) -> None:
     """Check --transport nccl, as far as that can be done before there are nodes."""
     cluster, resources = settings.cluster, settings.resources
@@ -87,11 +109,15 @@ def local_nodes(address: str) -> int | None:
     Raises:
         UsageError: it is neither.
     """
-    if _ADDRESS.fullmatch(address) and not _LOCAL.fullmatch(address):
-        return None
-    if not address.startswith("local"):
-        raise UsageError(f"--dask must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}")
-    match = _LOCAL.fullmatch(address)
-    if match is None or not 1 <= int(match[1]) <= MOST_LOCAL:
+    local = _LOCAL.fullmatch(address)
+    if local is not None and 1 <= int(local[1]) <= MOST_LOCAL:
+        return int(local[1])
+    if address.startswith("local:"):
         raise UsageError(f"--dask local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2")
-    return int(match[1])
+    found = _ADDRESS.fullmatch(address)
+    host, port = (found["host"] or "", int(found["port"] or 1)) if found else ("", 0)
+    if host and 1 <= port <= MOST_LOCAL and difflib.get_close_matches(host.lower(), ["local"], 1, 0.8):  # no scheduler has such a port
+        raise UsageError(f"--dask must be the address of a Dask scheduler or local:N, got {address!r}; did you mean local:{port}?")
+    if not 1 <= port <= MOST_PORT:
+        raise UsageError(f"--dask must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}")
+    return None

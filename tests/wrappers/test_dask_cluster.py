@@ -216,11 +216,18 @@ cluster.local_cluster = by_hand
     [
         ("--dask=tcp://127.0.0.1:9", 6, "no Dask scheduler answers at tcp://127.0.0.1:9 within 5 s"),
         ("--dask=nowhere", 2, "--dask must be the address of a Dask scheduler"),
+        ("--dask=http://127.0.0.1:8787", 2, "--dask must be the address of a Dask scheduler, such as tcp://HOST:8786"),
+        ("--dask=tcp://127.0.0.1:99999", 2, "--dask must be the address of a Dask scheduler, such as tcp://HOST:8786"),
+        ("--dask=locall:2", 2, "got 'locall:2'; did you mean local:2?"),
+        ("--dask=lcoal:2", 2, "got 'lcoal:2'; did you mean local:2?"),
         ("--dask=localhost:9", 6, "no Dask scheduler answers at localhost:9 within 5 s"),
         ("--dask=tls://127.0.0.1:9", 6, "set distributed.comm.tls.ca-file, distributed.comm.tls.client.cert"),
         ("--dask=local:0", 2, "--dask local:N takes 1 to 256 workers"),
         ("--dask=local:two", 2, "--dask local:N takes 1 to 256 workers"),
         ("--dask=local:2 --nodes=3", 2, "--nodes must be at most the 2 workers"),
+        ("--dask=local:2 --lanes=1", 2, "use --lanes 2 or more"),
+        ("--dask=local:2 --minibatch=8", 2, "a step of 1 minibatch in 4 lanes is for one node"),
+        ("--dask=local:2 --load-checkpoint=none", 4, "none"),
         ("--nodes=2", 2, "add --dask ADDRESS or --dask local:2"),
         ("--dask=local:2 --trace=t.json", 2, "--trace looks at one machine"),
         ("--dask=local:2 --trace-steps=1:2", 2, "--trace-steps looks at one machine"),
@@ -229,9 +236,10 @@ cluster.local_cluster = by_hand
 def test_mistakes_are_one_sentence(here: Path, capsys: Any, flags: str, code: int, said: str) -> None:
     """Before anything is computed: the rule, the value, the exit code."""
     assert main([*TRAIN, "--steps=2", "--run-dir=run", *flags.split()]) == code
-    errors = capsys.readouterr().err
+    out, errors = capsys.readouterr()
     assert said in errors
     assert errors.count("\n") == 1
+    assert "dask: starting" not in out
 
 
 def test_too_few_workers_other_data_other_versions(here: Path, cluster: LocalCluster, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

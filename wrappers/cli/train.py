@@ -37,6 +37,9 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
     with naming(asked.sources):
         if not asked.settings.cluster.dask or asked.settings.run.dry_run:
             return train(asked.settings, asked.config, asked.resumed)
+        from nntask.trainer.cluster_rules import check_shared
+        from nntask.trainer.prepare import prepare
         from wrappers.dask.cluster_nodes import train_on
 
+        check_shared(prepare(asked.settings, asked.config, asked.resumed).settings)  # what is wrong is better heard before workers start
         return train_on(asked.settings.cluster, lambda cluster: train(asked.settings, asked.config, asked.resumed, cluster), print)

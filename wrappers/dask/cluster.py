@@ -360,7 +360,7 @@ def _why_not(address: str, scheme: str, place: str, error: Exception) -> str:
             f"the Dask cluster at {address} speaks TLS and --dask is in plain text; use --dask tls://{place}, with the certificates named in Dask's "
             "configuration (distributed.comm.tls)"
         )
-    if isinstance(error, RuntimeError | TypeError):
+    if isinstance(error, RuntimeError | TypeError | ImportError):
         return f"--dask {address} cannot be used: {error}"
     return (
         f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s; check that it runs (dask scheduler), that this machine reaches it, and "
