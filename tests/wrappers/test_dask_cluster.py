@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,15 +22,25 @@ from distributed import Client, Event, LocalCluster
 from test_cli_train import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
 from test_dask_dashboard import read
 
-from nntask.errors import DataError
+from nntask.data import open_dataset
+from nntask.errors import ClusterError, DataError, UsageError
+from nntask.trainer import gpus
 from nntask.trainer.engine import NodesChanged
+from nntask.trainer.gpus import Cards
+from nntask.trainer.prepare import prepare
 from nntask.trainer.settings import ClusterSettings
+from scheduler.drivers.cuda_cupy import GpuFacts
+from scheduler.drivers.nccl import Nccl
+from scheduler.testing.nccl import FakeNccl, FakeNetwork
 from wrappers.cli import main
+from wrappers.cli.layers import request
 from wrappers.dask import cluster as cluster_module
-from wrappers.dask import cluster_nodes, cluster_team
+from wrappers.dask import cluster_nodes, cluster_team, exchange
 from wrappers.dask.cluster import Connection
+from wrappers.dask.cluster_nodes import DaskCluster, check_cards
 from wrappers.dask.cluster_team import Team
 from wrappers.dask.dashboard import install
+from wrappers.dask.failures import blamed
 from wrappers.report.records import read_run
 
 CONFIG = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -357,16 +367,102 @@ def test_workers_that_hang_or_run_other_software_do_not_stop_a_run(connection: C
     assert sorted(refused) == others
 
 
-def test_a_late_worker_that_cannot_take_part_does_not_end_the_run() -> None:
-    """One without the data, for example: the others go on without it, and it is not asked again. Of the first nodes it is the user's mistake."""
+class _Cards:
+    """A card on every worker, whose NCCL fails, or waits for others for ever."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+
+    def choose(self, count: int | None) -> list[GpuFacts]:
+        return [GpuFacts(0, "Fake", 90, 8 << 30, 6 << 30)]
+
+    def open(self, facts: Sequence[object], *, tf32: bool, dtype: str) -> list[Any]:
+        return []
+
+    def nccl(self, facts: GpuFacts) -> Nccl:
+        if self.fails:
+            raise RuntimeError("planted: CUDA failed")
+        found = FakeNccl(FakeNetwork(), str(os.getpid()))
+        found.joins = False
+        return found
+
+
+def prepare_worker(folder: str, cards: Cards, connect_seconds: float) -> None:
+    """What a test has a worker's process be."""
+    os.chdir(folder)
+    gpus.cards = cards
+    exchange.CONNECT_SECONDS = connect_seconds  # type: ignore[misc]
+
+
+Late = Callable[..., tuple[DaskCluster, Callable[[], Any], list[str]]]
+
+
+@pytest.fixture
+def late(here: Path, connection: Connection) -> Iterator[Late]:
+    """Makes a cluster of workers that all but the first have come late to a run; what forms its next team, and their addresses."""
+    addresses = sorted(connection.workers())
+
+    def make(number: int, *flags: str) -> tuple[DaskCluster, Callable[[], Any], list[str]]:
+        connection.client.run(prepare_worker, str(here), _Cards(fails=False), 1.0)
+        found = DaskCluster(connection, ClusterSettings(dask=connection.address, nodes=number))
+        found._has_begun, found._members = True, frozenset(addresses[:1])
+        own = "--dataset-path=/proc/self/cwd/text"  # names another folder in each process
+        asked = request([*TRAIN[1:], own, "--steps=2", "--run-dir=run", f"--dask={connection.address}", *flags], os.environ)
+        prepared = prepare(asked.settings, asked.config, None)
+        dataset = open_dataset(prepared.data)
+        return found, lambda: found.open(prepared, None, dataset, print), addresses[:number]
+
+    yield make
+    connection.client.run(prepare_worker, str(ROOT), gpus.cards, exchange.CONNECT_SECONDS)
+
+
+def test_a_late_worker_that_cannot_take_part_is_left_out(late: Late, tmp_path: Path, connection: Connection) -> None:
+    """One without the data: the run goes on with the others, one that has come with it among them, and the one is not asked again."""
+    found, open_nodes, (old, bad, good) = late(3)
+    connection.client.run(os.chdir, str(tmp_path.parent), workers=[bad])
+    with pytest.raises(NodesChanged, match=rf"worker {bad} cannot take part \(") as change, open_nodes():
+        pass
+    assert isinstance(change.value.__cause__, DataError)
+    assert list(found._refused) == [bad]
+    with open_nodes() as (engine, _):
+        assert [machine.address for machine in engine.team.machines] == [old, good]
+    assert found._members == {old, good}
+
+
+def test_an_error_of_an_old_node_is_not_blamed_on_late_ones(late: Late, tmp_path: Path, connection: Connection) -> None:
+    """Its data is gone, which would be so without them: it is raised, and nobody is refused."""
+    found, open_nodes, (old, *_) = late(3)
+    connection.client.run(os.chdir, str(tmp_path.parent), workers=[old])
+    with pytest.raises(DataError), open_nodes():
+        pass
+    assert not found._refused
+
+
+def test_a_late_worker_whose_gpu_fails_does_not_end_the_run(late: Late, connection: Connection) -> None:
+    """What CUDA or NCCL say there."""
+    found, open_nodes, (_, new) = late(2, "--transport=nccl")
+    connection.client.run(prepare_worker, ".", _Cards(fails=True), 1.0, workers=[new])
+    with pytest.raises(NodesChanged, match=f"worker {new} cannot take part .*planted: CUDA failed") as change, open_nodes():
+        pass
+    assert isinstance(change.value.__cause__, ClusterError)
+    assert list(found._refused) == [new]
+
+
+def test_a_late_worker_that_peers_cannot_reach_is_tried_once(late: Late, connection: Connection) -> None:
+    """All workers answer their client, and connections between nodes do not come about: a riddle among old nodes, with a newcomer the answer."""
+    found, open_nodes, (_, new) = late(2, "--transport=nccl")
+    with pytest.raises(NodesChanged, match=f"worker {new} cannot take part .*could not be sent to, or receive from"), open_nodes():
+        pass
+    assert list(found._refused) == [new]
+    assert found._num_riddles == 0
+
+
+def test_a_late_worker_on_the_gpu_of_an_old_one() -> None:
+    """The newcomer is blamed, wherever it stands among the ranks."""
     machines = [cluster_module.Machine(address, "here", False) for address in ("old", "new")]
-    nodes = cluster_nodes.DaskCluster(None, ClusterSettings())  # type: ignore[arg-type]
-    nodes._refuse_newcomers(machines, DataError("no data"))
-    nodes._has_begun, nodes._members = True, frozenset({"old"})
-    with pytest.raises(NodesChanged, match=r"worker new cannot take part \(no data\)"):
-        nodes._refuse_newcomers(machines, DataError("no data"))
-    assert nodes._refused == {"new": "no data"}
-    nodes._refuse_newcomers(machines[:1], DataError("no data"))
+    with pytest.raises(UsageError) as error:
+        check_cards(machines, ["7", "7"])
+    assert blamed(error.value) == "new"
 
 
 def test_plain_text_to_a_cluster_that_speaks_tls(here: Path, capsys: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nntask.checkpoints import step_directories
 from nntask.data import Batch, Dataset
-from nntask.errors import ClusterError, DataError, DoesNotFit, NntaskError, UsageError
+from nntask.errors import ClusterError, DoesNotFit, NntaskError, UsageError
 from nntask.sharding import Share, buckets_of, most_nodes, shares
 from nntask.trainer.base import Base
 from nntask.trainer.cluster_rules import local_nodes
@@ -31,6 +31,8 @@ from .cluster_records import NodeRecords
 from .cluster_team import FIRST_STEP_SECONDS, OPEN_SECONDS, Team, words_for
 from .cluster_tensors import Mirror
 from .dashboard import install
+from .exchange import PeerLost
+from .failures import NodeFailed, blamed, blaming
 from .node import Order, Part
 
 MOST_RIDDLES: Final = 3
@@ -150,6 +152,20 @@ class ClusterEngine:
         self.mirror.flush()
 
 
+def _suspects(team: Team, error: Exception, newcomers: Sequence[str]) -> list[str]:
+    """Which of the newcomers may be why a team was not made: the one that says so, both ends of a connection, or any where nobody can tell."""
+    worker, cause = blamed(error), error.__cause__
+    if isinstance(error, NodesChanged):
+        if not team.is_riddle:  # a worker that is gone or silent is known
+            return []
+        ends = {blamed(cause), team.machines[cause.rank].address} if isinstance(cause, PeerLost) else set()
+        return [address for address in newcomers if address in ends] or list(newcomers)
+    if worker in newcomers:
+        return [worker]
+    more_may_cost = bool(worker) and isinstance(error, DoesNotFit | ClusterError)  # memory for each peer, of the node or of its GPU
+    return list(newcomers) if more_may_cost else []
+
+
 def check_cards(machines: Sequence[Machine], cards: Sequence[str]) -> None:
     """Check that no two nodes are to use NCCL on one GPU.
 
@@ -157,16 +173,17 @@ def check_cards(machines: Sequence[Machine], cards: Sequence[str]) -> None:
         cards: what tells each node's GPU from others of its machine; "" without NCCL.
 
     Raises:
-        UsageError: two are.
+        UsageError: two are; the later one is blamed.
     """
     seen: dict[tuple[str, str], str] = {}
     for machine, card in zip(machines, cards, strict=True):
         other = seen.setdefault((machine.host, card), machine.address)
         if card and other != machine.address:
-            raise UsageError(
+            shared = (
                 f"--transport nccl takes a GPU for each node, and workers {other} and {machine.address} both use {card} of {machine.host}; start "
                 "each with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask"
             )
+            raise blaming(UsageError(shared), machine.address)
 
 
 class _Pending:
@@ -239,11 +256,11 @@ class DaskCluster:
             machines = self._connection.machines(wanted, self._unusable)[: self._most]
         team = self._team = Team(self._connection, machines, self._durations)
         try:
-            team.form()
             try:
+                team.form()
                 engine = self._open(team, prepared, base, dataset, shares(num_minibatches, lanes, len(machines)))
-            except (UsageError, DataError, DoesNotFit) as error:
-                self._refuse_newcomers(machines, error)
+            except (NntaskError, NodeFailed, NodesChanged) as error:
+                self._refuse_newcomers(team, error)
                 raise
             self._members = frozenset(machine.address for machine in machines)
             for rank, machine in enumerate(machines):
@@ -257,16 +274,18 @@ class DaskCluster:
             team.close()
             self._team = None
 
-    def _refuse_newcomers(self, machines: Sequence[Machine], error: NntaskError) -> None:
-        """What a node found wrong while it opened does not end a run that has begun, if workers are among the nodes that were not there before.
+    def _refuse_newcomers(self, team: Team, error: Exception) -> None:
+        """Workers that were not there before do not end a run that has begun by what goes wrong while a team with them is made.
 
         Raises:
-            NodesChanged: there are some; they are not asked again.
+            NodesChanged: it was one of them, or it may have been any; they are not asked again.
         """
-        newcomers = [machine.address for machine in machines if machine.address not in self._members]
-        if self._has_begun and newcomers:
-            self._refused.update(dict.fromkeys(newcomers, str(error)))
-            raise NodesChanged(f"{words_for(newcomers)} cannot take part ({error})") from error
+        newcomers = [machine.address for machine in team.machines if machine.address not in self._members]
+        suspects = _suspects(team, error, newcomers) if self._has_begun else []
+        if suspects and len(suspects) < len(team.machines):
+            team.is_riddle = False  # there is an answer
+            self._refused.update(dict.fromkeys(suspects, f"cannot take part ({error})"))
+            raise NodesChanged(f"{words_for(suspects)} cannot take part ({error})") from error
 
     def _wanted(self, num_minibatches: int, lanes: int, say: Callable[[str], None]) -> int | None:
         """Nodes to wait for; None for those that there are.
@@ -291,7 +310,8 @@ class DaskCluster:
     def _open(self, team: Team, prepared: Prepared, base: Base | None, dataset: Dataset, all_shares: Sequence[Share]) -> ClusterEngine:
         prepared = _with_whole_paths(prepared)
         places = team.call("listen", prepared.settings, len(team.machines))
-        check_cards(team.machines, [card for _, card in places])
+        oldest = sorted(range(len(places)), key=lambda rank: team.machines[rank].address not in self._members)
+        check_cards([team.machines[rank] for rank in oldest], [places[rank][1] for rank in oldest])
         team.call("connect", [address for address, _ in places])
         shapes = sketch(prepared.settings, prepared.config, prepared.tiling, 1, base)
         trained = list(shapes.trained.values())

@@ -15,7 +15,7 @@ from statistics import median
 from time import monotonic
 from typing import Any, Final, NoReturn
 
-from nntask.errors import ClusterError, NntaskError
+from nntask.errors import NntaskError
 from nntask.trainer.engine import NodesChanged
 
 from .cluster import Connection, Machine
@@ -185,8 +185,6 @@ class Team:
         if isinstance(error, PeerLost | OSError):
             self.is_riddle = True
             raise NodesChanged(f"the connections between nodes broke ({error})") from error
-        if "busy with another training" in str(error):
-            raise ClusterError(f"{error}; wait for it, or name fewer workers with --nodes") from error
         raise error
 
     def _fail_hung(self, patience: float) -> NoReturn:

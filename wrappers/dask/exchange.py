@@ -54,7 +54,7 @@ class PeerLost(SchedulerError):
         self.rank = rank
 
     def __reduce__(self) -> Any:
-        return type(self), (self.rank, str(self).partition(": ")[2])
+        return type(self), (self.rank, str(self).partition(": ")[2]), vars(self)
 
 
 class _Peer:

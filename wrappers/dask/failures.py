@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from nntask.errors import NntaskError
 
 from .exchange import PeerLost
+
+E = TypeVar("E", bound=Exception)
+
+
+def blaming(error: E, worker: str) -> E:
+    """An error with the worker, by address, whose node met it; both travel together."""
+    vars(error)["worker"] = worker
+    return error
+
+
+def blamed(error: BaseException | None) -> str:
+    """The worker whose node met an error; "" if the client did."""
+    return str(vars(error).get("worker", "")) if error is not None else ""
 
 
 def portable(error: BaseException) -> Exception:

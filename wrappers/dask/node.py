@@ -84,7 +84,7 @@ class Node:
         rank: its number.
 
     Raises:
-        RuntimeError: the worker belongs to another training.
+        ClusterError: the worker belongs to another training.
     """
 
     def __init__(self, job: str, rank: int) -> None:
@@ -95,7 +95,12 @@ class Node:
         self._worker = get_worker()
         self._name = str(self._worker.address)
         if _CLAIMS.setdefault(self._name, job) != job:
-            raise RuntimeError(f"worker {self._name} is busy with another training")
+            from nntask.errors import ClusterError
+
+            from .failures import blaming
+
+            busy = f"worker {self._name} is busy with another training; wait for it, or name fewer workers with --nodes"
+            raise blaming(ClusterError(busy), self._name)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         reuse_freed_memory()
         self._starts = ThreadPoolExecutor(1, "nntask steps")  # in their order
@@ -368,9 +373,9 @@ class Node:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
         except Exception as error:
-            from .failures import portable
+            from .failures import blaming, portable
 
-            raise portable(self._told(error)) from None
+            raise blaming(portable(self._told(error)), self._name) from None
 
     def _told(self, error: Exception) -> Exception:
         """What a runtime's failure means to the user."""
