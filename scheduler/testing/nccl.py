@@ -166,8 +166,8 @@ class FakeCommunicator:
 class _Gpu(FakeGpu):
     """A GPU that some of the copies wait for."""
 
-    def __init__(self, name: str, seed: int) -> None:
-        super().__init__(name, seed=seed)
+    def __init__(self, name: str, seed: int, memory: int) -> None:
+        super().__init__(name, seed=seed, memory=memory)
         self.chance = random.Random(seed)
 
     def stream(self) -> FakeStream:
@@ -203,11 +203,14 @@ class FakeNccl:
     Attributes:
         gpus: handles that were asked for.
         joins: whether a rank of this node ever joins; if not, it waits until the network is taken down.
+        num_ids: ids that were asked for.
+        has_sockets: whether there is anything to listen on; if not, nobody gets an id.
     """
 
     def __init__(self, network: FakeNetwork, card: str = "0", memory: int = 1 << 40) -> None:
         self.card = card
-        self.joins = True
+        self.joins = self.has_sockets = True
+        self.num_ids = 0
         self.gpus: list[_Gpu] = []
         self.memory = memory
         self._network = network
@@ -215,7 +218,8 @@ class FakeNccl:
 
     def gpu(self) -> Gpu:
         """A handle, whose streams no other handle's calls carry on."""
-        self.gpus.append(_Gpu(f"card {self.card}", len(self.gpus)))
+        left = self.memory - sum(gpu.reserved_nbytes for gpu in self.gpus)
+        self.gpus.append(_Gpu(f"card {self.card}", len(self.gpus), left))
         return cast(Gpu, self.gpus[-1])
 
     def free_nbytes(self) -> int:
@@ -224,7 +228,14 @@ class FakeNccl:
         return self.memory - sum(gpu.reserved_nbytes for gpu in self.gpus) - COMMUNICATOR_NBYTES * ranks
 
     def unique_id(self) -> UniqueId:
-        """A new one."""
+        """A new one.
+
+        Raises:
+            RuntimeError: this node has no sockets.
+        """
+        if not self.has_sockets:
+            raise RuntimeError("planted: no socket interface found")
+        self.num_ids += 1
         return self._network.new_id()
 
     def join(self, unique_id: UniqueId, rank: int) -> Communicator:

@@ -25,6 +25,7 @@ from nntask.trainer.rules import resolve
 from nntask.trainer.settings import TrainSettings
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
+from wrappers.dask import exchange
 from wrappers.dask.carriers import Carriers, MessageCarriers
 from wrappers.dask.exchange import PeerComms, PeerLost, _Peer
 
@@ -206,6 +207,31 @@ def test_connections_of_another_training_are_refused() -> None:
             theirs.connect([addresses[0], theirs.listen()])
     finally:
         for each in (*ours, theirs):
+            each.close()
+
+
+class _Held(MessageCarriers):
+    """Carriers whose node never gets to say anything, until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = Event()
+
+    def hello(self, rank: int) -> None:
+        self.let_go.wait()
+
+
+def test_a_node_that_does_not_get_on_has_lost_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each peer is in time for itself and all together are not, for example: what ends that is no bug, but the peer that is waited for."""
+    monkeypatch.setattr(exchange, "CONNECT_SECONDS", 0.2)
+    held = _Held()
+    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=[None, held][rank]) for rank in range(2)]
+    try:
+        addresses = [each.listen() for each in comms]
+        with pytest.raises(PeerLost, match=r"node 0 .*not all connections were there within 0.4 s"):
+            comms[1].connect(addresses)
+    finally:
+        held.let_go.set()
+        for each in comms:
             each.close()
 
 

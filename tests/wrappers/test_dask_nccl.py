@@ -19,7 +19,7 @@ import pytest
 from distributed import LocalCluster
 from test_dask_exchange import nodes, settings_of, train
 
-from nntask.errors import DoesNotFit, UsageError
+from nntask.errors import ClusterError, DoesNotFit, UsageError
 from nntask.sizes import parse_size
 from nntask.trainer import gpus
 from nntask.trainer.settings import TrainSettings
@@ -265,14 +265,42 @@ def test_nccl_that_fails_at_once() -> None:
     assert any("planted: the other rank does not join" in error for error in errors)
 
 
+def test_nccl_that_fails_before_there_is_a_peer() -> None:
+    """A node whose NCCL gives no id says so itself, whether it was to connect or to be connected to."""
+    for broken in range(2):
+        network = FakeNetwork()
+        cards = [FakeNccl(network, str(rank)) for rank in range(2)]
+        cards[broken].has_sockets = False
+        carriers = [NcclCarriers(card, rank, 2, f"tcp://{rank}:1") for rank, card in enumerate(cards)]
+        comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=each) for rank, each in enumerate(carriers)]
+        addresses = [each.listen() for each in comms]
+        for each in comms:
+            each.begin_to_connect(addresses)
+        with pytest.raises(ClusterError, match=rf"cannot begin on worker tcp://{broken}:1 \(planted: no socket interface found\)"):
+            comms[broken].wait_connected()
+        for each in comms:
+            each.close()
+        assert [card.free_nbytes() for card in cards] == [card.memory for card in cards]
+
+
+def test_ids_are_made_for_peers_that_ask() -> None:
+    """NCCL listens for the other rank of each, and ends only when that has come."""
+    card = FakeNccl(FakeNetwork())
+    comms = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0", carriers=NcclCarriers(card, 0, 8))
+    comms.listen()
+    comms.close()
+    assert card.num_ids == 0
+
+
 CARD = GpuFacts(0, "Fake", 90, 8 << 30, 6 << 30)
 
 
 class Cards:
     """A card, or none; every node has another one of that name."""
 
-    def __init__(self, *found: GpuFacts, network: FakeNetwork | None = None, libraries: Path | None = None) -> None:
-        self.found, self.network, self.libraries = list(found), network, libraries
+    def __init__(self, *found: GpuFacts, network: FakeNetwork | None = None, libraries: Path | None = None, memory: int = 1 << 40) -> None:
+        self.found, self.network, self.libraries, self.memory = list(found), network, libraries, memory
+        self.made: list[FakeNccl] = []
         self.numbers = itertools.count()
 
     def choose(self, count: int | None) -> list[GpuFacts]:
@@ -285,7 +313,8 @@ class Cards:
     def nccl(self, facts: GpuFacts) -> Nccl:
         if self.network is None:
             raise NoGpu("CuPy finds no NCCL")
-        return FakeNccl(self.network, str(next(self.numbers)))
+        self.made.append(FakeNccl(self.network, str(next(self.numbers)), self.memory))
+        return self.made[-1]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
@@ -326,6 +355,17 @@ def test_memory_of_the_card_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.without_nccl(settings, 1001) == f"{(1 << 30) - 501}B"
     with pytest.raises(DoesNotFit, match=r"--transport nccl has taken 3 GiB of GPU 0 \(Fake\), part 0, and --gpu-memory is 1 GiB; raise it"):
         gpus.without_nccl(settings, 3 << 30)
+
+
+def test_a_card_without_room_for_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All links have theirs before a peer is heard of: the node is told what to lower, nobody loses a peer, and nothing stays taken."""
+    cards = Cards(CARD, network=FakeNetwork(), memory=7 * nccl.PIECE)
+    monkeypatch.setattr(gpus, "cards", cards)
+    said = r"on worker tcp://a:1 --transport nccl takes 16 MiB of the GPU for buffers, and card 0 has .*; lower --nodes, or use --transport dask"
+    with pytest.raises(DoesNotFit, match=said):
+        open_carriers(TrainSettings(), "tcp://a:1", 0, 3)
+    (card,) = cards.made
+    assert card.free_nbytes() == card.memory
 
 
 @pytest.mark.parametrize(

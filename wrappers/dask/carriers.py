@@ -48,7 +48,11 @@ class Carriers(Protocol):
     num_steps: int
 
     def hello(self, rank: int) -> Any:
-        """What the carrier of a peer has to know of this node; it travels in the first message."""
+        """What the carrier of a peer has to know of this node; it travels in the first message.
+
+        Raises:
+            NntaskError: this node cannot carry anything.
+        """
 
     def carrier(self, rank: int, theirs: Any, fail: Callable[[BaseException], None]) -> Carrier:
         """Begin to connect to a peer.
@@ -62,7 +66,10 @@ class Carriers(Protocol):
         """What has to happen before bytes can travel, one after another, once there is a carrier for each peer: (rank of a peer, to be awaited)."""
 
     def close(self) -> None:
-        """End everything; no tile is read or written any more. Called by any thread."""
+        """End everything. No tile is read or written any more, unless the network has not let go of it for `nccl.STOP_SECONDS`.
+
+        Called by any thread.
+        """
 
 
 class MessageCarriers:

@@ -312,7 +312,8 @@ class DaskCluster:
         places = team.call("listen", prepared.settings, len(team.machines))
         oldest = sorted(range(len(places)), key=lambda rank: team.machines[rank].address not in self._members)
         check_cards([team.machines[rank] for rank in oldest], [places[rank][1] for rank in oldest])
-        team.call("connect", [address for address, _ in places])
+        patience = FIRST_STEP_SECONDS + max(seconds for *_, seconds in places)  # what a node gives up itself it can explain
+        team.call("connect", [address for address, *_ in places], patience=patience)
         shapes = sketch(prepared.settings, prepared.config, prepared.tiling, 1, base)
         trained = list(shapes.trained.values())
         widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32

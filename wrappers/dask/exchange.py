@@ -144,7 +144,8 @@ class PeerComms:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: Any = None
-        self._all_here = asyncio.Event()
+        self._all_here: asyncio.Future[None] = self._loop.create_future()
+        self._awaited = 0  # the rank that `connect` waits for
         self._num_nodes = 0
         self._connecting: Future[None] | None = None
         self._closed = False
@@ -179,6 +180,7 @@ class PeerComms:
 
         Raises:
             PeerLost: one did not answer.
+            NntaskError: the carriers of this node cannot begin.
         """
         self.begin_to_connect(addresses)
         self.wait_connected()
@@ -190,13 +192,23 @@ class PeerComms:
     def wait_connected(self) -> None:
         """The second half of `connect`."""
         assert self._connecting is not None  # begin_to_connect() comes first
-        self._connecting.result((2 + self._carriers.num_steps) * CONNECT_SECONDS)
+        try:
+            self._connecting.result(self.connect_seconds)
+        except TimeoutError:
+            self._connecting.cancel()
+            raise PeerLost(self._awaited, f"not all connections were there within {self.connect_seconds:g} s") from None
+
+    @property
+    def connect_seconds(self) -> float:
+        """How long `connect` may take."""
+        return (2 + self._carriers.num_steps) * CONNECT_SECONDS
 
     async def _connect(self, addresses: Sequence[str]) -> None:
         from distributed.comm import connect
 
         self._num_nodes = len(addresses)
         for rank in range(self._rank):
+            self._awaited = rank
             try:
                 comm = await connect(addresses[rank], timeout=CONNECT_SECONDS, **self._connect_args)
                 await comm.write({"job": self._job, "rank": self._rank, "carrier": self._carriers.hello(rank)})
@@ -208,11 +220,13 @@ class PeerComms:
             self._welcome(rank, comm, answer["carrier"])
         try:
             if len(self._peers) < self._num_nodes - 1:
-                await asyncio.wait_for(self._all_here.wait(), CONNECT_SECONDS)
+                self._awaited = self._num_nodes - 1  # or one of those above this node
+                await asyncio.wait_for(self._all_here, CONNECT_SECONDS)
         except TimeoutError:
             missing = min(set(range(self._num_nodes)) - set(self._peers) - {self._rank})
             raise PeerLost(missing, f"it did not connect within {CONNECT_SECONDS:g} s") from None
         for rank, step in self._carriers.steps():
+            self._awaited = rank
             try:
                 await asyncio.wait_for(step, CONNECT_SECONDS)
             except TimeoutError:
@@ -231,7 +245,14 @@ class PeerComms:
         if type(rank) is not int or rank <= self._rank or rank in self._peers:  # a stranger, or not one that has to connect to this node
             await comm.close()
             return
-        await comm.write({"job": self._job, "carrier": self._carriers.hello(rank)})
+        try:
+            ours = self._carriers.hello(rank)
+        except Exception as error:  # of this node, which says so where it connects
+            comm.abort()
+            if not self._all_here.done():
+                self._all_here.set_exception(error)
+            return
+        await comm.write({"job": self._job, "carrier": ours})
         self._welcome(rank, comm, hello["carrier"])
 
     def _welcome(self, rank: int, comm: Any, theirs: Any) -> None:
@@ -242,8 +263,8 @@ class PeerComms:
             task = self._loop.create_task(loop)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if len(self._peers) == self._num_nodes - 1:
-            self._all_here.set()
+        if len(self._peers) == self._num_nodes - 1 and not self._all_here.done():
+            self._all_here.set_result(None)
 
     def _begin_send(self, done: Done, *tiles: npt.NDArray[Any], peer: int, key: str) -> None:
         self._begin(True, peer, key, (tiles, done))

@@ -25,12 +25,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from nntask.errors import ClusterError, UsageError
+from nntask.errors import ClusterError, DoesNotFit, UsageError
+from nntask.sizes import format_size
 from nntask.trainer.cluster_rules import check_plain
 from nntask.trainer.gpus import open_nccl
 from nntask.trainer.settings import TrainSettings
 from scheduler.drivers.gpu import Event, Gpu
-from scheduler.drivers.nccl import Communicator, Nccl, UniqueId
+from scheduler.drivers.nccl import Nccl, UniqueId
 
 from .carriers import Carrier, Tiles, bytes_of, check_nbytes, nbytes_of
 
@@ -55,6 +56,27 @@ class _Half(NamedTuple):
     passed: Event
 
 
+class Room:
+    """What a link needs of the GPU: a buffer of two halves, a stream for copies, and one for what waits for the peer.
+
+    Made before there is a peer, so that what fails is not taken for a peer's fault.
+
+    Raises:
+        MemoryError: the GPU has less.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.copies, self.network = gpu.stream(), gpu.stream()
+        events = [gpu.event() for _ in range(4)]
+        self._buffer = gpu.reserve(2 * PIECE)
+        self.halves = [_Half(self._buffer, *events[:2]), _Half(self._buffer + PIECE, *events[2:])]
+
+    def close(self) -> None:
+        """Give the buffer back."""
+        self.gpu.release(self._buffer)
+
+
 class _Piece(NamedTuple):
     """Host memory that fits a half, as (address, bytes), with the tiles it is of, which so stay there, and what to call if it is their last one."""
 
@@ -73,6 +95,7 @@ class Link(threading.Thread):
 
     Args:
         nccl: of this node.
+        room: which this link gives back at its end.
         unique_id: of the communicator.
         is_sender: whether this end sends (rank 0) or receives (rank 1).
         name: of the thread.
@@ -82,9 +105,10 @@ class Link(threading.Thread):
         ended: done when the thread will not touch a tile any more; its result is what went wrong, None after `stop`.
     """
 
-    def __init__(self, nccl: Nccl, unique_id: UniqueId, is_sender: bool, name: str) -> None:
+    def __init__(self, nccl: Nccl, room: Room, unique_id: UniqueId, is_sender: bool, name: str) -> None:
         super().__init__(name=f"nntask {name}", daemon=True)
-        self._nccl, self._id, self._is_sender = nccl, unique_id, is_sender
+        self._nccl, self._room, self._id, self._is_sender = nccl, room, unique_id, is_sender
+        self._copies, self._network, self._free = room.copies, room.network, deque(room.halves)
         self._loop = asyncio.get_running_loop()
         self.joined: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
@@ -118,23 +142,19 @@ class Link(threading.Thread):
             self._loop.call_soon_threadsafe(function, *args)
 
     def _open_and_carry(self) -> None:
-        gpu = self._nccl.gpu()
-        gpu.adopt()
         with ExitStack() as at_the_end:
-            buffer = gpu.reserve(2 * PIECE)
-            at_the_end.callback(gpu.release, buffer)
-            self._free = deque(_Half(address, gpu.event(), gpu.event()) for address in (buffer, buffer + PIECE))
-            self._copies, self._network = gpu.stream(), gpu.stream()
+            at_the_end.callback(self._room.close)
+            self._room.gpu.adopt()
             self._communicator = self._nccl.join(self._id, 0 if self._is_sender else 1)
-            at_the_end.callback(self._drain, gpu, self._communicator)
+            at_the_end.callback(self._drain)
             self._tell(_settle, self.joined, None)
             self._carry()
 
-    def _drain(self, gpu: Gpu, communicator: Communicator) -> None:
+    def _drain(self) -> None:
         """End the communicator, and wait until its stream and that of copies stand still."""
-        communicator.abort()
+        self._communicator.abort()
         for stream in (self._network, self._copies):
-            event = gpu.event()
+            event = self._room.gpu.event()
             stream.record(event)
             event.wait()
 
@@ -248,16 +268,26 @@ class NcclCarriers:
         nccl: of this node's GPU.
         rank: of the node.
         num_nodes: of the training.
+        worker: address of the node's, for messages.
 
     Attributes:
         card: what tells the GPU from others of its machine.
+
+    Raises:
+        MemoryError: the GPU has too little for the buffers of all links.
     """
 
-    def __init__(self, nccl: Nccl, rank: int, num_nodes: int) -> None:
-        self._nccl, self._rank, self._num_nodes = nccl, rank, num_nodes
+    def __init__(self, nccl: Nccl, rank: int, num_nodes: int, worker: str = "") -> None:
+        self._nccl, self._rank, self._num_nodes, self._worker = nccl, rank, num_nodes, worker
         self.num_steps, self.card = 4 * (num_nodes - 1), nccl.card
         self._free = nccl.free_nbytes()
-        self._ids = {peer: nccl.unique_id() for peer in range(num_nodes) if peer != rank}
+        self._rooms: list[Room] = []  # of links that there are not yet
+        with ExitStack() as if_one_fails:
+            for _ in range(2 * (num_nodes - 1)):
+                self._rooms.append(Room(nccl.gpu()))
+                if_one_fails.callback(self._rooms[-1].close)
+            if_one_fails.pop_all()
+        self._ids: dict[int, UniqueId] = {}
         self._links: dict[tuple[int, int], Link] = {}  # by (sender, receiver)
 
     def taken_nbytes(self) -> int:
@@ -265,13 +295,22 @@ class NcclCarriers:
         return max(self._free - self._nccl.free_nbytes(), 0)
 
     def hello(self, rank: int) -> UniqueId:
-        """The id of the communicator that this node sends with."""
+        """The id of the communicator that this node sends with; NCCL listens for the peer from now on.
+
+        Raises:
+            ClusterError: NCCL failed.
+        """
+        if rank not in self._ids:
+            try:
+                self._ids[rank] = self._nccl.unique_id()
+            except RuntimeError as error:
+                raise _cannot_begin(self._worker, error) from error
         return self._ids[rank]
 
     def carrier(self, rank: int, theirs: UniqueId, fail: Callable[[BaseException], None]) -> Carrier:
         """Begin to join both communicators."""
-        sender = Link(self._nccl, self._ids[rank], True, f"to node {rank}")
-        receiver = Link(self._nccl, theirs, False, f"from node {rank}")
+        sender = Link(self._nccl, self._rooms.pop(), self._ids[rank], True, f"to node {rank}")
+        receiver = Link(self._nccl, self._rooms.pop(), theirs, False, f"from node {rank}")
         self._links[self._rank, rank], self._links[rank, self._rank] = sender, receiver
         carrier = NcclCarrier(sender, receiver, fail)
         sender.start()
@@ -295,6 +334,8 @@ class NcclCarriers:
         deadline = monotonic() + STOP_SECONDS
         for link in self._links.values():
             link.join(max(deadline - monotonic(), 0))
+        while self._rooms:
+            self._rooms.pop().close()
 
 
 def open_carriers(settings: TrainSettings, worker: str, rank: int, num_nodes: int) -> NcclCarriers:
@@ -305,17 +346,28 @@ def open_carriers(settings: TrainSettings, worker: str, rank: int, num_nodes: in
 
     Raises:
         UsageError: it has no GPU, or no NCCL, or its cluster encrypts.
+        DoesNotFit: its GPU has too little memory.
         ClusterError: CUDA or NCCL failed.
     """
     check_plain(worker)
     try:
-        return NcclCarriers(open_nccl(settings), rank, num_nodes)
+        return NcclCarriers(open_nccl(settings), rank, num_nodes, worker)
     except UsageError as error:
         raise UsageError(f"on worker {worker}: {error}") from error
-    except RuntimeError as error:  # of CUDA or NCCL
-        raise ClusterError(
-            f"--transport nccl cannot begin on worker {worker} ({error}); see what it says there with NCCL_DEBUG=WARN, or use --transport dask"
+    except MemoryError as error:
+        needed = format_size(2 * (num_nodes - 1) * 2 * PIECE)
+        raise DoesNotFit(
+            f"on worker {worker} --transport nccl takes {needed} of the GPU for buffers, and {error}; lower --nodes, or use --transport dask"
         ) from error
+    except RuntimeError as error:  # of CUDA or NCCL
+        raise _cannot_begin(worker, error) from error
+
+
+def _cannot_begin(worker: str, error: RuntimeError) -> ClusterError:
+    """What CUDA or NCCL said on a node before it had anything to do with peers."""
+    return ClusterError(
+        f"--transport nccl cannot begin on worker {worker} ({error}); see what it says there with NCCL_DEBUG=WARN, or use --transport dask"
+    )
 
 
 def pieces_of(tiles: Tiles, room: int) -> Iterator[list[tuple[int, int]]]:

@@ -112,11 +112,15 @@ class Node:
         self._closed = False
         self._last_end = 0.0
 
-    async def listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str]:
-        """Begin to listen for peers; returns the address, and what tells the GPU that NCCL uses from others of its machine, "" without NCCL."""
+    async def listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str, float]:
+        """Begin to listen for peers.
+
+        Returns:
+            The address; what tells the GPU that NCCL uses from others of its machine, "" without NCCL; and how many seconds `connect` may take.
+        """
         return await self._run(self._starts, self._listen, settings, num_nodes)
 
-    def _listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str]:
+    def _listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str, float]:
         from nntask.sizes import parse_size
 
         from .exchange import PeerComms
@@ -138,7 +142,7 @@ class Node:
             bandwidth=float(parse_size(limit, "--link-bandwidth")) if limit else None,
             carriers=self._nccl,
         )
-        return self._comms.listen(), "" if self._nccl is None else self._nccl.card
+        return self._comms.listen(), "" if self._nccl is None else self._nccl.card, self._comms.connect_seconds
 
     async def connect(self, addresses: Sequence[str]) -> None:
         """Connect to the peers; before they open, which takes some minutes longer than others, and so that budgets know what NCCL has taken."""
