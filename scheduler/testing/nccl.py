@@ -45,7 +45,7 @@ class FakeNetwork:
         stands_after: transfers after which nothing goes through any more, if that is planted; nobody is told.
         fails_after: the same, and `Communicator.check` says so.
         lets_go: set while `Communicator.abort` comes back.
-        num_transfers: that have gone through.
+        num_asked, num_transfers: that were put on streams, each by both its ranks, and that have gone through.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class FakeNetwork:
         self.fails_after: int | None = None
         self.lets_go = threading.Event()
         self.lets_go.set()
-        self.num_transfers = 0
+        self.num_asked = self.num_transfers = 0
         self.changed = threading.Condition()
         self._pairs: dict[UniqueId, _Pair] = {}
         self._is_down = False
@@ -92,6 +92,11 @@ class FakeNetwork:
         """Wait until so many have gone through; whether they have."""
         with self.changed:
             return self.changed.wait_for(lambda: self.num_transfers >= number, timeout)
+
+    def wait_asked(self, number: int, timeout: float) -> bool:
+        """Wait until so many have been put on streams; whether they have."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.num_asked >= number, timeout)
 
     def is_past(self, number: int | None) -> bool:
         """Whether so many transfers have gone through."""
@@ -140,6 +145,9 @@ class FakeCommunicator:
         number = self._num_asked
         self._num_asked += 1
         cast(FakeStream, stream).put(lambda: None, lambda: self._is_over(number, transfer))
+        with self._network.changed:
+            self._network.num_asked += 1
+            self._network.changed.notify_all()
 
     def _is_over(self, number: int, transfer: _Transfer) -> bool:
         """Whether the stream, which stands at a transfer, may go on; carries it out where the other rank's stands at the matching one."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -128,6 +129,44 @@ def test_buckets_arrive_whole(count: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert network.num_transfers - before == sum(-(-size // 10_000) for size in nbytes)
         sent = sum(sum(each.sent_bytes.values()) for each in comms)
         assert sum(nbytes) < sent < 1.1 * sum(nbytes)
+
+
+def test_buckets_of_nothing_end_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte, alone and between others: both ends are told, in order, and NCCL is not asked for it."""
+    with cluster(2, monkeypatch) as (comms, _, network):
+        before, rng = network.num_asked, np.random.default_rng(0)
+        transfers = [bucket(rng, sizes) for sizes in ([0], [30_000], [0, 0], [1, 0], [0])]
+        for transfer in transfers:
+            receive(comms[1], 0, "key", transfer)
+            send(comms[0], 1, "key", transfer)
+        for transfer in reversed(transfers):
+            transfer.wait()
+            assert not transfer.errors
+            assert np.array_equal(np.concatenate(transfer.source), np.concatenate(transfer.target))
+        assert network.num_asked - before == 2 * 4
+
+
+def test_the_next_bucket_is_copied_while_the_last_one_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the one before it already waits for the peer, and goes to the other half at once."""
+    with cluster(2, monkeypatch) as (_, carriers, network):
+        network.stands_after = network.num_transfers
+        before, link = network.num_asked, carriers[0]._links[0, 1]
+        for number in range(2):
+            link.put([np.zeros(10_000, np.uint8)])
+            assert network.wait_asked(before + number + 1, 20)
+
+
+def test_a_link_that_has_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither tiles that it was never to send, nor what an error drags along."""
+    with cluster(2, monkeypatch) as (_, carriers, network):
+        network.fails_after = network.num_transfers
+        link = carriers[0]._links[0, 1]
+        tiles = [np.zeros(1_000_000, np.uint8) for _ in range(5)]
+        kept = [weakref.ref(tile) for tile in tiles]
+        while tiles:
+            link.put([tiles.pop()])
+        link.join(LONG)
+        assert not any(tile() is not None for tile in kept)
 
 
 def test_training_gives_the_bits_of_one_node() -> None:

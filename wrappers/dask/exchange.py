@@ -328,7 +328,8 @@ class PeerComms:
             filled += nbytes
             peer.on_the_way.append((nbytes, done))
             peer.on_the_way_nbytes += nbytes
-            self.sent_bytes[peer.rank] += nbytes * peer.carrier.is_beside
+            if peer.carrier.is_beside:
+                self.sent_bytes[peer.rank] += nbytes
         message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": data}
         peer.asks, peer.num_got = [], 0
         return message

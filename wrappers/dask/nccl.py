@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
@@ -114,12 +114,21 @@ class Link(threading.Thread):
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._stopping = threading.Event()
+        self._is_over = False
         self._ahead: deque[_Piece] = deque()  # not begun
         self._under_way: deque[tuple[_Half, _Piece]] = deque()
 
     def put(self, tiles: Tiles, over: Callable[[], None] | None = None) -> None:
         """Send tiles, or fill them with what comes; calls `over` on the event loop's thread afterwards, in the order of the calls."""
         self._jobs.put((tiles, over))
+        if self._is_over:  # looked at after the put: one of the two threads sees the other
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of tiles that will never be carried."""
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
 
     def stop(self) -> None:
         """End the thread; what is under way ends where it is. Called by any thread."""
@@ -132,9 +141,12 @@ class Link(threading.Thread):
         try:
             self._open_and_carry()
         except BaseException as failure:  # whatever NCCL, CUDA or CuPy raise: nobody may be left waiting
-            error = failure.with_traceback(None)  # whose frames have tiles
+            error = failure.with_traceback(None)  # whose frames have tiles, as those of what came before it
+            error.__cause__ = error.__context__ = None
         self._ahead.clear()
         self._under_way.clear()
+        self._is_over = True
+        self._forget()
         self._tell(_settle, self.ended, error)
 
     def _tell(self, function: Callable[..., None], *args: Any) -> None:
@@ -161,35 +173,36 @@ class Link(threading.Thread):
     def _carry(self) -> None:
         """Carry until told to stop."""
         while True:
-            is_idle = not self._ahead and self._jobs.empty()
-            if self._under_way and (is_idle or not self._free):
-                if not self._finish(*self._under_way[0]):
+            if self._ahead and self._free:
+                self._under_way.append((self._free.popleft(), self._ahead.popleft()))
+                self._start(*self._under_way[-1])
+            elif self._ahead or (self._under_way and self._jobs.empty()):
+                if self._wait_passed(self._under_way[0][0]):
+                    self._finish(*self._under_way[0])
+                    self._free.append(self._under_way.popleft()[0])
+                elif self._stopping.is_set():
                     return
-                self._free.append(self._under_way.popleft()[0])
-                continue
-            if not self._ahead:
+            else:
                 job = self._jobs.get()
                 if job is None or self._stopping.is_set():
                     return
                 tiles, over = job
-                cut = list(pieces_of(tiles, PIECE))
+                cut = list(pieces_of(tiles, PIECE)) or [[]]  # nothing at all has its turn, too
                 self._ahead += [_Piece(spans, tiles, over if number == len(cut) else None) for number, spans in enumerate(cut, 1)]
-                continue
-            self._under_way.append((self._free.popleft(), self._ahead.popleft()))
-            self._start(*self._under_way[-1])
 
     def _start(self, half: _Half, piece: _Piece) -> None:
         """Begin to send or to receive a piece; nobody uses the half."""
         if self._is_sender:
             self._copy(half, piece)
             self._network.hold(half.copied)
-            self._communicator.send(half.address, piece.nbytes, self._network)
-        else:
+            if piece.spans:
+                self._communicator.send(half.address, piece.nbytes, self._network)
+        elif piece.spans:
             self._communicator.receive(half.address, piece.nbytes, self._network)
         self._network.record(half.passed)
 
-    def _finish(self, half: _Half, piece: _Piece) -> bool:
-        """Wait until a piece is where it belongs; False if the link is told to stop before.
+    def _wait_passed(self, half: _Half) -> bool:
+        """Wait until what is in a half has been sent, or has come; False if there is something else to do before, or the link is told to stop.
 
         Raises:
             Exception: the communicator is broken; what is on its stream may never end.
@@ -197,15 +210,18 @@ class Link(threading.Thread):
         pause = _SHORTEST
         while not half.passed.is_done():
             self._communicator.check()
-            if self._stopping.wait(pause):
+            if self._stopping.wait(pause) or not (self._ahead or self._jobs.empty()):
                 return False
             pause = min(2 * pause, _LONGEST)
+        return True
+
+    def _finish(self, half: _Half, piece: _Piece) -> None:
+        """Bring a piece that has passed to where it belongs."""
         if not self._is_sender:
             self._copy(half, piece)
             half.copied.wait()
         if piece.over is not None:
             self._tell(piece.over)
-        return True
 
     def _copy(self, half: _Half, piece: _Piece) -> None:
         """Put copies between RAM and a half on their stream, which holds nothing that waits for the peer."""
