@@ -1,9 +1,12 @@
 """NCCL between threads of one process, each with GPUs of host memory (`gpu.FakeGpu`): who waits for whom is as on cards, and faults can be planted.
 
-A rank that joins waits for the other one. A send keeps its stream where it is until the other rank's stream has come to the matching receive, and the
-other way round; only then bytes are copied. Aborting a rank ends what is on its stream and tells the other rank nothing, as between cards that reach
-each other's memory. Sizes that differ, or two sends that meet, end both ranks with an error. A call that copies comes back at once or, as CUDA's may
-where host memory is not locked, when everything in front of it has ended: which of them is left to chance.
+A rank that joins waits for the other one, and ranks on one card come back from that one after another. Joining may wait for the whole card, and so
+for a peer of what is under way on it: nobody joins on a card that has begun to carry.
+
+A send keeps its stream where it is until the other rank's stream has come to the matching receive, and the other way round; only then bytes are
+copied. Aborting a rank ends what is on its stream and tells the other rank nothing, as between cards that reach each other's memory. Sizes that
+differ, or two sends that meet, end both ranks with an error. A call that copies comes back at once or, as CUDA's may where host memory is not locked,
+when everything in front of it has ended: which of them is left to chance.
 """
 
 from __future__ import annotations
@@ -11,11 +14,15 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import Final, NamedTuple, cast
 
 from ..drivers.gpu import Gpu, Stream
 from ..drivers.nccl import Communicator, UniqueId
 from .gpu import FakeGpu, FakeStream
+
+_APART_SECONDS: Final = 0.01
+"""Between the ends of two joins on a card: who does not wait for all of them has begun to carry by then."""
 
 COMMUNICATOR_NBYTES = 3 << 20
 """Of a card's memory, for each rank on it."""
@@ -66,11 +73,15 @@ class FakeNetwork:
             self._pairs[unique_id] = _Pair()
             return unique_id
 
-    def join(self, unique_id: UniqueId, rank: int) -> _Pair:
+    def join(self, unique_id: UniqueId, rank: int, number: int, carries: Callable[[], bool]) -> _Pair:
         """Wait for the other rank.
 
+        Args:
+            number: of the join, among those on the card.
+            carries: whether a transfer was put on a stream of the card.
+
         Raises:
-            RuntimeError: it will not come.
+            RuntimeError: it will not come, or the card carries.
         """
         with self.changed:
             pair = self._pairs[unique_id]
@@ -80,6 +91,9 @@ class FakeNetwork:
             self.changed.wait_for(lambda: all(pair.joined) or self._is_down)
             if not all(pair.joined):
                 raise RuntimeError("planted: the other rank does not join")
+            self.changed.wait_for(carries, number * _APART_SECONDS)
+            if carries():
+                raise RuntimeError("planted: a card carries bytes while a rank on it still joins")
             return pair
 
     def take_down(self) -> None:
@@ -104,12 +118,16 @@ class FakeNetwork:
 
 
 class FakeCommunicator:
-    """One of two ranks."""
+    """One of two ranks.
+
+    Attributes:
+        num_asked: transfers that were put on streams.
+    """
 
     def __init__(self, network: FakeNetwork, pair: _Pair, rank: int) -> None:
         self._network, self._pair, self._rank = network, pair, rank
         self.is_aborted = False
-        self._num_asked = 0
+        self.num_asked = 0
         self._thread = threading.current_thread()
 
     def send(self, address: int, nbytes: int, stream: Stream) -> None:
@@ -142,8 +160,8 @@ class FakeCommunicator:
 
     def _put(self, transfer: _Transfer, stream: Stream) -> None:
         self._check_thread()
-        number = self._num_asked
-        self._num_asked += 1
+        number = self.num_asked
+        self.num_asked += 1
         cast(FakeStream, stream).put(lambda: None, lambda: self._is_over(number, transfer))
         with self._network.changed:
             self._network.num_asked += 1
@@ -218,7 +236,7 @@ class FakeNccl:
     def __init__(self, network: FakeNetwork, card: str = "0", memory: int = 1 << 40) -> None:
         self.card = card
         self.joins = self.has_sockets = True
-        self.num_ids = 0
+        self.num_ids = self._num_joins = 0
         self.gpus: list[_Gpu] = []
         self.memory = memory
         self._network = network
@@ -246,9 +264,14 @@ class FakeNccl:
         self.num_ids += 1
         return self._network.new_id()
 
+    def _carries(self) -> bool:
+        return any(rank.num_asked for rank in self._ranks)
+
     def join(self, unique_id: UniqueId, rank: int) -> Communicator:
         """Join."""
-        pair = self._network.join(unique_id if self.joins else self._network.new_id(), rank)
+        with self._network.changed:
+            number, self._num_joins = self._num_joins, self._num_joins + 1
+        pair = self._network.join(unique_id if self.joins else self._network.new_id(), rank, number, self._carries)
         communicator = FakeCommunicator(self._network, pair, rank)
         self._ranks.append(communicator)
         return communicator
