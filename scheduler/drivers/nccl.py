@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
-from .cuda_cupy import CupyGpu, GpuFacts, NoGpu
+from .cuda_cupy import INSTALL, CupyGpu, GpuFacts, NoGpu
 from .gpu import Gpu, Stream
 
-INSTALL_NCCL: Final = "pip install nvidia-nccl-cu12 for CUDA 12, or nvidia-nccl-cu13 for CUDA 13"
+INSTALL_NCCL: Final = "pip install 'nvidia-nccl-cu12>=2.19,<3' for CUDA 12, or 'nvidia-nccl-cu13>=2.19,<3' for CUDA 13"
+
+OLDEST_CUPY: Final = 14
+"""Its first version of which ids are bytes; they were tuples of numbers with signs before."""
 
 UniqueId = bytes
 """What both ranks of a communicator know, and nobody else."""
@@ -134,8 +137,12 @@ def find_library() -> Any:
     """`cupy.cuda.nccl`, which CuPy 14 replaces by nothing but `available = False` where libnccl.so.2 is not to be found.
 
     Raises:
-        NoGpu: it is not to be found.
+        NoGpu: it is not to be found, or CuPy is older.
     """
+    import cupy
+
+    if int(cupy.__version__.partition(".")[0]) < OLDEST_CUPY:
+        raise NoGpu(f"NCCL is used through CuPy {OLDEST_CUPY} or newer, and {cupy.__version__} is installed; {INSTALL}, or use --transport dask")
     try:
         from cupy.cuda import nccl
     except ImportError:

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import sys
+import tomllib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from nntask.errors import ClusterError, DoesNotFit, UsageError
 from nntask.sizes import parse_size
 from nntask.trainer import gpus
 from nntask.trainer.settings import TrainSettings
-from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, GpuFacts, NoGpu
-from scheduler.drivers.nccl import Nccl, find_library
+from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu
+from scheduler.drivers.nccl import INSTALL_NCCL, Nccl, find_library
 from scheduler.testing.nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
 from wrappers.cli import main
 from wrappers.dask import exchange, nccl
@@ -426,9 +427,25 @@ def test_a_node_that_cannot(cards: Cards, worker: str, why: str, monkeypatch: py
 def test_cupy_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy says so by an attribute; the message names the package."""
     for name in ("cupy", "cupy.cuda"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(nccl=SimpleNamespace(available=False)))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(nccl=SimpleNamespace(available=False), __version__="14.0.1"))
     with pytest.raises(NoGpu, match=r"CuPy finds no NCCL \(libnccl.so.2\).*nvidia-nccl-cu12.*--transport dask"):
         find_library()
+
+
+def test_a_cupy_whose_ids_are_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older than 14: refused by its version, with the package that is wanted."""
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(nccl=SimpleNamespace(available=True), __version__="13.6.0"))
+    with pytest.raises(NoGpu, match=r"through CuPy 14 or newer, and 13.6.0 is installed; pip install 'cupy-cuda12x\[ctk\]>=14'"):
+        find_library()
+
+
+def test_messages_name_what_the_extras_install() -> None:
+    """The same packages, with the same bounds."""
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for names, message in ((("cuda12", "cuda13"), INSTALL), (("nccl12", "nccl13"), INSTALL_NCCL)):
+        for name in names:
+            assert f"'{extras[name][0].partition(';')[0]}'" in message
 
 
 def test_two_nodes_on_one_card() -> None:
