@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -17,12 +18,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 from distributed import Client, Event, LocalCluster
 from test_cli_train import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
 from test_dask_dashboard import read
 
-from nntask.data import open_dataset
+from nntask.data import Batch, open_dataset
 from nntask.errors import ClusterError, DataError, UsageError
 from nntask.trainer import gpus
 from nntask.trainer.engine import NodesChanged
@@ -365,6 +368,40 @@ def test_workers_that_hang_or_run_other_software_do_not_stop_a_run(connection: C
     monkeypatch.setattr(cluster_module, "versions", lambda: {**versions, "numpy": "1.0"})
     assert connection.ask(others, refused) == []
     assert sorted(refused) == others
+
+
+def waste(dask_worker: Any) -> int:
+    """Free 200 MB of a worker in small pieces below one in use; the MB that it has."""
+    held = [bytearray(100_000) for _ in range(2000)]
+    dask_worker.pieces = [*getattr(dask_worker, "pieces", ()), bytearray(100_000)]
+    del held
+    return used(dask_worker)
+
+
+def used(dask_worker: Any) -> int:
+    """MB that a worker has of the machine's memory."""
+    return psutil.Process().memory_info().rss // 1_000_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's allocator")
+def test_nodes_give_back_what_opening_and_checkpoints_have_freed(late: Late, connection: Connection) -> None:
+    """When they have opened, with the first step after tensors were read, and when they close."""
+    _, open_nodes, (worker,) = late(1)
+
+    def run(function: Callable[..., int]) -> int:
+        found: int = connection.client.run(function, workers=[worker])[worker]
+        return found
+
+    before = run(waste)
+    with open_nodes() as (engine, _):
+        assert run(used) < before - 50  # what a node needs itself is less than the rest
+        next(iter(engine.model_tensors().values())).read()
+        before = run(waste)
+        tokens = np.zeros((8, 16), np.int32)  # nodes read their own
+        engine.start(1, 1e-3, Batch(tokens, tokens)).result()
+        assert run(used) < before - 100
+        before = run(waste)
+    assert run(used) < before - 150
 
 
 class _Cards:

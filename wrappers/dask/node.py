@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .allocator import reuse_freed_memory
+from .allocator import give_back_freed, reuse_freed_memory
 
 if TYPE_CHECKING:
     from nntask.data import Cursor
@@ -111,6 +111,7 @@ class Node:
         self._engine: Any = None
         self._closed = False
         self._last_end = 0.0
+        self._was_read = False  # since the last step: by a checkpoint
 
     async def listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str, float]:
         """Begin to listen for peers.
@@ -190,6 +191,7 @@ class Node:
         num_tasks = engine.num_tasks
         self._check_room()
         runtime.wait()
+        give_back_freed()  # what reading weights and planning the step took
         return {
             "num_tasks": num_tasks,
             "num_trained": engine.num_trained,
@@ -263,6 +265,9 @@ class Node:
         return await self._run(self._results, self._finish, flight, number, begun)
 
     def _start(self, number: int, lr: float, begin: Cursor) -> Any:
+        if self._was_read:
+            self._was_read = False
+            give_back_freed()
         self._stream.cursor = begin
         return self._engine.start(number, lr, self._stream.next())
 
@@ -310,6 +315,7 @@ class Node:
         return await self._run(self._results, self._read, table, name, numbers)
 
     def _read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        self._was_read = True
         tensor = self._table(table)[name]
         found = []
         for number in numbers:
@@ -362,6 +368,7 @@ class Node:
             with contextlib.suppress(Exception):  # it is broken already
                 self._runtime.close()
         self._engine = self._runtime = None
+        give_back_freed()
         self._starts.shutdown(wait=False, cancel_futures=True)
         self._results.shutdown(wait=False, cancel_futures=True)
         if _CLAIMS.get(self._name) == self.job:

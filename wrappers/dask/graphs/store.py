@@ -10,8 +10,6 @@ counted in lumps that never leave.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 import weakref
 from collections import deque
@@ -42,6 +40,7 @@ from scheduler.core.records import RAM, SCRATCH, HandleId, HandleRecord, Mode, N
 from scheduler.drivers.disk import THREADS
 from scheduler.storage import DiskTier
 
+from ..allocator import give_back_freed
 from .spill import SpillEngine, staging_bytes
 from .values import Block
 
@@ -350,10 +349,3 @@ class Store:
             with suppress(RuntimeError):
                 self._disk.join()
         self.blocks.clear()
-
-
-def give_back_freed() -> None:
-    """Have the allocator give freed memory back to the system, where it can (glibc): it keeps freed arrays of up to 32 MiB."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
