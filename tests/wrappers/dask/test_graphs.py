@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -389,7 +390,37 @@ os._exit(0)
 """
 
 
-def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
-    """The main thread sleeps, and the system gives the signal to a worker's thread: nobody wakes the one on which Python's handlers run."""
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=50, check=False)
+WHILE_FETCHING = """
+import os, signal, threading
+import numpy as np
+from wrappers.dask import runtime
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupt():
+    threading.Event().wait(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    threading.Event().wait(60)
+class Large:
+    def __sizeof__(self): return 6 << 20
+    def __reduce__(self): return interrupt, ()
+graph = {
+    "x": (Large,),
+    "x is there": (lambda x: 0, "x"),
+    "y": (lambda _: np.ones(7 << 20, np.uint8), "x is there"),
+    "x has left": (lambda y: 1, "y"),
+}
+found = runtime(ram=8 << 20, disk=".", workers=1)
+try:
+    found.get(graph, ["x", "x has left"])
+except KeyboardInterrupt:
+    print("heard", flush=True)
+os._exit(0)  # the thread that reads is not waited for
+"""
+
+
+@pytest.mark.parametrize("script", [ELSEWHERE, WHILE_FETCHING])
+def test_ctrl_c_that_reaches_another_thread_is_heard(script: str, tmp_path: Path) -> None:
+    """The main thread sleeps, and the system gives the signal to a worker's thread, or to that which reads results back: nobody wakes the one on
+    which Python's handlers run."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path, env=environment)
     assert (done.stdout, done.returncode) == ("heard\n", 0), done.stderr

@@ -365,7 +365,7 @@ class Run:
                 self._is_fetching = True
                 self.store.submit(self, RESULTS, "the results", self.first + len(self.plan.nodes), blocks, 0, [FAR] * len(blocks))
                 self.store.look_for_deadlock()
-            self._fetched.wait()
+            sleep_until(self._fetched)
             if self.error is not None:
                 raise self.error
         with self._wake:
