@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from .recorded import RecordedEngine
 from .rules import rank_of, trace_range
 from .running import Running, print_header, print_totals
 from .sample import sample_prompt
-from .settings import StorageDtype, TrainSettings
+from .settings import ClusterSettings, StorageDtype, TrainSettings
 from .signals import Interrupts
 from .text import to_toml
 from .timing import print_timing
@@ -208,14 +208,19 @@ def _interrupted(prepared: Prepared, step: int | None) -> str:
     """What a signal before the last step has left behind; None for a step that was not saved."""
     if not step_directories(prepared.run):
         return "interrupted before the first checkpoint; nothing was saved yet, so there is nothing to continue"
-    cluster = prepared.settings.cluster.dask
-    command = f"nntask train --resume {shlex.quote(str(prepared.run))}" + (f" --dask {shlex.quote(cluster)}" if cluster else "")
+    command = f"nntask train --resume {shlex.quote(str(prepared.run))}{_on(prepared.settings.cluster)}"
     return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {command}"
 
 
 def _all_there(prepared: Prepared, step: int, steps: int) -> str:
     """What a run has left behind that had nothing more to save when it was stopped."""
     return f"all {steps} steps were done" if step == steps else _interrupted(prepared, step)
+
+
+def _on(cluster: ClusterSettings) -> str:
+    """The flags that say on which machines a run was, as it was told; a resumed run does not know them."""
+    found = ((f.name.replace("_", "-"), getattr(cluster, f.name)) for f in fields(cluster) if getattr(cluster, f.name) != f.default)
+    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in found)
 
 
 def _left_behind(run: Path) -> str:

@@ -31,6 +31,7 @@ from nntask.trainer import gpus
 from nntask.trainer.engine import NodesChanged
 from nntask.trainer.gpus import Cards
 from nntask.trainer.prepare import prepare
+from nntask.trainer.run import _on
 from nntask.trainer.settings import ClusterSettings
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.nccl import Nccl
@@ -96,7 +97,8 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
     in at a later one. The numbers are those of an undisturbed run."""
     lines, victim = [], ""
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster, Client(cluster) as client:
-        process = start(*TRAIN, "--steps=100000", "--save-every=20", "--run-dir=run", f"--dask={cluster.scheduler_address}")
+        address = cluster.scheduler_address
+        process = start(*TRAIN, "--steps=100000", "--save-every=20", "--run-dir=run", f"--dask={address}", "--link-bandwidth=10GB")
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -111,14 +113,21 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
             if line.startswith("step "):
                 process.send_signal(signal.SIGTERM)
                 break
-        _, errors = process.communicate(timeout=120)
+        said, errors = process.communicate(timeout=120)
     assert process.returncode == 143, errors
+    assert f"; continue with: nntask train --resume run --dask {address} --link-bandwidth 10GB\n" in said
     assert [line for line in lines if "lost" in line] == [f"lost worker {victim}; going on after step 20\n"]
     found = numbers(here / "run")
     assert main([*TRAIN, f"--steps={len(found)}", "--run-dir=alone"]) == 0
     assert found == numbers(here / "alone")
     (last,) = (here / "alone/checkpoints").iterdir()
     assert same_state(here / "run/checkpoints" / last.name, last)
+
+
+def test_how_to_continue_names_the_transport() -> None:
+    """A resumed run asks anew on which machines it is."""
+    assert _on(ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl")) == " --dask tcp://a:1 --nodes 2 --transport nccl"
+    assert _on(ClusterSettings()) == ""
 
 
 @pytest.mark.long
