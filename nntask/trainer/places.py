@@ -53,7 +53,7 @@ DEFAULT_LINK: Final = "25GB/s"
 BOUNDLESS: Final = 1 << 50
 """Bytes of an imaginary disk that does not say."""
 
-COARSE_SHARE: Final = 64
+COARSE_SHARE: Final = 128
 """A weight tile of an imaginary device takes at most this fraction of its memory."""
 COARSE_VOCAB: Final = 8
 """Vocabulary tiles there, at least: minibatches add to the gradient of each in turn, so with one tile they would go through the head one by one."""
