@@ -137,7 +137,7 @@ def _library() -> Any:
                 return _typed(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
             except OSError:
                 continue
-    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'")
+    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install 'cupy-cuda12x[ctk]>=14' or 'cupy-cuda13x[ctk]>=14'")
 
 
 def _typed(library: Any) -> Any:
