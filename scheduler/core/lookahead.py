@@ -39,7 +39,7 @@ CLEAN: Final = 6
 TASKS: Final = 64
 """Planned tasks looked at, at most."""
 
-LOOKS: Final = 4
+LOOKS: Final = 2
 """A look for what to write back after every such fraction of the clean share that the node has handed out."""
 
 STRIDE: Final = 4

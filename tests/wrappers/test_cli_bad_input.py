@@ -353,7 +353,7 @@ def test_data_that_changed_and_data_that_moved(here, capsys):
         (["generate", "x", "--seed=9223372036854775808"], 2),
         (["generate", "x", "--ram=99999999TiB"], 2),
         (["generate", "x", "--disk=tier:12XB"], 2),
-        (["generate", "x", "--disk=small.json"], 4),
+        (["generate", "x", "--disk=small.json"], 2),
         (["generate", "nowhere"], 4),
         (["generate", "x", "--temperature=-1"], 2),
         (["generate", "x", "--top-p=0"], 2),
