@@ -100,7 +100,7 @@ class Replicas:
         self.copies: dict[Replica, Copy] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
         self.queued: dict[tuple[NodeId, NodeId], int] = {}
-        self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # a task, and its victims, some of which are being written back
+        self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # who waits, at last, and for which victims
         self.num_evictions = 0
         self.num_hits = 0
         self.num_misses = 0
@@ -375,9 +375,6 @@ class Replicas:
         self.queued[source.node, target.node] -= source.handle.nbytes
         target.arriving = False
         source.outgoing -= 1
-        waiting = self._waiting.get(source.node)
-        if waiting is not None and not any(victim.outgoing for victim in waiting[1]):
-            del self._waiting[source.node]
         source.handle.num_uses -= 1
         self.num_writing -= target.node == self.last and source.node != FILE
         self.freed = True

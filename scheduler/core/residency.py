@@ -133,9 +133,13 @@ class Residency(Replicas):
         present = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
         missing = [(handle, mode) for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas]
         missing.sort(key=lambda access: -access[0].size)
-        waiting = self._waiting.get(node_id)
-        if (node_id == self.last and not self.num_files) or (waiting is not None and waiting[0] is task):
+        if node_id == self.last and not self.num_files:
             return False
+        waiting = self._waiting.get(node_id)
+        if waiting is not None and waiting[0] is task:
+            if any(victim.outgoing for victim in waiting[1]):
+                return False  # they are still being written back
+            del self._waiting[node_id]
         for handle, mode in missing:
             if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
                 raise NothingToRead(handle)
