@@ -21,6 +21,7 @@ from ..tiletable import read_table, shape_of
 from ..tiling import ModelTiling, default_tiling
 from .base import Base
 from .claim import check_unclaimed
+from .cluster_rules import local_nodes
 from .gpus import device_class
 from .outputs import check_new_run, check_writable, default_run_dir, versions
 from .rules import check_rank, disk_of, resolve
@@ -240,7 +241,7 @@ def _check_files(settings: TrainSettings) -> None:
                 raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
             TensorFile(path).close()
     cluster = settings.cluster.dask
-    if not cluster or cluster.startswith("local:"):  # else it is a place on the nodes
+    if not cluster or local_nodes(cluster) is not None:  # else it is a place on the nodes
         check_disk(settings.resources.disk)
     for flag, path in (
         ("--save-checkpoint", files.save_checkpoint),

@@ -19,7 +19,7 @@ from nntask.data import Batch, Dataset
 from nntask.errors import ClusterError, DoesNotFit, NntaskError, UsageError
 from nntask.sharding import Share, buckets_of, most_nodes, shares
 from nntask.trainer.base import Base
-from nntask.trainer.cluster_rules import local_nodes
+from nntask.trainer.cluster_rules import check_shared, local_nodes
 from nntask.trainer.engine import NodesChanged, Outcome
 from nntask.trainer.fitting import Sketch, sketch
 from nntask.trainer.prepare import Prepared
@@ -240,6 +240,7 @@ class DaskCluster:
         """Make the nodes ready for a run."""
         tiling, self._run = prepared.settings.tiling, prepared.run
         num_minibatches, lanes = (tiling.batch or 1) // tiling.minibatch, tiling.lanes or 1
+        check_shared(prepared.settings)
         wanted = self._wanted(num_minibatches, lanes, say)
         saved = prepared.resumed.step if prepared.resumed is not None else 0
         if saved != self._last_saved:  # the run has got on since
@@ -288,23 +289,13 @@ class DaskCluster:
             raise NodesChanged(f"{words_for(suspects)} cannot take part ({error})") from error
 
     def _wanted(self, num_minibatches: int, lanes: int, say: Callable[[str], None]) -> int | None:
-        """Nodes to wait for; None for those that there are.
-
-        Raises:
-            UsageError: a step of this kind cannot be shared.
-        """
+        """Nodes to wait for; None for those that there are."""
         asked = self._settings.nodes or local_nodes(self._settings.dask)
         most = most_nodes(num_minibatches, lanes)
         self._most = min(most, asked or most)
-        if asked is not None and asked > most:
-            how = f"a step of {num_minibatches} minibatch{'es' if num_minibatches > 1 else ''} in {lanes} lane{'s' if lanes > 1 else ''}"
-            if most == 1:
-                raise UsageError(
-                    f"--dask shares the minibatches of a step by lanes, and {how} is for one node; use --lanes {asked} or more, and a --minibatch "
-                    f"that divides --batch into {asked} or more"
-                )
-            if not self._has_begun:
-                say(f"dask: {how} is shared by at most {most} nodes; {asked - most} of {asked} workers have nothing to do")
+        if asked is not None and asked > most and not self._has_begun:
+            how = f"a step of {num_minibatches} minibatches in {lanes} lanes"
+            say(f"dask: {how} is shared by at most {most} nodes; {asked - most} of {asked} workers have nothing to do")
         return None if asked is None else self._most
 
     def _open(self, team: Team, prepared: Prepared, base: Base | None, dataset: Dataset, all_shares: Sequence[Share]) -> ClusterEngine:
