@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, Final
 
 HERE: Final = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2])]
 import common  # noqa: E402
+from driving import two_in_flight  # noqa: E402
 
 
 def seconds_alone(flags: Sequence[str], steps: int, warm: int, folder: Path) -> float:
@@ -131,16 +131,7 @@ def main(rank: int, steps: int, warm: int, flags: list[str]) -> None:
         engine.exchange = _own_part(engine)
         print(f"{engine.num_tasks} tasks\nready", flush=True)
         sys.stdin.readline()
-        ends, flying = [], None
-        for number in range(1, steps + 1):
-            started = engine.start(number, 1e-3, stream.next())
-            if flying is not None:
-                flying.part()
-                ends.append(perf_counter())
-            flying = started
-        assert flying is not None
-        flying.part()
-        ends.append(perf_counter())
+        ends = two_in_flight(range(1, steps + 1), lambda number: engine.start(number, 1e-3, stream.next()), lambda started: started.part())
     laps = [b - a for a, b in itertools.pairwise(ends)]
     print(median(laps[warm:] or laps[-1:]))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +111,18 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def two_in_flight(numbers: Sequence[int], start: Callable[[int], Any], finish: Callable[[Any], Any]) -> list[float]:
+    """Steps as the trainer drives them, each begun before the one before it has ended; when each has ended, in seconds of `perf_counter`."""
+    ends, flying = [], start(numbers[0])
+    for number in numbers[1:]:
+        started = start(number)
+        finish(flying)
+        ends.append(perf_counter())
+        flying = started
+    finish(flying)
+    return [*ends, perf_counter()]
+
+
 class Sides:
     """The same nodes, driven in two ways.
 
@@ -131,17 +143,10 @@ class Sides:
 
     def through(self) -> Block:
         """A block as the trainer drives it."""
-        begin, ends, flying = self.processor_seconds(), [], None
-        for _ in range(self.block + 2):
-            self.number += 1
-            started = self.engine.start(self.number, 1e-3, self.stream.next())
-            if flying is not None:
-                flying.result()
-                ends.append(perf_counter())
-            flying = started
-        assert flying is not None
-        flying.result()
-        return self._block((ends[-1] - ends[0]) / (len(ends) - 1), begin)
+        begin, numbers = self.processor_seconds(), range(self.number + 1, self.number + self.block + 3)
+        self.number = numbers[-1]
+        ends = two_in_flight(numbers, lambda number: self.engine.start(number, 1e-3, self.stream.next()), lambda started: started.result())
+        return self._block((ends[-2] - ends[0]) / self.block, begin)
 
     def bare(self) -> Block:
         """A block that the nodes drive themselves."""
