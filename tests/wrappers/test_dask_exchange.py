@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from tiles import TileTensor
 from wrappers.dask import exchange
 from wrappers.dask.carriers import Carriers, MessageCarriers
 from wrappers.dask.exchange import PeerComms, PeerLost, _Peer
+from wrappers.dask.failures import forget_frames, portable
 
 CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
 BATCH, LENGTH = 8, 16
@@ -179,6 +182,75 @@ def test_a_task_that_begins_while_the_inbox_is_emptied_is_taken_in() -> None:
     finally:
         peer.comm = SimpleNamespace(abort=lambda: None)
         comms.close()
+
+
+def test_what_a_node_has_got_is_told_with_what_it_says_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or by itself: when half of the window is taken, or when nothing else is said for a while."""
+    told: list[int] = []
+
+    async def talk() -> None:
+        peer = _Peer(1)
+
+        def arrive(nbytes: int) -> dict[str, Any] | None:
+            peer.arriving.append((nbytes, told.append))
+            comms._arrived(peer)
+            return comms._next_message(peer)
+
+        assert arrive(1) is None
+        assert arrive(1) is None
+        peer.asks.append("a key")
+        assert comms._next_message(peer) == {"want": ["a key"], "got": 2, "keys": [], "data": []}
+        assert comms._next_message(peer) is None
+        half = arrive(comms.window // 2)
+        assert half is not None
+        assert half["got"] == 1
+        monkeypatch.setattr(exchange, "GOT_SECONDS", 0.0)
+        peer.wake.clear()
+        assert arrive(1) is None
+        await asyncio.wait_for(peer.wake.wait(), 60)
+        late = comms._next_message(peer)
+        assert late is not None
+        assert late["got"] == 1
+        peer.tell()
+        assert comms._next_message(peer) is None  # there is nothing left to tell
+
+    comms = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0")
+    try:
+        comms._call(talk(), 120)
+    finally:
+        comms.close()
+    assert len(told) == 4
+
+
+class _Keeper:
+    """Keeps an error that has passed through a frame which has it."""
+
+    def fail(self) -> None:
+        self.error = PeerLost(1, "gone")
+        try:
+            raise self.error
+        except PeerLost as error:
+            raise RuntimeError("a task has failed") from error
+
+
+def test_an_error_that_travels_keeps_nothing_of_its_node() -> None:
+    """A node whose client is gone ends when the last name of it does, without the garbage collector, also when its last step has failed."""
+    keeper: _Keeper | None = _Keeper()
+    assert keeper is not None
+    gone, errors = ref(keeper), []
+    gc.disable()
+    try:
+        try:
+            keeper.fail()
+        except RuntimeError as error:
+            forget_frames(error)
+            errors.append(portable(error))
+        keeper = None
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert isinstance(errors[0], PeerLost)
+    assert str(errors[0]) == "node 1 does not answer any more: gone"
 
 
 def test_nobody_takes_the_place_of_a_connected_node() -> None:

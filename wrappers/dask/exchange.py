@@ -35,6 +35,10 @@ less."""
 MESSAGE: Final = 256 << 10
 """Bytes after which a message takes no further bucket: what the peer asks for next, and what it was told, should not wait long behind it."""
 
+GOT_SECONDS: Final = 0.02
+"""How long a peer is not told what this node has got, if no other message goes there and half of a window is free: a message costs what some 2 MB
+cost."""
+
 CONNECT_SECONDS: Final = 20.0
 """How long nodes wait for each other when they connect."""
 
@@ -72,9 +76,11 @@ class _Peer:
         self.asks: list[str] = []  # what to ask for in the next message
         self.ready: deque[tuple[str, Waiting]] = deque()  # wanted and offered
         self.on_the_way: deque[tuple[int, Done]] = deque()
-        self.arriving: deque[Done] = deque()
+        self.arriving: deque[tuple[int, Done]] = deque()
         self.on_the_way_nbytes = 0
         self.num_got = 0  # to tell in the next message
+        self.got_nbytes = 0
+        self.must_tell = False  # without waiting for another reason to write
 
     def match(self, key: str) -> None:
         """The peer wants `key`, or a task sends it: if both, it is ready."""
@@ -83,6 +89,11 @@ class _Peer:
             self.wanted[key] -= 1
             self.ready.append((key, offers.popleft()))
             self.wake.set()
+
+    def tell(self) -> None:
+        """Tell the peer now what this node has got, if there is anything left to tell."""
+        self.must_tell = self.num_got > 0
+        self.wake.set()
 
     def waiting(self) -> list[Done]:
         """Everybody who waits for this peer and whose tiles the carrier does not have; nobody does any more."""
@@ -95,7 +106,7 @@ class _Peer:
 
     def carried(self) -> list[Done]:
         """Everybody whose tiles the carrier has; nobody waits for them any more."""
-        found = [*(done for _, done in self.on_the_way), *self.arriving]
+        found = [done for _, done in (*self.on_the_way, *self.arriving)]
         self.on_the_way.clear()
         self.arriving.clear()
         return found
@@ -315,7 +326,7 @@ class PeerComms:
             self._lose(peer, error)
 
     def _next_message(self, peer: _Peer) -> dict[str, Any] | None:
-        if not (peer.asks or peer.num_got or (peer.ready and peer.on_the_way_nbytes < self.window)):
+        if not (peer.asks or peer.must_tell or (peer.ready and peer.on_the_way_nbytes < self.window)):
             return None
         keys: list[str] = []
         data: list[Any] = []
@@ -331,7 +342,7 @@ class PeerComms:
             if peer.carrier.is_beside:
                 self.sent_bytes[peer.rank] += nbytes
         message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": data}
-        peer.asks, peer.num_got = [], 0
+        peer.asks, peer.num_got, peer.got_nbytes, peer.must_tell = [], 0, 0, False
         return message
 
     async def _read(self, peer: _Peer) -> None:
@@ -341,7 +352,7 @@ class PeerComms:
                 message = await peer.comm.read()
                 for key, said in zip(message["keys"], message["data"], strict=True):
                     tiles, done = peer.expected[key].popleft()
-                    peer.arriving.append(done)
+                    peer.arriving.append((nbytes_of(tiles), done))
                     peer.carrier.take(said, tiles, partial(self._arrived, peer))
                 for _ in range(message["got"]):
                     nbytes, done = peer.on_the_way.popleft()
@@ -357,9 +368,14 @@ class PeerComms:
     def _arrived(self, peer: _Peer) -> None:
         """A bucket is there, the next one of those that its carrier was told of."""
         if peer.lost is None:
-            peer.arriving.popleft()(None)
+            nbytes, done = peer.arriving.popleft()
+            done(None)
             peer.num_got += 1
-            peer.wake.set()
+            peer.got_nbytes += nbytes
+            if 2 * peer.got_nbytes >= self.window:
+                peer.tell()
+            elif peer.num_got == 1:
+                self._loop.call_later(GOT_SECONDS, peer.tell)
 
     def _lose(self, peer: _Peer, error: BaseException) -> None:
         """A connection broke. Tiles that the carrier has are let go when it has ended."""

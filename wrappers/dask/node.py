@@ -384,8 +384,9 @@ class Node:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
         except Exception as error:
-            from .failures import blaming, portable
+            from .failures import blaming, forget_frames, portable
 
+            forget_frames(error)
             raise blaming(portable(self._told(error)), self._name) from None
 
     def _told(self, error: Exception) -> Exception:
