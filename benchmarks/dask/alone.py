@@ -7,59 +7,68 @@ they are. The numbers are those of no training; the work is a node's.
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Self
 
 HERE: Final = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2])]
 import common  # noqa: E402
-from driving import two_in_flight  # noqa: E402
+from driving import seconds_of, two_in_flight  # noqa: E402
 
 
-def seconds_alone(flags: Sequence[str], steps: int, warm: int, folder: Path) -> float:
-    """Seconds of a step of the slower of two nodes that exchange nothing, behind `warm` first steps.
+class Alone:
+    """Two nodes that exchange nothing, ready to compute; a context manager.
 
     Args:
         flags: of `nntask train`, for the whole step of both nodes.
+        block: steps whose time counts in a block; two more surround them.
 
     Raises:
-        SystemExit: one failed; its output has been printed.
+        SystemExit: one has failed; its output has been printed. Methods, too.
     """
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE), str(rank), str(steps), str(warm), *flags, "--run-dir", str(folder / f"alone-{rank}")],
-            cwd=common.ROOT,
-            env={**os.environ, **common.one_thread_blas()},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            while (line := process.stdout.readline()).strip() != "ready":
-                if not line:
-                    raise SystemExit("a node that computes alone has ended before its first step")
-        for process in processes:
+
+    def __init__(self, flags: Sequence[str], block: int, folder: Path) -> None:
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, str(HERE), str(rank), str(block), *flags, "--run-dir", str(folder / f"alone-{rank}")],
+                cwd=common.ROOT,
+                env={**os.environ, **common.one_thread_blas()},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+
+    def __enter__(self) -> Self:
+        for process in self._processes:
+            self._line(process)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+    def seconds(self) -> float:
+        """Seconds of a step of the slower node, over a block."""
+        for process in self._processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        answers = [process.communicate()[0] for process in processes]
-        if any(process.returncode for process in processes):
+        return max(float(self._line(process)) for process in self._processes)
+
+    def _line(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
             raise SystemExit("a node that computes alone has failed")
-        return max(float(answer.split()[-1]) for answer in answers)
-    finally:
-        for process in processes:
-            process.kill()
+        return line
 
 
 def _own_part(engine: Any) -> Any:
@@ -99,8 +108,8 @@ def _own_part(engine: Any) -> Any:
     return OwnPart(parameters, Lonely(share.rank, share.lanes, share.minibatches, share.num_minibatches), engine.exchange.transport)
 
 
-def main(rank: int, steps: int, warm: int, flags: list[str]) -> None:
-    """One of the two processes; as the trainer, it has two steps in flight."""
+def main(rank: int, block: int, flags: list[str]) -> None:
+    """One of the two processes: a block for each line that it is sent."""
     from nntask.data import BatchStream, open_dataset
     from nntask.sharding import shares
     from nntask.trainer.machine import open_runtime
@@ -129,12 +138,14 @@ def main(rank: int, steps: int, warm: int, flags: list[str]) -> None:
         nobody: Any = object()
         engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, share=share, transport=nobody)
         engine.exchange = _own_part(engine)
-        print(f"{engine.num_tasks} tasks\nready", flush=True)
-        sys.stdin.readline()
-        ends = two_in_flight(range(1, steps + 1), lambda number: engine.start(number, 1e-3, stream.next()), lambda started: started.part())
-    laps = [b - a for a, b in itertools.pairwise(ends)]
-    print(median(laps[warm:] or laps[-1:]))
+        print("ready", flush=True)
+        number = 0
+        for _ in sys.stdin:
+            numbers = range(number + 1, number + block + 3)
+            number = numbers[-1]
+            ends = two_in_flight(numbers, lambda number: engine.start(number, 1e-3, stream.next()), lambda started: started.part())
+            print(seconds_of(ends), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -155,36 +155,51 @@ def overlap(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dic
     What ends last in a backward pass is the gradient of the embedding, and the next step begins with it: a quarter of tiny's bytes, and a tenth of
     those of the model with 12 layers, as of large ones.
     """
-    cases = {"tiny": flags(arguments, nodes=2)}
+    cases = {"tiny": (flags(arguments, nodes=2), 10)}
     if not arguments.tiny:
         file = folder / "deep.json"
         file.write_text(json.dumps(DEEP))
-        cases["12 layers"] = f"--config-path {file} --batch 16 --minibatch 8 --seq-len 256 --lanes 2 --ncpu 1 --sample-tokens 0".split()
+        cases["12 layers"] = f"--config-path {file} --batch 16 --minibatch 8 --seq-len 256 --lanes 2 --ncpu 1 --sample-tokens 0".split(), 4
     rows, details = [], {}
-    for name, own in cases.items():
-        row, details[name] = _overlap(arguments, folder / name, name, own)
+    for name, (own, block) in cases.items():
+        row, details[name] = _overlap(arguments, folder / name, name, own, block)
         rows.append(row)
     return rows, details
 
 
-def _overlap(arguments: argparse.Namespace, folder: Path, name: str, own: list[str]) -> tuple[Row, dict[str, Any]]:
-    from alone import seconds_alone
+def _overlap(arguments: argparse.Namespace, folder: Path, name: str, own: list[str], block: int) -> tuple[Row, dict[str, Any]]:
+    """Blocks of steps alternate between the two sides, which both stay ready, and so does the order in a pair."""
+    from alone import Alone
+    from driving import Sides, interval, opened_team
 
-    steps = WARM + (2 if arguments.tiny else 15)
-    both, computing, links = [], [], []
-    for number in range(arguments.rounds):
-        found = train(folder, f"free-{number}", 3, *own, "--dask", "local:2")
-        nbytes = max(sum(row["moved_bytes"].get(link, 0) for row in found[1:]) / 2 for link in ("0=>1", "1=>0"))
-        computing.append(seconds_alone(own, steps, WARM, folder))
-        links.append(nbytes / (computing[-1] / 2))
-        both.append(seconds_of(train(folder, f"limited-{number}", steps, *own, "--dask", "local:2", "--link-bandwidth", f"{int(links[-1])}B")))
-        print(
-            f"round {number + 1}/{arguments.rounds}  compute {computing[-1]:.4f} s, step {both[-1]:.4f} s, link {links[-1] / 1e6:.1f} MB/s",
-            file=sys.stderr,
-        )
-    what = f"{name} on 2 nodes, exchange alone half of the computation: a step"
-    row = common.compare(what, "s", median(both), "a node's share of it without exchange", median(computing), better="less", bar="ratio <= 1.2")
-    return row, {"step_seconds": both, "compute_seconds": computing, "link_bytes_per_second": links}
+    from nntask.trainer.prepare import prepare
+    from wrappers.cli.layers import request
+
+    folder.mkdir()
+    asked = request([*own, "--run-dir", str(folder / "asked")], {})
+    nbytes = 4 * prepare(asked.settings, asked.config, None).config.num_parameters  # half of the gradient, half of the parameters
+    together, computing = [], []
+    with Alone(own, block, folder) as alone:
+        computes = [alone.seconds() for _ in range(4)][1:]
+        link = nbytes / (median(computes) / 2)
+        with opened_team([*own, "--link-bandwidth", f"{int(link)}B"], folder) as team:
+            sides = Sides(*team, block)
+            sides.through()
+            pairs = 2 if arguments.tiny else 4 * arguments.rounds
+            for pair in range(pairs):
+                for side in (0, 1) if pair % 2 else (1, 0):
+                    if side:
+                        together.append(sides.through().seconds)
+                    else:
+                        computing.append(alone.seconds())
+                print(
+                    f"pair {pair + 1}/{pairs}  compute {computing[-1]:.4f} s, step {together[-1]:.4f} s, link {link / 1e6:.1f} MB/s", file=sys.stderr
+                )
+    low, high = interval([step / compute for step, compute in zip(together, computing, strict=True)])
+    what = f"{name} on 2 nodes, exchange alone half of the computation: a step, median of {pairs} pairs (95 % of ratios: {low:.2f} to {high:.2f})"
+    row = common.compare(what, "s", median(together), "a node's share of it without exchange", median(computing), better="less", bar="ratio <= 1.2")
+    details = {"step_seconds": together, "compute_seconds": computing, "link_bytes_per_second": link, "bytes_per_node": nbytes}
+    return row, details | {"exchange_share": nbytes / link / median(computing)}
 
 
 def faults(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:

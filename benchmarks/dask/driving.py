@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -68,12 +68,12 @@ def interval(values: Sequence[float], draws: int = 4000) -> tuple[float, float]:
     return medians[round(0.025 * (draws - 1))], medians[round(0.975 * (draws - 1))]
 
 
-def driven(flags: Sequence[str], folder: Path, pairs: int, block: int) -> Driven:
-    """Measure pairs of blocks.
+@contextmanager
+def opened_team(flags: Sequence[str], folder: Path) -> Iterator[tuple[Any, Any, Any]]:
+    """Two nodes as a training opens them: Dask's client, the `ClusterEngine`, and the places in the data.
 
     Args:
         flags: of `nntask train`.
-        block: steps whose time counts in a block; two more surround them.
     """
     from nntask.data import BatchStream, open_dataset
     from nntask.trainer.prepare import prepare
@@ -91,7 +91,18 @@ def driven(flags: Sequence[str], folder: Path, pairs: int, block: int) -> Driven
         connection = Connection(settings.cluster, _tell)
         stack.callback(connection.close)
         _, engine = stack.enter_context(DaskCluster(connection, settings.cluster).open(prepared, None, dataset, _tell))
-        sides = Sides(connection.client, engine, stream, block)
+        yield connection.client, engine, stream
+
+
+def driven(flags: Sequence[str], folder: Path, pairs: int, block: int) -> Driven:
+    """Measure pairs of blocks.
+
+    Args:
+        flags: of `nntask train`.
+        block: steps whose time counts in a block; two more surround them.
+    """
+    with opened_team(flags, folder) as team:
+        sides = Sides(*team, block)
         for side in (sides.through, sides.bare) * 2:  # compiles, warms caches
             side()
         found = Driven([], [], 0.0)
@@ -123,6 +134,11 @@ def two_in_flight(numbers: Sequence[int], start: Callable[[int], Any], finish: C
     return [*ends, perf_counter()]
 
 
+def seconds_of(ends: Sequence[float]) -> float:
+    """Seconds of a step between the first end and the last but one: behind that, no step is begun beside."""
+    return (ends[-2] - ends[0]) / (len(ends) - 2)
+
+
 class Sides:
     """The same nodes, driven in two ways.
 
@@ -146,7 +162,7 @@ class Sides:
         begin, numbers = self.processor_seconds(), range(self.number + 1, self.number + self.block + 3)
         self.number = numbers[-1]
         ends = two_in_flight(numbers, lambda number: self.engine.start(number, 1e-3, self.stream.next()), lambda started: started.result())
-        return self._block((ends[-2] - ends[0]) / self.block, begin)
+        return self._block(seconds_of(ends), begin)
 
     def bare(self) -> Block:
         """A block that the nodes drive themselves."""
