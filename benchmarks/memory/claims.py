@@ -1,30 +1,41 @@
 """Training beyond memory: speed kept, bytes moved, the budget kept and the same losses, on GPT-2 small.
 
     python benchmarks/memory/claims.py                      # the standard job, writes benchmarks/results/memory.json
-    python benchmarks/memory/claims.py --rounds 1 --steps 1 --only quarter --output=
+    python benchmarks/memory/claims.py --rounds 2 --only quarter --output=
 
 The standard job is ``--model gpt2 --batch 8 --minibatch 1 --minibatch-tile 1 --vocab-tile 6283``, 1,024 tokens a sequence, no clipping, dropout as
-the preset has it. *Needed* is what one worker needs in submission order. Every variant runs in a process of its own (`job`), all once per round in
-turn. Two steps are in flight, as in training; a variant's figure is its best step between the first and the last, and the median of these over the
-rounds is compared with the unlimited run's.
+the preset has it. *Needed* is what one worker needs in submission order. Every variant is a process of its own (`job`), with two steps in flight as
+in training, and they take turns step by step: all but one are stopped, by a signal, in the middle of whatever they do. So each step is measured
+beside the others' steps of the same minutes, and the machine's own ups and downs, which last longer, fall on all. A variant's figure is the median
+of its steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from time import perf_counter
+from typing import Any, Final, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
 JOB: Final = Path(__file__).resolve().parent / "job.py"
 SLACK: Final = 250 << 20
+
+KEPT: Final = ("losses", "order", "needed_bytes", "peak_bytes", "budget_bytes", "resident_above_start")
+KEPT_OF_LAPS: Final = ("moved_bytes", "evictions", "hit_rate", "resident_peak_bytes")
+"""What a job says that has nothing to do with when it was stopped."""
+
+TOKENS: Final = 8 * 1024
+"""Of a step."""
 
 Result = dict[str, Any]
 
@@ -41,6 +52,58 @@ def job(flags: list[str], disk: str | None) -> Result:
         raise SystemExit(f"{' '.join(flags)} ended with code {done.returncode}\n{done.stdout}{done.stderr}")
     found: Result = json.loads(done.stdout[done.stdout.index("{") :])
     return found
+
+
+class Job:
+    """One job that has done its first step, and is stopped unless it has its turn; a context manager.
+
+    Args:
+        flags: of `job`.
+
+    Attributes:
+        seconds: of each step that it has done in a turn, while it was not stopped.
+
+    Raises:
+        SystemExit: it has failed; its output has been printed. Methods, too.
+    """
+
+    def __init__(self, flags: list[str]) -> None:
+        self.flags = flags
+        self.seconds: list[float] = []
+        self._process = subprocess.Popen([sys.executable, str(JOB), *flags, "--tell"], stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
+        self._line()
+        self._process.send_signal(signal.SIGSTOP)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def turn(self) -> None:
+        """Let it end a step."""
+        begin = perf_counter()
+        self._process.send_signal(signal.SIGCONT)
+        self._line()
+        self._process.send_signal(signal.SIGSTOP)
+        self.seconds.append(perf_counter() - begin)
+
+    def end(self) -> Result:
+        """Let it do the rest, and return what it measured; of laps only what does not depend on time."""
+        self._process.send_signal(signal.SIGCONT)
+        output, _ = self._process.communicate()
+        if self._process.returncode:
+            raise SystemExit(f"{' '.join(self.flags)} ended with code {self._process.returncode}\n{output}")
+        found: Result = json.loads(output[output.index("{") :])
+        laps = [{name: lap[name] for name in KEPT_OF_LAPS} for lap in found["steady"]]
+        return {**{name: found[name] for name in KEPT}, "steady": laps, "seconds": self.seconds}
+
+    def _line(self) -> None:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{' '.join(self.flags)} has failed")
 
 
 def variants(needed: int) -> dict[str, tuple[list[str], bool]]:
@@ -65,47 +128,47 @@ def moved(result: Result) -> int:
 
 def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """The standard job within a half, a quarter and an eighth of what it needs."""
-    steps = f"--steps={args.steps + 2}"
-    first = job([steps], None)
-    rounds = _rounds(args, disk, steps, first)
-    gigabytes = {name: statistics.median(moved(one) for one in found) / 1e9 for name, found in rounds.items()}
-    resident = {name: _resident(found) for name, found in rounds.items()}
-    is_equal = len({tuple(one["losses"]) for found in rounds.values() for one in found}) == 1
+    runs = _in_turns(args, disk)
+    gigabytes = {name: moved(found) / 1e9 for name, found in runs.items()}
+    resident = {name: _resident(found) for name, found in runs.items()}
+    is_equal = len({tuple(found["losses"]) for found in runs.values()}) == 1
     print(f"losses of all runs equal, bit for bit: {is_equal}")
     for name, found in resident.items():
         is_within = found["resident_above_start"] <= found["allowed"] and found["ledger_peak"] <= found["budget"]
         megabytes = f"{found['resident_above_start'] / 1e6:,.0f} MB above start, allowed {found['allowed'] / 1e6:,.0f} MB"
         print(f"{name}: resident {megabytes}: {'within' if is_within else 'NOT WITHIN'}")
     return {
-        "needed_bytes": first["needed_bytes"],
-        "orders": {name: found[0]["order"] for name, found in rounds.items()},
+        "needed_bytes": runs["unlimited"]["needed_bytes"],
+        "orders": {name: found["order"] for name, found in runs.items()},
         "losses_equal": is_equal,
         "gigabytes_per_step": gigabytes,
         "resident": resident,
-        "comparisons": [*_speeds(rounds), *_traffic(gigabytes)],
-        "rounds": rounds,
+        "comparisons": [*_speeds(runs), *_traffic(gigabytes)],
+        "runs": runs,
     }
 
 
-def _rounds(args: argparse.Namespace, disk: str, steps: str, first: Result) -> dict[str, list[Result]]:
-    """Every chosen variant once per round; `first` counts as the first unlimited run."""
-    chosen = {name: what for name, what in variants(first["needed_bytes"]).items() if name in ("unlimited", *args.only) or not args.only}
-    rounds: dict[str, list[Result]] = {name: [] for name in chosen}
-    rounds["unlimited"].append(first)
-    for number in range(args.rounds):
-        for name, (flags, below) in chosen.items():
-            if number == 0 and name == "unlimited":
-                continue
-            result = job([steps, *flags], disk if below else None)
-            rounds[name].append(result)
-            speed = f"{result['tokens_per_second']:.1f} tokens/s, {moved(result) / 1e9:.2f} GB"
-            print(f"round {number + 1}  {name}: {speed}", file=sys.stderr, flush=True)
-    return rounds
+def _in_turns(args: argparse.Namespace, disk: str) -> dict[str, Result]:
+    """Every chosen variant, a step of each per round; the order of each other round is the opposite one."""
+    needed = job(["--steps=1"], None)["needed_bytes"]
+    steps = f"--steps={args.rounds + 2}"  # the first fills memory, and beside the last no other begins
+    with ExitStack() as stack:
+        jobs = {"unlimited": stack.enter_context(Job([steps]))}
+        for name, (flags, below) in variants(needed).items():
+            if name != "unlimited" and (name in args.only or not args.only):
+                jobs[name] = stack.enter_context(Job([steps, *flags, *([f"--disk={disk}"] if below else [])]))
+        for number in range(args.rounds):
+            names = [*jobs] if number % 2 else [*jobs][::-1]
+            for name in names:
+                jobs[name].turn()
+            seconds = ", ".join(f"{name} {found.seconds[-1]:.2f} s" for name, found in jobs.items())
+            print(f"round {number + 1}/{args.rounds}  {seconds}", file=sys.stderr, flush=True)
+        return {name: found.end() for name, found in jobs.items()}
 
 
-def _speeds(rounds: dict[str, list[Result]]) -> list[dict[str, Any]]:
+def _speeds(runs: dict[str, Result]) -> list[dict[str, Any]]:
     """Tokens per second of the variants beside those they must not fall behind."""
-    speed = {name: statistics.median(one["tokens_per_second"] for one in found) for name, found in rounds.items()}
+    speed = {name: TOKENS / statistics.median(found["seconds"]) for name, found in runs.items()}
     rows = []
     for name, what, peer, bar in (
         ("half", "RAM at a half of needed + disk", "unlimited", ""),
@@ -129,13 +192,13 @@ def _traffic(gigabytes: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
-def _resident(found: list[Result]) -> dict[str, int]:
-    """Resident memory and ledger of a variant beside its budget, bytes; the worst of its runs."""
-    budget = found[0]["budget_bytes"]["ram"]
+def _resident(found: Result) -> dict[str, int]:
+    """Resident memory and ledger of a variant beside its budget, bytes."""
+    budget = found["budget_bytes"]["ram"]
     return {
-        "resident_above_start": max(one["resident_above_start"] for one in found),
+        "resident_above_start": found["resident_above_start"],
         "allowed": round(1.05 * budget) + SLACK,
-        "ledger_peak": max(one["peak_bytes"]["ram"] for one in found),
+        "ledger_peak": found["peak_bytes"]["ram"],
         "budget": budget,
     }
 
@@ -143,8 +206,7 @@ def _resident(found: list[Result]) -> dict[str, int]:
 def main() -> None:
     """Run a suite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", nargs="*", default=[], help="variants besides unlimited")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     parser.add_argument("--output", default="memory", help="name of the result; empty writes nothing")
@@ -152,7 +214,7 @@ def main() -> None:
     header = {"machine": common.machine(), "versions": common.versions("numpy")}
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = standard(args, disk)
-    common.finish(args.output, {**header, "settings": {"rounds": args.rounds, "steps": args.steps}, **found})
+    common.finish(args.output, {**header, "settings": {"rounds": args.rounds}, **found})
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ from scheduler import Runtime
 SAMPLED_SECONDS: Final = 0.1
 """Often enough for memory that a step keeps for longer; at 0.02 the sampling itself took a twentieth of a core, and the interpreter with it."""
 
+TOLD: Final = "a step has ended"
+
 
 def private_bytes() -> int:
     """RssAnon + RssShmem of this process."""
@@ -88,8 +90,14 @@ def settings_of(args: argparse.Namespace) -> TrainSettings:
     )
 
 
-def train(runtime: Runtime, engine: RecordedEngine, batches: Sequence[npt.NDArray[np.int32]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Losses, and what happened between the end of each step and the end of the one before; two steps are in flight, as in training."""
+def train(
+    runtime: Runtime, engine: RecordedEngine, batches: Sequence[npt.NDArray[np.int32]], *, tell: bool = False
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Losses, and what happened between the end of each step and the end of the one before; two steps are in flight, as in training.
+
+    Args:
+        tell: print a line when a step has ended, for whoever stops this process between steps.
+    """
     losses: list[str] = []
     laps: list[dict[str, Any]] = []
     meter, last = Meter(runtime.stats(forget_recent_peak=True)), perf_counter()
@@ -103,6 +111,8 @@ def train(runtime: Runtime, engine: RecordedEngine, batches: Sequence[npt.NDArra
             now = perf_counter()
             laps.append({"seconds": now - last, **meter.lap(runtime.stats(forget_recent_peak=True), now - last)})
             last = now
+            if tell:
+                print(TOLD, flush=True)
     return losses, laps
 
 
@@ -125,7 +135,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         order = engine.order
         runtime.wait()
         batches = [rng.integers(0, config.vocab_size, (args.batch, config.n_positions + 1)).astype(np.int32) for _ in range(args.steps)]
-        losses, laps = train(runtime, engine, batches)
+        losses, laps = train(runtime, engine, batches, tell=args.tell)
         stats = runtime.stats()
     resident = watch.stop()
     predicted = {"plan": plan_run(settings, config, reach=False)} if args.predict else {}
@@ -162,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--evict", default="next-use")
     found.add_argument("--order", default="auto")
     found.add_argument("--no-prefetch", action="store_true")
+    found.add_argument("--tell", action="store_true", help="print a line whenever a step has ended")
     found.add_argument("--predict", action="store_true", help="add what nntask plan says, with the rates that this run has measured")
     return found
 
