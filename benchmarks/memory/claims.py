@@ -70,7 +70,9 @@ class Job:
     def __init__(self, flags: list[str]) -> None:
         self.flags = flags
         self.seconds: list[float] = []
-        self._process = subprocess.Popen([sys.executable, str(JOB), *flags, "--tell"], stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
+        argv = [sys.executable, str(JOB), *flags, "--tell"]
+        # in a session of its own: where a shell that has started all this ends, the system wakes whoever is stopped in its group
+        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=common.ROOT, start_new_session=True)
         self._line()
         self._process.send_signal(signal.SIGSTOP)
 
