@@ -6,14 +6,15 @@
 The standard job is ``--model gpt2 --batch 8 --minibatch 1 --minibatch-tile 1 --vocab-tile 6283``, 1,024 tokens a sequence, no clipping, dropout as
 the preset has it. *Needed* is what one worker needs in submission order. Every variant is a process of its own (`job`), with two steps in flight as
 in training, and they take turns step by step: all but one are stopped, by a signal, in the middle of whatever they do. So each step is measured
-beside the others' steps of the same minutes, and the machine's own ups and downs, which last longer, fall on all. A variant's figure is the median
-of its steps.
+beside the others' steps of the same minutes, and the machine's own ups and downs, which last longer, fall on all. What is under way when a job is
+stopped looks long to its performance models, which leave out spikes. A variant's figure is the median of its steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -21,11 +22,13 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from select import select
 from time import perf_counter
 from typing import Any, Final, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
+from job import TOLD
 
 JOB: Final = Path(__file__).resolve().parent / "job.py"
 SLACK: Final = 250 << 20
@@ -72,40 +75,48 @@ class Job:
         self.seconds: list[float] = []
         argv = [sys.executable, str(JOB), *flags, "--tell"]
         # in a session of its own: where a shell that has started all this ends, the system wakes whoever is stopped in its group
-        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=common.ROOT, start_new_session=True)
-        self._line()
-        self._process.send_signal(signal.SIGSTOP)
+        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, bufsize=0, cwd=common.ROOT, start_new_session=True)
 
     def __enter__(self) -> Self:
+        try:
+            self._step()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *args: object) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
 
     def turn(self) -> None:
         """Let it end a step."""
         begin = perf_counter()
         self._process.send_signal(signal.SIGCONT)
-        self._line()
-        self._process.send_signal(signal.SIGSTOP)
+        self._step()
         self.seconds.append(perf_counter() - begin)
 
     def end(self) -> Result:
-        """Let it do the rest, and return what it measured; of laps only what does not depend on time."""
+        """Let it do the rest, and return what it measured; of laps only what has nothing to do with when it was stopped."""
         self._process.send_signal(signal.SIGCONT)
-        output, _ = self._process.communicate()
+        output = self._process.communicate()[0].decode()
         if self._process.returncode:
             raise SystemExit(f"{' '.join(self.flags)} ended with code {self._process.returncode}\n{output}")
         found: Result = json.loads(output[output.index("{") :])
         laps = [{name: lap[name] for name in KEPT_OF_LAPS} for lap in found["steady"]]
         return {**{name: found[name] for name in KEPT}, "steady": laps, "seconds": self.seconds}
 
-    def _line(self) -> None:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{' '.join(self.flags)} has failed")
+    def _step(self) -> None:
+        """Wait until it has ended a step, and stop it; nothing may have come before or come until it stands still."""
+        output = self._process.stdout
+        assert output is not None
+        line = output.readline().decode().strip()
+        self._process.send_signal(signal.SIGSTOP)
+        if line != TOLD:
+            raise SystemExit(f"{' '.join(self.flags)} has failed: it said {line!r} where {TOLD!r} was expected")
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        if select([output], [], [], 0)[0]:
+            raise SystemExit(f"{' '.join(self.flags)} has computed while it was not its turn")
 
 
 def variants(needed: int) -> dict[str, tuple[list[str], bool]]:

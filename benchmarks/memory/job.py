@@ -11,7 +11,9 @@ the process had before the model was built (RssAnon + RssShmem, sampled).
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import signal
 import sys
 import threading
 from collections import deque
@@ -41,6 +43,8 @@ SAMPLED_SECONDS: Final = 0.1
 """Often enough for memory that a step keeps for longer; at 0.02 the sampling itself took a twentieth of a core, and the interpreter with it."""
 
 TOLD: Final = "a step has ended"
+PR_SET_PDEATHSIG: Final = 1
+"""From Linux's sys/prctl.h."""
 
 
 def private_bytes() -> int:
@@ -121,8 +125,16 @@ def steady(laps: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     return laps[1:-1] or laps[-1:]
 
 
+def end_with_parent() -> None:
+    """Have the system kill this process when the one that started it ends, however that happens: a stopped process would stay for ever."""
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise SystemExit("prctl(PR_SET_PDEATHSIG) failed; --tell needs Linux")
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train and measure."""
+    if args.tell:
+        end_with_parent()
     config = PRESETS[args.model]
     if args.dropout is not None:
         config = config.with_dropout(args.dropout)
