@@ -33,27 +33,28 @@ class Alone:
     """
 
     def __init__(self, flags: Sequence[str], block: int, folder: Path) -> None:
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, str(HERE), str(rank), str(block), *flags, "--run-dir", str(folder / f"alone-{rank}")],
-                cwd=common.ROOT,
-                env={**os.environ, **common.one_thread_blas()},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        self._commands = [[sys.executable, str(HERE), str(rank), str(block), *flags, "--run-dir", str(folder / f"alone-{rank}")] for rank in range(2)]
+        self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        for process in self._processes:
-            self._line(process)
+        try:
+            for command in self._commands:
+                environment = {**os.environ, **common.one_thread_blas()}
+                process = subprocess.Popen(command, cwd=common.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                self._processes.append(process)
+            for process in self._processes:
+                while self._line(process) != "ready":  # what the program says before
+                    pass
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *args: object) -> None:
         for process in self._processes:
             process.kill()
-            process.communicate()
+        for process in self._processes:
+            process.wait()
 
     def seconds(self) -> float:
         """Seconds of a step of the slower node, over a block."""
@@ -68,7 +69,7 @@ class Alone:
         line = process.stdout.readline()
         if not line:
             raise SystemExit("a node that computes alone has failed")
-        return line
+        return line.strip()
 
 
 def _own_part(engine: Any) -> Any:

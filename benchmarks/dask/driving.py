@@ -1,4 +1,5 @@
-"""A step of two nodes that Dask drives, and of the same two nodes that a bare loop drives, for `cluster.py --suite cost`.
+"""Steps of two nodes as a training drives them, for the suites of `cluster` that compare them with something else, block by block; and one of these
+comparisons, for `--suite cost`: a step that Dask drives, and a step of the same two nodes that a bare loop drives.
 
 One cluster, one team of nodes, as a training opens them. A block is some steps, two in flight: either called by the client as the trainer does, or by
 a loop in each node's own process, which knows neither client nor scheduler. Blocks alternate in pairs, and the order in a pair alternates, too: both
