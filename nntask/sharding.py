@@ -149,8 +149,8 @@ def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
 def _spread(sizes: Sequence[int], num_nodes: int) -> list[int]:
     """An owner for each size, so that all own about as much, of neighbours too: one after another to whoever has least (Graham, 1966).
 
-    What ends at about the same time then travels over every node's link. It begins with the last size, because nothing hides the travel of what a
-    backward pass ends last.
+    Where sizes are alike, what ends at about the same time then travels over every node's link. It begins with the last size, because nothing hides
+    the travel of what a backward pass ends last.
     """
     loads = [(0, rank) for rank in range(num_nodes)]
     owners = [0] * len(sizes)

@@ -100,7 +100,7 @@ class Replicas:
         self.copies: dict[Replica, Copy] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
         self.queued: dict[tuple[NodeId, NodeId], int] = {}
-        self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # who waits, at last, and for which victims
+        self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # the latest task that waits for write-backs, and its victims; may be over
         self.num_evictions = 0
         self.num_hits = 0
         self.num_misses = 0

@@ -184,12 +184,29 @@ def test_a_task_that_begins_while_the_inbox_is_emptied_is_taken_in() -> None:
         comms.close()
 
 
-def test_what_a_node_has_got_is_told_with_what_it_says_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or by itself: when half of the window is taken, or when nothing else is said for a while."""
-    told: list[int] = []
+class _Later:
+    """What an event loop would call later."""
 
-    async def talk() -> None:
-        peer = _Peer(1)
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        self.call = call
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_what_a_node_has_got_is_told_with_what_it_says_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or by itself: when half of a window is untold, or when nothing else is said for a while; a message in between begins that while anew."""
+    told: list[BaseException | None] = []
+    later: list[_Later] = []
+
+    def call_later(seconds: float, call: Callable[[], None]) -> _Later:
+        later.append(_Later(seconds, call))
+        return later[-1]
+
+    comms, peer = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0"), _Peer(1)
+    try:
+        monkeypatch.setattr(comms._loop, "call_later", call_later)
 
         def arrive(nbytes: int) -> dict[str, Any] | None:
             peer.arriving.append((nbytes, told.append))
@@ -198,28 +215,23 @@ def test_what_a_node_has_got_is_told_with_what_it_says_next(monkeypatch: pytest.
 
         assert arrive(1) is None
         assert arrive(1) is None
+        assert len(later) == 1
         peer.asks.append("a key")
         assert comms._next_message(peer) == {"want": ["a key"], "got": 2, "keys": [], "data": []}
+        assert later[0].is_cancelled
         assert comms._next_message(peer) is None
+        assert arrive(1) is None
+        assert [each.is_cancelled for each in later] == [True, False]
+        later[1].call()
+        assert comms._next_message(peer) == {"want": [], "got": 1, "keys": [], "data": []}
         half = arrive(comms.window // 2)
         assert half is not None
         assert half["got"] == 1
-        monkeypatch.setattr(exchange, "GOT_SECONDS", 0.0)
-        peer.wake.clear()
-        assert arrive(1) is None
-        await asyncio.wait_for(peer.wake.wait(), 60)
-        late = comms._next_message(peer)
-        assert late is not None
-        assert late["got"] == 1
-        peer.tell()
-        assert comms._next_message(peer) is None  # there is nothing left to tell
-
-    comms = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0")
-    try:
-        comms._call(talk(), 120)
+        assert len(later) == 2
+        monkeypatch.undo()
     finally:
         comms.close()
-    assert len(told) == 4
+    assert told == [None] * 4
 
 
 class _Keeper:
@@ -233,24 +245,31 @@ class _Keeper:
             raise RuntimeError("a task has failed") from error
 
 
+def _travels(keeper: _Keeper) -> None:
+    """As a node tells of its errors."""
+    try:
+        keeper.fail()
+    except RuntimeError as error:
+        forget_frames(error)
+        raise portable(error) from None
+
+
 def test_an_error_that_travels_keeps_nothing_of_its_node() -> None:
     """A node whose client is gone ends when the last name of it does, without the garbage collector, also when its last step has failed."""
     keeper: _Keeper | None = _Keeper()
     assert keeper is not None
-    gone, errors = ref(keeper), []
+    gone, found = ref(keeper), None
     gc.disable()
     try:
         try:
-            keeper.fail()
-        except RuntimeError as error:
-            forget_frames(error)
-            errors.append(portable(error))
+            _travels(keeper)
+        except PeerLost as error:
+            found = str(error), error.rank
         keeper = None
         assert gone() is None
     finally:
         gc.enable()
-    assert isinstance(errors[0], PeerLost)
-    assert str(errors[0]) == "node 1 does not answer any more: gone"
+    assert found == ("node 1 does not answer any more: gone", 1)
 
 
 def test_nobody_takes_the_place_of_a_connected_node() -> None:
@@ -328,3 +347,17 @@ def test_buckets_spread_bytes_evenly() -> None:
         assert sorted(tile for bucket in buckets for tile in bucket.tiles) == [(which, number) for which in range(6) for number in range(16)]
         loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(count)]
         assert max(loads) <= 1.2 * sum(loads) / count
+
+
+def test_neighbouring_buckets_have_different_owners() -> None:
+    """What ends at about the same time uses every node's link; where sizes differ, nobody owns more than a largest bucket above the mean."""
+    alike = [TileTensor(InlineRuntime(), (512, 512), (512, 512), np.float32) for _ in range(9)]
+    for count in (2, 3, 4):
+        owners = [bucket.owner for bucket in buckets_of(alike, count)]
+        assert all(len(set(owners[first : first + count])) == count for first in range(len(owners) - count + 1))
+    embedding = TileTensor(InlineRuntime(), (4096, 256), (2048, 256), np.float32)
+    biases = [TileTensor(InlineRuntime(), (size,), (size,), np.float32) for size in (7, 100_000, 3, 400_000, 9, 300_000)]
+    for count in (2, 3, 4):
+        buckets = buckets_of([embedding, *biases, *alike], count)
+        loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(count)]
+        assert max(loads) <= sum(loads) / count + max(bucket.nbytes for bucket in buckets)

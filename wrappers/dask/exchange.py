@@ -36,8 +36,8 @@ MESSAGE: Final = 256 << 10
 """Bytes after which a message takes no further bucket: what the peer asks for next, and what it was told, should not wait long behind it."""
 
 GOT_SECONDS: Final = 0.02
-"""How long a peer is not told what this node has got, if no other message goes there and half of a window is free: a message costs what some 2 MB
-cost."""
+"""How long a peer is not told what this node has got, if no other message goes there, while what it is not told of is less than half a window: a
+message takes as much processor time as copying some 2 MB."""
 
 CONNECT_SECONDS: Final = 20.0
 """How long nodes wait for each other when they connect."""
@@ -81,6 +81,7 @@ class _Peer:
         self.num_got = 0  # to tell in the next message
         self.got_nbytes = 0
         self.must_tell = False  # without waiting for another reason to write
+        self.later: asyncio.TimerHandle | None = None  # when that is so
 
     def match(self, key: str) -> None:
         """The peer wants `key`, or a task sends it: if both, it is ready."""
@@ -91,9 +92,22 @@ class _Peer:
             self.wake.set()
 
     def tell(self) -> None:
-        """Tell the peer now what this node has got, if there is anything left to tell."""
-        self.must_tell = self.num_got > 0
+        """Tell the peer now what this node has got."""
+        self.must_tell = True
         self.wake.set()
+
+    def told(self) -> tuple[list[str], int]:
+        """What a message that goes now asks for, and how many buckets it confirms."""
+        asks, num_got = self.asks, self.num_got
+        self.asks, self.num_got, self.got_nbytes, self.must_tell = [], 0, 0, False
+        self.forget_later()
+        return asks, num_got
+
+    def forget_later(self) -> None:
+        """Nothing is left to tell later."""
+        if self.later is not None:
+            self.later.cancel()
+            self.later = None
 
     def waiting(self) -> list[Done]:
         """Everybody who waits for this peer and whose tiles the carrier does not have; nobody does any more."""
@@ -341,9 +355,8 @@ class PeerComms:
             peer.on_the_way_nbytes += nbytes
             if peer.carrier.is_beside:
                 self.sent_bytes[peer.rank] += nbytes
-        message = {"want": peer.asks, "got": peer.num_got, "keys": keys, "data": data}
-        peer.asks, peer.num_got, peer.got_nbytes, peer.must_tell = [], 0, 0, False
-        return message
+        asks, num_got = peer.told()
+        return {"want": asks, "got": num_got, "keys": keys, "data": data}
 
     async def _read(self, peer: _Peer) -> None:
         """Take what a peer sends."""
@@ -374,14 +387,15 @@ class PeerComms:
             peer.got_nbytes += nbytes
             if 2 * peer.got_nbytes >= self.window:
                 peer.tell()
-            elif peer.num_got == 1:
-                self._loop.call_later(GOT_SECONDS, peer.tell)
+            elif peer.later is None:
+                peer.later = self._loop.call_later(GOT_SECONDS, peer.tell)
 
     def _lose(self, peer: _Peer, error: BaseException) -> None:
         """A connection broke. Tiles that the carrier has are let go when it has ended."""
         if self._closed or peer.lost is not None:
             return
         peer.lost = PeerLost(peer.rank, error)
+        peer.forget_later()
         peer.comm.abort()
         for done in peer.waiting():
             done(peer.lost)

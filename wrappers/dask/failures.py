@@ -27,7 +27,7 @@ def portable(error: BaseException) -> Exception:
     """An error as it can travel: its own type where that is one of ours that is made of a sentence, with what caused it as a chain of sentences."""
     for cause in _chain(error):
         if isinstance(cause, PeerLost):
-            return copy(cause)  # which the connection keeps
+            return copy(cause)  # the connection keeps the other one, and raising that would hang this node's frames on it
     if isinstance(error, NntaskError):
         return type(error)(str(error))
     return NodeFailed("; because ".join(f"{type(cause).__name__}: {cause}" for cause in _chain(error)))
