@@ -1,7 +1,8 @@
-"""What is foreseen: plans beside what the run then measured, transfers behind computation, policies on imaginary machines.
+"""What is foreseen: plans beside what the run then measured, transfers behind computation, work for two devices, policies on imaginary machines.
 
     python benchmarks/memory/foresight.py --suite plan         # {gpt2, gpt2-medium} x {unlimited, RAM at 1/3 + disk, two devices at 1/3}
     python benchmarks/memory/foresight.py --suite overlap      # a simulated device whose transfers alone take 60 % of the computation
+    python benchmarks/memory/foresight.py --suite devices      # what two simulated devices compute of a step
     python benchmarks/memory/foresight.py --suite policies     # GPT-2 XL and a 50B GPT on 8 imaginary devices, in virtual time
     python benchmarks/memory/foresight.py --suite bytes        # the standard job beside the linear-programming bound, in virtual time
 
@@ -103,6 +104,18 @@ def _seconds(result: Result) -> float:
     return min(lap["seconds"] for lap in result["steady"])
 
 
+def devices(args: argparse.Namespace, disk: str) -> dict[str, Any]:
+    """Two simulated devices: how much of a step each of them computes."""
+    result = job(["--batch=4", "--minibatch=4", "--ncpu=0", "--sim-gpu=2", f"--steps={args.steps + 2}"], None)
+    seconds = statistics.median(lap["seconds"] for lap in result["steady"])
+    rows = []
+    for worker in result["steady"][0]["busy_seconds"]:
+        busy = statistics.median(lap["busy_seconds"][worker] for lap in result["steady"])
+        what = f"gpt2 on two simulated devices, 4 x 1024 tokens: computation of {worker}"
+        rows.append(common.compare(what, "s a step", busy, "the step", seconds, better="more", bar="ratio >= 0.9"))
+    return {"comparisons": rows, "case": result}
+
+
 def policies(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """Makespan over the largest lower bound with room for all, and bytes within a quarter."""
     rows, cases = [], {}
@@ -165,14 +178,14 @@ def bytes_moved(args: argparse.Namespace, disk: str) -> dict[str, Any]:
 def main() -> None:
     """Run a suite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=("plan", "overlap", "policies", "bytes"), required=True)
+    parser.add_argument("--suite", choices=("plan", "overlap", "devices", "policies", "bytes"), required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], help="of the suite policies")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()
-    suite = {"plan": plan, "overlap": overlap, "policies": policies, "bytes": bytes_moved}[args.suite]
+    suite = {"plan": plan, "overlap": overlap, "devices": devices, "policies": policies, "bytes": bytes_moved}[args.suite]
     header = {"machine": common.machine(), "versions": common.versions("numpy")}
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = suite(args, disk)
