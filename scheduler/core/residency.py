@@ -138,7 +138,7 @@ class Residency(Replicas):
         waiting = self._waiting.get(node_id)
         if waiting is not None and waiting[0] is task:
             if any(victim.outgoing for victim in waiting[1]):
-                return False  # they are still being written back
+                return False  # still being written back; the end of each makes the node ask again
             del self._waiting[node_id]
         for handle, mode in missing:
             if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
