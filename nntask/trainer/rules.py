@@ -81,7 +81,7 @@ _RANGES: Final = (
     ("optimizer", "start_lr", 0.0, float("inf"), True),
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
-_ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8")
+_ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
 
@@ -135,7 +135,7 @@ def check_values(settings: TrainSettings) -> None:
     disk_of(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
         raise UsageError(
-            f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, or turn:K/8 with K from 1 to 7, "
+            f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
             f"got {resources.order!r}; use --order auto"
         )
     if resources.sim_bandwidth and not resources.sim_gpu:

@@ -226,7 +226,7 @@ class ResourceSettings(MachineSettings):
     """Where it runs. Between CPU and GPUs losses differ by rounding; nothing else here changes one."""
 
     order: str = "auto"
-    """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G or turn:K/8"""
+    """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
     strict: bool = False
     """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
     restrict: Literal["none", "cpu", "cuda"] = "none"

@@ -20,6 +20,8 @@ An order sorts tasks by some of (group of minibatches, band, minibatch, position
 ``layers:G``              the same within groups of G = 2, 4, ... minibatches, groups one after another
 ``turn:K/8``              as ``layers`` far from the loss; the bands around it, K eighths of the way out, one minibatch after the other, forward and
                           backward. Activations born there die before they need be evicted, if the weights in there fit memory together
+``forward``               one minibatch after the other forward and through the loss; as ``layers`` on the way back. Loads weights more often than
+                          ``layers``, but then: activations leave all along the forward passes, while little else moves, and not in one go
 ========================  ==========================================================================================================
 
 Rules: pure and deterministic; every candidate is a topological order of the plan's predecessors, whatever the graph looks like: the sorted
@@ -89,9 +91,10 @@ def candidates(plan: StepPlan, found: Repetition | None = None) -> dict[str, lis
     while group < found.num_minibatches:
         _add(orders, f"layers:{group}", banded(plan, found, group=group))
         group *= 2
-    for part in range(1, TURNS):
-        if found.windows:
+    if found.windows:
+        for part in range(1, TURNS):
             _add(orders, f"turn:{part}/{TURNS}", banded(plan, found, window=found.windows[part * len(found.windows) // TURNS]))
+        _add(orders, "forward", banded(plan, found, window=(0, found.windows[0][1])))
     return orders
 
 

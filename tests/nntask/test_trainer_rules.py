@@ -75,7 +75,7 @@ def test_rules_between_values(argv, words):
         (["--disk=:1GiB"], "--disk must be DIR or DIR:SIZE"),
         (["--order=layer"], "--order must be auto, submission"),
         (["--order=layers:0"], "--order must be auto, submission"),
-        (["--order=turn:9/8"], "turn:K/8 with K from 1 to 7, got 'turn:9/8'"),
+        (["--order=turn:9/8"], "turn:K/8 with K from 1 to 7, or forward, got 'turn:9/8'"),
         (["--sim-gpu=1", "--gpu-memory=0.5x"], "--gpu-memory must be a size"),
         (["--gpu-memory=1GiB"], "add --sim-gpu 1"),
         (["--gpu-memory=0.5"], "about GPUs, and none is used; drop it"),

@@ -129,6 +129,19 @@ def test_groups_follow_one_another_and_the_turn_is_minibatch_major() -> None:
     assert users(plan, turn, "w0") == ["forward"] * 4 + ["backward input"] * 4 + ["adam"]
 
 
+def test_forward_is_minibatch_major_up_to_the_loss() -> None:
+    """Each minibatch goes forward through all layers and through the last one back alone; gradients are summed in one go."""
+    plan = toy_step(layers=8)
+    order = candidates(plan)["forward"]
+    found = repetition(plan)
+    steps = [(found.minibatch[at], plan.tasks[at].name) for at in order if found.minibatch[at] >= 0]
+    forward = [minibatch for minibatch, name in steps if name == "forward"]
+    assert forward == sorted(forward)
+    assert users(plan, order, "w7") == ["forward", "backward input"] * 4 + ["adam"]
+    assert users(plan, order, "w0") == ["forward"] * 4 + ["backward input"] * 4 + ["adam"]
+    assert users(plan, order, "d0") == ["backward weight"] * 4 + users(plan, order, "d0")[4:]
+
+
 def test_eager_update_moves_only_updates_and_as_early_as_they_can() -> None:
     """What is no update keeps its place among the others; each update follows its last predecessor, other updates aside."""
     plan = toy_step()
