@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, cast
 
-from .core.forecast import Forecast, Pace, forecast
+from .core.forecast import Forecast, Pace, departures, forecast
 from .core.machine import Machine
 from .core.orders import Repetition, candidates, repetition
 from .core.perf import Models
-from .core.records import FILE, RAM, NodeId, Task, WorkerKind
+from .core.records import FILE, RAM, HandleRecord, NodeId, Task, WorkerKind
 from .core.steps import RecordedTask, StepPlan
 from .drivers.disk import THREADS
 
@@ -179,6 +179,7 @@ def plan_order(
     forecasts = {name: _forecast(found[name], memory, num_devices, speed, only_files) for name in dict.fromkeys([SUBMISSION, *considered])}
     least = min(forecasts[name].seconds for name in considered)
     order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
+    _foresee(found[order], memory, num_devices)
     return PlannedOrder(order, found[order], forecasts)
 
 
@@ -189,25 +190,40 @@ def parts_of(found: Repetition, num_devices: int) -> list[int]:
     return [minibatch % num_devices if minibatch >= 0 else -1 for minibatch in found.minibatch]
 
 
-def _share(plan: StepPlan, num_devices: int) -> StepPlan:
-    """What one of the devices executes of a plan with parts: the first part, and as many of the tasks outside all parts as its turn brings."""
+def _share(plan: StepPlan, num_devices: int, device: int = 0) -> list[int]:
+    """Positions of what one of the devices executes of a plan with parts: its part, and of the tasks outside all parts what its turn brings."""
     outside = itertools.count()
-    return StepPlan(
-        [task for task, part in zip(plan.tasks, plan.parts, strict=True) if part == 0 or (part < 0 and next(outside) % num_devices == 0)],
-        plan.owned,
-    )
+    return [at for at, part in enumerate(plan.parts) if part == device or (part < 0 and next(outside) % num_devices == device)]
+
+
+def _only(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
+    return StepPlan([plan.tasks[at] for at in positions], plan.owned)
+
+
+def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
+    """Note in the plan what will leave the memories of equal devices."""
+    if not plan.parts:
+        plan.foresee(departures(plan, memory))
+        return
+    leaves: dict[HandleRecord, set[int]] = {}
+    for device in range(num_devices):
+        share = _share(plan, num_devices, device)
+        for handle, places in departures(_only(plan, share), memory // num_devices).items():
+            leaves.setdefault(handle, set()).update(share[place] for place in places)
+    plan.foresee(leaves)
 
 
 def _needed(plan: StepPlan, num_devices: int) -> int:
     """Bytes in all device memory together with which nothing moves but between devices."""
-    return num_devices * _share(plan, num_devices).needed_bytes() if plan.parts else plan.needed_bytes()
+    return num_devices * _only(plan, _share(plan, num_devices)).needed_bytes() if plan.parts else plan.needed_bytes()
 
 
 def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, only_files: bool) -> Forecast:
     """What a step costs within so much memory: one pool; with parts, the devices alike, with copies between them that come from memory as well."""
     if not plan.parts:
         return forecast(plan, memory, pace, only_files=only_files)
-    one = forecast(_share(plan, num_devices), memory // num_devices, None if pace is None else replace(pace, parts=num_devices))
+    share = _only(plan, _share(plan, num_devices))
+    one = forecast(share, memory // num_devices, None if pace is None else replace(pace, parts=num_devices))
     return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
 
 

@@ -45,7 +45,7 @@ from .steps import places_of_parts
 Entry = tuple[object, ...]
 _Accesses = tuple[tuple[int, Mode], ...]
 _Kinds = tuple[WorkerKind, ...]
-_Places = tuple[Sequence[int], Sequence[bool]]
+_Places = tuple[Sequence[int], Sequence[bool], Sequence[int]]
 _PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int, int | None]
 _Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Places]
 
@@ -131,13 +131,11 @@ class EventLog:
                 tuple(at[task] for task in use.last_readers),
                 use.num_uses,
                 use.needs_data,
-                (tuple(use.agenda.positions), tuple(use.agenda.overwrites)),
+                _places(use.agenda),
             )
             for use in replay.shared
         )
-        agendas = tuple(
-            (handle.id, tuple(handle.agenda.positions), tuple(handle.agenda.overwrites)) for handle, _ in replay.owned if handle.agenda is not None
-        )
+        agendas = tuple((handle.id, _places(handle.agenda)) for handle, _ in replay.owned if handle.agenda is not None)
         self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.peaks), replay.window, agendas))
 
 
@@ -180,11 +178,11 @@ class Revival:
         makes: tuple[int, ...],
         peaks: tuple[int, ...],
         window: int,
-        agendas: tuple[tuple[int, Sequence[int], Sequence[bool]], ...],
+        agendas: tuple[tuple[int, _Places], ...],
     ) -> None:
         replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
-        for handle, positions, overwrites in agendas:
-            self._handles[handle].agenda = Agenda(positions, overwrites, replay)
+        for handle, places in agendas:
+            self._handles[handle].agenda = _agenda(places, replay)
         for position, (number, name, kinds, accesses, priority, waits, _, is_exit, part, pin) in enumerate(tasks):
             task = self._task(number, name, kinds, accesses, priority)
             task.num_waiting = task.num_predecessors = waits
@@ -195,7 +193,7 @@ class Revival:
         replay.has_pins = any(task.pin is not None for task in replay.tasks)
         replay.roots = [task for task in replay.tasks if not task.num_predecessors]
         replay.parts = places_of_parts([task.part for task in replay.tasks])
-        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, agenda in shared:
+        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, places in shared:
             replay.shared.append(
                 SharedUse(
                     self._handles[handle],
@@ -205,7 +203,7 @@ class Revival:
                     [replay.tasks[at] for at in last_readers],
                     uses,
                     needs_data,
-                    Agenda(*agenda),
+                    _agenda(places),
                 )
             )
 
@@ -267,3 +265,12 @@ def describe(action: Action) -> Entry:
 
 def _plain(task: Task) -> tuple[tuple[int, str], ...]:
     return tuple((handle.id, mode) for handle, mode in task.accesses)
+
+
+def _places(agenda: Agenda) -> _Places:
+    return tuple(agenda.positions), tuple(agenda.overwrites), tuple(sorted(agenda.leaves))
+
+
+def _agenda(places: _Places, replay: Replay | None = None) -> Agenda:
+    positions, overwrites, leaves = places
+    return Agenda(positions, overwrites, frozenset(leaves), replay)

@@ -67,6 +67,17 @@ class Horizon:
             at += 1
         return len(oldest.tasks) - frontier + positions[0], agenda.overwrites[0]
 
+    def leaves(self, replica: Replica) -> bool:
+        """Whether the handle is expected to leave the memory where tasks run before it is used next."""
+        agenda = replica.handle.agenda
+        if agenda is None or not agenda.leaves:
+            return False
+        distance, _ = self.next_use(replica)
+        if distance == FAR:
+            return False
+        oldest = self.replays[0]
+        return (oldest.frontier + distance) % len(oldest.tasks) in agenda.leaves
+
 
 class EvictionPolicy(Protocol):
     """The interface of an eviction policy.

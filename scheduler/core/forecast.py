@@ -99,7 +99,11 @@ class _Clock:
 
 
 class _Memory:
-    """Tiles in a memory of so many bytes, and when each is used next."""
+    """Tiles in a memory of so many bytes, and when each is used next.
+
+    Attributes:
+        gone: what was let go, and when it is used next.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -107,6 +111,7 @@ class _Memory:
         self.read = self.written = 0
         self.next_use: dict[HandleRecord, int] = {}  # of what is resident
         self.dirty: set[HandleRecord] = set()
+        self.gone: list[tuple[HandleRecord, int]] = []
         self._heaps: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (-next use, handle), clean and dirty
         self._by_id: dict[int, HandleRecord] = {}
 
@@ -144,7 +149,7 @@ class _Memory:
             which = 0 if prices[0] <= prices[1] else 1
             _, number = heapq.heappop(self._heaps[which])
             handle = self._by_id[number]
-            del self.next_use[handle]
+            self.gone.append((handle, self.next_use.pop(handle)))
             self.used -= handle.size
             if which:
                 self.written += handle.size
@@ -169,12 +174,26 @@ def forecast(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_file
     Args:
         only_files: whether nothing but what lies in files may leave, because no tier is below.
     """
+    return _run(plan, budget, pace, only_files=only_files)[0]
+
+
+def departures(plan: StepPlan, budget: int) -> dict[HandleRecord, set[int]]:
+    """Which handles leave a memory of so many bytes in the order of `plan`, and before which of their uses."""
+    found: dict[HandleRecord, set[int]] = {}
+    for handle, position in _run(plan, budget)[1]:
+        found.setdefault(handle, set()).add(position % len(plan.tasks))
+    return found
+
+
+def _run(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: bool = False) -> tuple[Forecast, list[tuple[HandleRecord, int]]]:
+    """`forecast`, and what left in the run that counts, with the task that uses it next, counted from the first run's start."""
     memory = _Memory(int(budget * SHARE))
     clock = None if pace is None else _Clock(pace, budget // AHEAD, budget // CLEAN)
     period = len(plan.tasks)
     before = (0, 0, 0.0)
     for start in (0, period):
         before = memory.read, memory.written, clock.now if clock else 0.0
+        memory.gone.clear()
         places = dict.fromkeys(plan.uses, 0)
         for position, task in enumerate(plan.tasks):
             now = start + position
@@ -201,4 +220,4 @@ def forecast(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_file
                     memory.kill(handle)
                 else:
                     memory.leave(handle, start + period + use.positions[0], written=mode != "R", stays=stays)
-    return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0)
+    return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0), memory.gone

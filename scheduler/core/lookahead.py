@@ -3,11 +3,13 @@
 Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in. While a task waits for room they are few: it is
 tried before them whenever something changes, what they bring can be dropped for it at once, and what replaces each other is used sooner and sooner,
 so they end. (They stood back for such a task once. Where memory is short there is nearly always one, so nearly everything was fetched too late.)
-Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one; beyond that share nothing is
-written that might die unwritten. Reads and writes under way are limited, so that the oldest task's own copy never waits behind many. Looks at the
-tasks that will run on its node: all, where workers compute on one node only; else those of the node's part of the step, if the plan has parts.
-Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet where a task will run. Does not look at every event:
-what is missing within reach changes with the tasks that end, what is clean with the room that is taken, and a look costs as much as many events.
+Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one. Beyond that share they take,
+one at a time, what the forecast of the planned order says will leave before it is used again (`Agenda.leaves`): a link that idles in one part of
+a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
+own copy never waits behind many. Looks at the tasks that will run on its node: all, where workers compute on one node only; else those of the
+node's part of the step, if the plan has parts. Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet
+where a task will run. Does not look at every event: what is missing within reach changes with the tasks that end, what is clean with the room
+that is taken, and a look costs as much as many events.
 """
 
 from __future__ import annotations
@@ -30,17 +32,20 @@ PRESSED: Final = 2
 WRITES: Final = 4
 """Early write-backs under way at most."""
 
-AHEAD: Final = 8
+AHEAD: Final = 3
 """The planned tasks whose missing bytes together are this fraction of the node's budget are looked at."""
 
 CLEAN: Final = 6
 """Early write-backs keep this fraction of the node's budget free or droppable."""
 
-TASKS: Final = 64
+TASKS: Final = 128
 """Planned tasks looked at, at most."""
 
 LOOKS: Final = 2
 """A look for what to write back after every such fraction of the clean share that the node has handed out."""
+
+LEAVING: Final = 8
+"""Dirty replicas, the first ones, among which one that will leave is looked for."""
 
 STRIDE: Final = 4
 """Planned tasks that end before the next look, once nothing within reach is missing."""
@@ -62,6 +67,7 @@ class Lookahead:
         self._quiet_until = 0  # `order` of the next look
         self._looked_at = 0  # what the node had handed out at the last look for what to write back
         self._wanted = 0  # bytes to write back, as of then
+        self._may_leave = False  # whether there may be more that will leave, as of then
 
     def run(self, *, blocked: bool) -> None:
         """Start what should be under way now.
@@ -141,7 +147,7 @@ class Lookahead:
         return num_started, nbytes
 
     def _write_back(self) -> None:
-        """Keep some of the node's memory free or droppable."""
+        """Keep some of the node's memory free or droppable, and the link busy with what will leave."""
         residency = self.residency
         if self.node == residency.last:
             return  # nothing here is ever written elsewhere
@@ -151,6 +157,7 @@ class Lookahead:
             return
         if node.taken - self._looked_at >= goal // LOOKS:
             self._looked_at = node.taken
+            self._may_leave = True
             self._wanted = goal - (node.budget - node.used)
             for replica in residency.residents(self.node):
                 if self._wanted <= 0:
@@ -162,6 +169,12 @@ class Lookahead:
                 if self._wanted > 0:
                     residency.write_back(replica)
                     self._wanted -= replica.handle.size
+        elif self._may_leave and not residency.num_writing:
+            for replica in residency.shelves[self.node].dirty(LEAVING):
+                if residency.horizon.leaves(replica):
+                    residency.write_back(replica)
+                    return
+            self._may_leave = False
 
 
 def is_in_use(handle: HandleRecord) -> bool:

@@ -6,7 +6,7 @@ calls ``view`` or ``codelet`` is opaque to the core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, NewType
 
@@ -83,11 +83,13 @@ class Agenda:
     Attributes:
         positions: of the tasks that use it, rising.
         overwrites: for each, whether it overwrites the handle without reading it.
+        leaves: those of `positions` before which it is expected to leave the memory where tasks run, if that is known.
         replay: the replay that owns the handle; None for a handle that outlives replays, whose uses come again in the next one.
     """
 
     positions: Sequence[int]
     overwrites: Sequence[bool]
+    leaves: Set[int] = frozenset()
     replay: Replay | None = None
 
 

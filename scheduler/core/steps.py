@@ -8,7 +8,7 @@ instance runs nothing and takes no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -39,6 +39,7 @@ class _Use:
     readers: list[int] = field(default_factory=list)  # since the last writer
     positions: list[int] = field(default_factory=list)
     overwrites: list[bool] = field(default_factory=list)
+    leaves: Set[int] = frozenset()  # of `positions`
     num_uses: int = 0
     needs_data: bool = False
 
@@ -98,6 +99,11 @@ class StepPlan:
             use.last_writer = position
             if use.first_writer is None:
                 use.first_writer = position
+
+    def foresee(self, leaves: Mapping[HandleRecord, Set[int]]) -> None:
+        """Note which handles are expected to leave the memory where tasks run, and before which of their uses; instances made later know it."""
+        for handle, positions in leaves.items():
+            self.uses[handle].leaves = positions
 
     def unwritten(self) -> list[tuple[RecordedTask, HandleRecord]]:
         """Owned handles whose first access reads them, with the task that does."""
@@ -226,7 +232,7 @@ class StepPlan:
         for handle, use in self.uses.items():
             twin_or_shared = twins.get(handle, handle)
             if twin_or_shared.released:
-                twin_or_shared.agenda = Agenda(use.positions, use.overwrites, replay)
+                twin_or_shared.agenda = Agenda(use.positions, use.overwrites, use.leaves, replay)
             if handle not in twins or not twin_or_shared.released:
                 replay.shared.append(self._share(twin_or_shared, use, replay))
         for shared in replay.shared:
@@ -266,7 +272,7 @@ class StepPlan:
             [tasks[at] for at in use.readers],
             use.num_uses,
             use.needs_data,
-            Agenda(use.positions, use.overwrites),
+            Agenda(use.positions, use.overwrites, use.leaves),
         )
 
 

@@ -293,7 +293,9 @@ def _detached(plan: StepPlan) -> StepPlan:
         for task in plan.tasks
     ]
     owned = {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}
-    return StepPlan(tasks, owned, window=plan.window, parts=plan.parts)
+    found = StepPlan(tasks, owned, window=plan.window, parts=plan.parts)
+    found.foresee({twins[handle]: use.leaves for handle, use in plan.uses.items()})
+    return found
 
 
 def _clone(handle: HandleRecord) -> HandleRecord:

@@ -6,11 +6,11 @@ import pytest
 from test_orders import PAGE, toy_step
 
 from scheduler.capture import CapturingRuntime
-from scheduler.core.forecast import Pace, forecast
+from scheduler.core.forecast import Pace, departures, forecast
 from scheduler.core.orders import candidates
-from scheduler.core.records import FILE, Replica
+from scheduler.core.records import FILE, Replica, W
 from scheduler.core.steps import StepPlan
-from scheduler.drivers.virtual import simulate
+from scheduler.drivers.virtual import Simulation, simulate
 from scheduler.ordering import AUTO, EQUAL, SUBMISSION, plan_order
 
 STEP = toy_step(layers=12, minibatches=6)
@@ -59,7 +59,13 @@ def test_bounds(name: str, rate: float, duplex: bool) -> None:
 def test_close_to_the_machine_in_virtual_time(name: str, rate: float) -> None:
     """The forecast is within 30 % of what the whole machine takes, from links that bind to links that do not."""
     plan, budget, speed = ordered(name), STEP.needed_bytes() // 3, pace(rate)
-    found = simulate(
+    foreseen = forecast(plan, budget, speed)
+    assert foreseen.seconds == pytest.approx(in_virtual_time(plan, budget, speed).seconds, rel=0.3)
+
+
+def in_virtual_time(plan: StepPlan, budget: int, speed: Pace) -> Simulation:
+    """What the whole machine takes, on one device below which there is plenty."""
+    return simulate(
         plan,
         workers=[("cpu", 1, 3)],
         nodes=[("ram", 1 << 40), ("sim:0", budget)],
@@ -67,9 +73,32 @@ def test_close_to_the_machine_in_virtual_time(name: str, rate: float) -> None:
         duration=lambda task, kind: SECONDS,
         transfer=lambda source, target, nbytes: nbytes / speed.read,
         replays=3,
+        ahead=True,
     )
-    foreseen = forecast(plan, budget, speed)
-    assert foreseen.seconds == pytest.approx(found.seconds, rel=0.3)
+
+
+@pytest.mark.parametrize("name", ["submission", "layers"])
+def test_what_leaves_is_what_is_fetched_again(name: str) -> None:
+    """Departures account for the bytes read: each is followed by a read, unless the next use overwrites."""
+    plan, budget = ordered(name), STEP.needed_bytes() // 3
+    left = departures(plan, budget)
+    read = 0
+    for handle, positions in left.items():
+        assert positions <= set(plan.uses[handle].positions)
+        read += sum(handle.size for at in positions if dict(plan.tasks[at].accesses)[handle] != W)
+    assert read == forecast(plan, budget).read > 0
+    assert departures(plan, 1 << 40) == {}
+
+
+@pytest.mark.parametrize("name", ["layers", "turn:2/8"])
+def test_writing_early_what_will_leave_saves_time_and_costs_no_bytes(name: str) -> None:
+    """Where links are short, a plan that knows what leaves takes less time than the same plan without that."""
+    plan, budget, speed = ordered(name), STEP.needed_bytes() // 3, pace(1.0)
+    before = in_virtual_time(plan, budget, speed)
+    plan.foresee(departures(plan, budget))
+    after = in_virtual_time(plan, budget, speed)
+    assert after.seconds <= 0.9 * before.seconds
+    assert sum(after.moved_bytes.values()) <= 1.02 * sum(before.moved_bytes.values())
 
 
 def test_orders_are_compared_in_seconds() -> None:
