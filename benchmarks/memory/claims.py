@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from select import select
@@ -141,7 +142,7 @@ def moved(result: Result) -> int:
 
 def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """The standard job within a half, a quarter and an eighth of what it needs."""
-    runs = _in_turns(args, disk)
+    runs = _chosen(args, disk)
     gigabytes = {name: moved(found) / 1e9 for name, found in runs.items()}
     resident = {name: _resident(found) for name, found in runs.items()}
     is_equal = len({tuple(found["losses"]) for found in runs.values()}) == 1
@@ -161,21 +162,28 @@ def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     }
 
 
-def _in_turns(args: argparse.Namespace, disk: str) -> dict[str, Result]:
-    """Every chosen variant, a step of each per round; the order of each other round is the opposite one."""
+def _chosen(args: argparse.Namespace, disk: str) -> dict[str, Result]:
+    """Every chosen variant."""
     needed = job(["--steps=1"], None)["needed_bytes"]
-    steps = f"--steps={args.rounds + 2}"  # the first fills memory, and beside the last no other begins
+    sides = {
+        name: [*flags, *([f"--disk={disk}"] if below else [])]
+        for name, (flags, below) in variants(needed).items()
+        if name == "unlimited" or name in args.only or not args.only
+    }
+    return in_turns(sides, args.rounds)
+
+
+def in_turns(sides: Mapping[str, list[str]], rounds: int) -> dict[str, Result]:
+    """Jobs by the flags of each, a step of each per round; the order of each other round is the opposite one."""
+    steps = f"--steps={rounds + 2}"  # the first fills memory, and beside the last no other begins
     with ExitStack() as stack:
-        jobs = {"unlimited": stack.enter_context(Job([steps]))}
-        for name, (flags, below) in variants(needed).items():
-            if name != "unlimited" and (name in args.only or not args.only):
-                jobs[name] = stack.enter_context(Job([steps, *flags, *([f"--disk={disk}"] if below else [])]))
-        for number in range(args.rounds):
+        jobs = {name: stack.enter_context(Job([*flags, steps])) for name, flags in sides.items()}
+        for number in range(rounds):
             names = [*jobs] if number % 2 else [*jobs][::-1]
             for name in names:
                 jobs[name].turn()
             seconds = ", ".join(f"{name} {found.seconds[-1]:.2f} s" for name, found in jobs.items())
-            print(f"round {number + 1}/{args.rounds}  {seconds}", file=sys.stderr, flush=True)
+            print(f"round {number + 1}/{rounds}  {seconds}", file=sys.stderr, flush=True)
         return {name: found.end() for name, found in jobs.items()}
 
 

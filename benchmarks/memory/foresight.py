@@ -24,7 +24,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
-from claims import Result, job, moved
+from claims import Result, in_turns, job, moved
 
 JOBS: Final = {"gpt2": ["--batch=4"], "gpt2-medium": ["--model=gpt2-medium", "--batch=2"]}
 SHARE: Final = 0.6
@@ -68,40 +68,32 @@ def _ratio(what: str, unit: str, foreseen: float, measured: float, bar: str) -> 
 def overlap(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """A device with a quarter of what the step needs, on a link that transfers alone keep busy for a part of the computation.
 
-    The link carries both directions at once. Two readings of "transfers alone": the busier direction, and the sum of both.
+    The link carries both directions at once. Two readings of "transfers alone": the busier direction, and the sum of both. All sides take turns step by
+    step (`claims.Job`); of a copy that is under way when its job is stopped the rest is not waited for, which is below a hundredth of a step.
     """
-    flags = ["--batch=4", "--ncpu=0", "--sim-gpu=1", f"--steps={args.steps + 2}"]
-    needed = job([*flags, "--steps=1"], None)["needed_bytes"]
-    tight = [*flags, f"--gpu-memory={needed // 4}B"]
-    loads: dict[str, Callable[[Iterable[int]], int]] = {"the busier direction": max, "both directions one after the other": sum}
+    flags = ["--batch=4", "--ncpu=0", "--sim-gpu=1"]
+    first = job([*flags, "--steps=3"], None)
+    tight = [*flags, f"--gpu-memory={first['needed_bytes'] // 4}B"]
     free = job([*tight, "--steps=3"], None)
-    rounds: dict[str, list[Result]] = {"alone": [], **{name: [] for name in loads}}
-    bandwidths: dict[str, int] = {}
-    for _ in range(args.rounds):
-        rounds["alone"].append(job(flags, None))
-        compute = statistics.median(_seconds(one) for one in rounds["alone"])
-        for name, load in loads.items():
-            bandwidth = bandwidths.setdefault(name, round(_bytes(free, load) / (SHARE * compute)))
-            rounds[name].append(job([*tight, f"--sim-bandwidth={bandwidth}B"], None))
-        print({name: [round(_seconds(one), 2) for one in found] for name, found in rounds.items()}, file=sys.stderr, flush=True)
-    seconds = {name: statistics.median(_seconds(one) for one in found) for name, found in rounds.items()}
+    seconds = statistics.median(lap["seconds"] for lap in first["steady"])
+    loads: dict[str, Callable[[Iterable[int]], int]] = {"the busier direction": max, "both directions one after the other": sum}
+    bandwidths = {name: round(_bytes(free, load) / (SHARE * seconds)) for name, load in loads.items()}
+    sides = {"alone": flags, **{name: [*tight, f"--sim-bandwidth={bandwidth}B"] for name, bandwidth in bandwidths.items()}}
+    runs = in_turns(sides, args.rounds)
+    medians = {name: statistics.median(found["seconds"]) for name, found in runs.items()}
     rows = []
     for name, load in loads.items():
-        transfers = statistics.median(_bytes(one, load) for one in rounds[name]) / bandwidths[name]
-        share = f"{transfers / seconds['alone']:.0%} of the computation"
+        transfers = _bytes(runs[name], load) / bandwidths[name]
+        share = f"{transfers / medians['alone']:.0%} of the computation"
         what = f"simulated device at 1/4 of needed, transfers alone, {name}: {share}"
-        rows.append(common.compare(what, "s a step", seconds[name], "everything fits", seconds["alone"], better="less", bar="ratio <= 1.15"))
-    equal = len({tuple(one["losses"]) for found in rounds.values() for one in found}) == 1
-    return {"bandwidths": bandwidths, "losses_equal": equal, "comparisons": rows, "rounds": rounds}
+        rows.append(common.compare(what, "s a step", medians[name], "everything fits", medians["alone"], better="less", bar="ratio <= 1.15"))
+    equal = len({tuple(one["losses"]) for one in runs.values()}) == 1
+    return {"bandwidths": bandwidths, "losses_equal": equal, "comparisons": rows, "runs": runs}
 
 
 def _bytes(result: Result, load: Callable[[Iterable[int]], int]) -> float:
     """Bytes a step over the busier direction of the link, or over both."""
     return float(statistics.median(load(lap["moved_bytes"].values()) for lap in result["steady"]))
-
-
-def _seconds(result: Result) -> float:
-    return min(lap["seconds"] for lap in result["steady"])
 
 
 def devices(args: argparse.Namespace, disk: str) -> dict[str, Any]:
