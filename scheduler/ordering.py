@@ -165,22 +165,27 @@ def plan_order(
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {})
-    found = {name: _permuted(plan, positions, num_devices) for name, positions in candidates(plan, repeated).items()}
+    found = candidates(plan, repeated)
     if order != AUTO and order not in found:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
+
+    def ordered(name: str) -> StepPlan:  # made anew where it is wanted: all of them together take more memory than the step itself
+        return _permuted(plan, found[name], num_devices)
+
     considered = [order]
     if order == AUTO:
-        smallest = {name: last_tier_bytes(each, computes=computes_on_last) for name, each in found.items()}
+        smallest = {name: last_tier_bytes(ordered(name), computes=computes_on_last) for name in found}
         considered = [name for name in found if smallest[name] <= last] or [min(smallest, key=smallest.__getitem__)]
         if plan.parts:
             considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
     speed = None if pace is None else pace(plan)
     only_files = computes_on_last and reads_files(plan)
-    forecasts = {name: _forecast(found[name], memory, num_devices, speed, only_files) for name in dict.fromkeys([SUBMISSION, *considered])}
+    forecasts = {name: _forecast(ordered(name), memory, num_devices, speed, only_files) for name in dict.fromkeys([SUBMISSION, *considered])}
     least = min(forecasts[name].seconds for name in considered)
     order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
-    _foresee(found[order], memory, num_devices)
-    return PlannedOrder(order, found[order], forecasts)
+    chosen = ordered(order)
+    _foresee(chosen, memory, num_devices)
+    return PlannedOrder(order, chosen, forecasts)
 
 
 def parts_of(found: Repetition, num_devices: int) -> list[int]:

@@ -68,8 +68,8 @@ def _ratio(what: str, unit: str, foreseen: float, measured: float, bar: str) -> 
 def overlap(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """A device with a quarter of what the step needs, on a link that transfers alone keep busy for a part of the computation.
 
-    The link carries both directions at once. Two readings of "transfers alone": the busier direction, and the sum of both. All sides take turns step by
-    step (`claims.Job`); of a copy that is under way when its job is stopped the rest is not waited for, which is below a hundredth of a step.
+    The link carries both directions at once. Two readings of "transfers alone": the busier direction, and the sum of both. All sides take turns step
+    by step (`claims.Job`); of a copy that is under way when its job is stopped the rest is not waited for, which is below a hundredth of a step.
     """
     flags = ["--batch=4", "--ncpu=0", "--sim-gpu=1"]
     first = job([*flags, "--steps=3"], None)
