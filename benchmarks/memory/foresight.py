@@ -77,7 +77,11 @@ def overlap(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     free = job([*tight, "--steps=3"], None)
     seconds = statistics.median(lap["seconds"] for lap in first["steady"])
     loads: dict[str, Callable[[Iterable[int]], int]] = {"the busier direction": max, "both directions one after the other": sum}
-    bandwidths = {name: round(_bytes(free, load) / (SHARE * seconds)) for name, load in loads.items()}
+    bandwidths = {}
+    for name, load in loads.items():
+        guess = round(_bytes(free, load) / (SHARE * seconds))
+        found = job([*tight, f"--sim-bandwidth={guess}B", "--steps=3"], None)  # the order, and so what moves, depends on the link
+        bandwidths[name] = round(_bytes(found, load) / (SHARE * seconds))
     sides = {"alone": flags, **{name: [*tight, f"--sim-bandwidth={bandwidth}B"] for name, bandwidth in bandwidths.items()}}
     runs = in_turns(sides, args.rounds)
     medians = {name: statistics.median(found["seconds"]) for name, found in runs.items()}
