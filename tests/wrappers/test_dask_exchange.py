@@ -29,8 +29,9 @@ from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
 from wrappers.dask import exchange
 from wrappers.dask.carriers import Carriers, MessageCarriers
-from wrappers.dask.exchange import PeerComms, PeerLost, _Peer
+from wrappers.dask.exchange import PeerComms
 from wrappers.dask.failures import forget_frames, portable
+from wrappers.dask.peers import WINDOW, Peer, PeerLost
 
 CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
 BATCH, LENGTH = 8, 16
@@ -174,7 +175,7 @@ def test_a_task_that_begins_while_the_inbox_is_emptied_is_taken_in() -> None:
     """The loop took what was there between a look at the inbox and the append: nobody but the newcomer can wake it again."""
     comms, ended = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0"), Event()
     try:
-        peer = comms._peers[1] = _Peer(1)
+        peer = comms._peers[1] = Peer(1, comms._loop.call_later)
         peer.lost = PeerLost(1, "gone")
         comms._inbox = _Raced([(True, 1, "before", ((), lambda error: None))])
         comms._begin_send(lambda error: ended.set(), peer=1, key="now")
@@ -195,43 +196,70 @@ class _Later:
         self.is_cancelled = True
 
 
-def test_what_a_node_has_got_is_told_with_what_it_says_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_node_has_got_is_told_with_what_it_says_next() -> None:
     """Or by itself: when half of a window is untold, or when nothing else is said for a while; a message in between begins that while anew."""
     told: list[BaseException | None] = []
     later: list[_Later] = []
 
-    def call_later(seconds: float, call: Callable[[], None]) -> _Later:
+    def call_later(seconds: float, call: Callable[[], None]) -> Any:
         later.append(_Later(seconds, call))
         return later[-1]
 
-    comms, peer = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0"), _Peer(1)
-    try:
-        monkeypatch.setattr(comms._loop, "call_later", call_later)
+    peer = Peer(1, call_later)
+    tiles = {name: np.zeros(nbytes, np.uint8) for name, nbytes in (("a", 1), ("b", 1), ("c", 1), ("half", WINDOW // 2))}
+    for name, tile in tiles.items():
+        peer.expect(name, ((tile,), told.append))
+    assert peer.next_message(WINDOW) == {"want": [*tiles], "got": 0, "keys": [], "data": []}
 
-        def arrive(nbytes: int) -> dict[str, Any] | None:
-            peer.arriving.append((nbytes, told.append))
-            comms._arrived(peer)
-            return comms._next_message(peer)
+    def arrive(name: str) -> dict[str, Any] | None:
+        peer.hear({"keys": [name], "data": [tiles[name].tobytes()], "got": 0, "want": []}, WINDOW)
+        return peer.next_message(WINDOW)
 
-        assert arrive(1) is None
-        assert arrive(1) is None
-        assert len(later) == 1
-        peer.asks.append("a key")
-        assert comms._next_message(peer) == {"want": ["a key"], "got": 2, "keys": [], "data": []}
-        assert later[0].is_cancelled
-        assert comms._next_message(peer) is None
-        assert arrive(1) is None
-        assert [each.is_cancelled for each in later] == [True, False]
-        later[1].call()
-        assert comms._next_message(peer) == {"want": [], "got": 1, "keys": [], "data": []}
-        half = arrive(comms.window // 2)
-        assert half is not None
-        assert half["got"] == 1
-        assert len(later) == 2
-        monkeypatch.undo()
-    finally:
-        comms.close()
+    assert arrive("a") is None
+    assert arrive("b") is None
+    assert len(later) == 1
+    peer.expect("d", ((), told.append))
+    assert peer.next_message(WINDOW) == {"want": ["d"], "got": 2, "keys": [], "data": []}
+    assert later[0].is_cancelled
+    assert peer.next_message(WINDOW) is None
+    assert arrive("c") is None
+    assert [each.is_cancelled for each in later] == [True, False]
+    later[1].call()
+    assert peer.next_message(WINDOW) == {"want": [], "got": 1, "keys": [], "data": []}
+    half = arrive("half")
+    assert half is not None
+    assert half["got"] == 1
+    assert len(later) == 2
     assert told == [None] * 4
+
+
+def test_a_lost_peer_fails_everybody_once_and_what_its_carrier_has_when_that_has_ended() -> None:
+    """What waits fails at once, what is on the way or arriving when the carrier says so; a second loss changes nothing."""
+    stopped: list[Callable[[], None]] = []
+    ended: list[str] = []
+    carrier = SimpleNamespace(is_beside=True, put=lambda tiles: None, take=lambda said, tiles, arrived: None, stop=stopped.append)
+
+    def done(name: str) -> Callable[[BaseException | None], None]:
+        return lambda error: ended.append(f"{name}: {error}")
+
+    peer = Peer(3, lambda seconds, call: pytest.fail("there is nothing to tell"))
+    peer.comm, peer.carrier = SimpleNamespace(abort=lambda: None), carrier  # type: ignore[assignment]
+    tile = np.zeros(8, np.uint8)
+    for name in ("sent", "offered"):
+        peer.offer(name, ((tile,), done(name)))
+    for name in ("arriving", "expected"):
+        peer.expect(name, ((tile,), done(name)))
+    peer.hear({"keys": ["arriving"], "data": [None], "got": 0, "want": ["sent"]}, WINDOW)
+    message = peer.next_message(WINDOW)
+    assert message is not None
+    assert (message["keys"], peer.sent_bytes) == (["sent"], 8)
+    peer.lose(OSError("gone"))
+    peer.lose(OSError("again"))
+    why = "node 3 does not answer any more: gone"
+    assert ended == [f"offered: {why}", f"expected: {why}"]
+    (carrier_ended,) = stopped
+    carrier_ended()
+    assert ended[2:] == [f"sent: {why}", f"arriving: {why}"]
 
 
 class _Keeper:

@@ -32,7 +32,8 @@ from wrappers.cli import main
 from wrappers.dask import exchange, nccl
 from wrappers.dask.cluster import Machine
 from wrappers.dask.cluster_nodes import check_cards
-from wrappers.dask.exchange import PeerComms, PeerLost
+from wrappers.dask.exchange import PeerComms
+from wrappers.dask.peers import PeerLost
 from wrappers.dask.nccl import NcclCarriers, open_carriers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))

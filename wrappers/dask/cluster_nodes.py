@@ -31,7 +31,7 @@ from .cluster_records import NodeRecords
 from .cluster_team import FIRST_STEP_SECONDS, OPEN_SECONDS, Team, words_for
 from .cluster_tensors import Mirror
 from .dashboard import install
-from .exchange import PeerLost
+from .peers import PeerLost
 from .failures import NodeFailed, blamed, blaming
 from .node import Order, Part
 

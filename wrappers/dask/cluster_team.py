@@ -19,7 +19,7 @@ from nntask.errors import NntaskError
 from nntask.trainer.engine import NodesChanged
 
 from .cluster import Connection, Machine
-from .exchange import PeerLost
+from .peers import PeerLost
 from .node import Node
 
 LEAST_SILENCE: Final = 30.0

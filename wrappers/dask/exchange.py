@@ -2,8 +2,8 @@
 
 Each node listens on an address of its own and has one connection to every other node. What a task sends stays in its tile until the receiver's task
 has taken memory for it and asked: no bytes wait anywhere but in tiles, which budgets count, and at most a window and a bucket are on the way to
-each peer. One message carries whatever there is for a peer at that moment: keys it wants, keys and bytes that the peer wanted, and how many of the
-peer's it has got. Other `Carriers` may take the bytes beside the messages.
+each peer. One message carries whatever there is for a peer at that moment (`peers`): keys it wants, keys and bytes that the peer wanted, and how many
+of the peer's it has got. Other `Carriers` may take the bytes beside the messages.
 
 Tasks begin and end through the scheduler's host tasks. All state belongs to one thread with an event loop; other threads only append to its inbox. A
 connection that breaks, or bytes that nobody can expect, fail every task that waits for that peer, now and later, with `PeerLost`.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
@@ -24,106 +24,12 @@ from typing import Any, Final
 import numpy.typing as npt
 
 from scheduler import Codelet
-from scheduler.core.errors import SchedulerError
 
-from .carriers import Carrier, Carriers, MessageCarrier, MessageCarriers, Tiles, nbytes_of
-
-WINDOW: Final = 4 << 20
-"""Bytes on the way to a peer after which no further bucket is sent before the peer has got some, at most; twice the largest bucket where that is
-less."""
-
-MESSAGE: Final = 256 << 10
-"""Bytes after which a message takes no further bucket: what the peer asks for next, and what it was told, should not wait long behind it."""
-
-GOT_SECONDS: Final = 0.02
-"""How long a peer is not told what this node has got, if no other message goes there, while what it is not told of is less than half a window: a
-message takes as much processor time as copying some 2 MB."""
+from .carriers import Carriers, MessageCarriers
+from .peers import WINDOW, Done, Peer, PeerLost, Waiting
 
 CONNECT_SECONDS: Final = 20.0
 """How long nodes wait for each other when they connect."""
-
-Done = Callable[[BaseException | None], None]
-Waiting = tuple[Tiles, Done]
-
-
-class PeerLost(SchedulerError):
-    """The connection to another node broke.
-
-    Attributes:
-        rank: of that node.
-    """
-
-    def __init__(self, rank: int, why: object) -> None:
-        super().__init__(f"node {rank} does not answer any more: {why}")
-        self.rank = rank
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.rank, str(self).partition(": ")[2]), vars(self)
-
-
-class _Peer:
-    """What a node knows of another one."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.comm: Any = None
-        self.carrier: Carrier = MessageCarrier()
-        self.lost: PeerLost | None = None
-        self.wake = asyncio.Event()
-        self.offers: defaultdict[str, deque[Waiting]] = defaultdict(deque)  # what tasks of ours send, not yet wanted
-        self.wanted: Counter[str] = Counter()  # what the peer wants and no task of ours has sent yet
-        self.expected: defaultdict[str, deque[Waiting]] = defaultdict(deque)  # what tasks of ours receive
-        self.asks: list[str] = []  # what to ask for in the next message
-        self.ready: deque[tuple[str, Waiting]] = deque()  # wanted and offered
-        self.on_the_way: deque[tuple[int, Done]] = deque()
-        self.arriving: deque[tuple[int, Done]] = deque()
-        self.on_the_way_nbytes = 0
-        self.num_got = 0  # to tell in the next message
-        self.got_nbytes = 0
-        self.must_tell = False  # without waiting for another reason to write
-        self.later: asyncio.TimerHandle | None = None  # when that is so
-
-    def match(self, key: str) -> None:
-        """The peer wants `key`, or a task sends it: if both, it is ready."""
-        offers = self.offers[key]
-        while offers and self.wanted[key]:
-            self.wanted[key] -= 1
-            self.ready.append((key, offers.popleft()))
-            self.wake.set()
-
-    def tell(self) -> None:
-        """Tell the peer now what this node has got."""
-        self.must_tell = True
-        self.wake.set()
-
-    def told(self) -> tuple[list[str], int]:
-        """What a message that goes now asks for, and how many buckets it confirms."""
-        asks, num_got = self.asks, self.num_got
-        self.asks, self.num_got, self.got_nbytes, self.must_tell = [], 0, 0, False
-        self.forget_later()
-        return asks, num_got
-
-    def forget_later(self) -> None:
-        """Nothing is left to tell later."""
-        if self.later is not None:
-            self.later.cancel()
-            self.later = None
-
-    def waiting(self) -> list[Done]:
-        """Everybody who waits for this peer and whose tiles the carrier does not have; nobody does any more."""
-        found = [done for table in (self.offers, self.expected) for queue in table.values() for _, done in queue]
-        found += [done for _, (_, done) in self.ready]
-        self.offers.clear()
-        self.expected.clear()
-        self.ready.clear()
-        return found
-
-    def carried(self) -> list[Done]:
-        """Everybody whose tiles the carrier has; nobody waits for them any more."""
-        found = [done for _, done in (*self.on_the_way, *self.arriving)]
-        self.on_the_way.clear()
-        self.arriving.clear()
-        return found
 
 
 class PeerComms:
@@ -139,9 +45,8 @@ class PeerComms:
 
     Attributes:
         send, receive: see `nntask.sharding.Transport`.
-        sent_bytes: to each peer so far, framing included.
         num_messages: sent so far.
-        window: bytes on the way to a peer after which no further bucket is sent; see `window_for`.
+        window: bytes on the way to a peer after which no further bucket is sent; see `peers.window_for`.
     """
 
     def __init__(
@@ -161,10 +66,9 @@ class PeerComms:
         self._carriers = carriers or MessageCarriers()
         self.send = Codelet("send", host=self._begin_send)
         self.receive = Codelet("receive", host=self._begin_receive)
-        self.sent_bytes: Counter[int] = Counter()
         self.num_messages = 0
         self.window = WINDOW
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._inbox: deque[tuple[bool, int, str, Waiting]] = deque()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,6 +80,11 @@ class PeerComms:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="nntask exchange", daemon=True)
         self._thread.start()
+
+    @property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes to each peer so far, framing included."""
+        return {rank: peer.sent_bytes for rank, peer in self._peers.copy().items()}
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -281,7 +190,7 @@ class PeerComms:
         self._welcome(rank, comm, hello["carrier"])
 
     def _welcome(self, rank: int, comm: Any, theirs: Any) -> None:
-        peer = self._peers[rank] = self._peers.get(rank) or _Peer(rank)
+        peer = self._peers[rank] = self._peers.get(rank) or Peer(rank, self._loop.call_later)
         peer.comm = comm
         peer.carrier = self._carriers.carrier(rank, theirs, partial(self._lose, peer))
         for loop in (self._read(peer), self._write(peer)):
@@ -315,22 +224,19 @@ class PeerComms:
             if peer.lost is not None:
                 waiting[1](peer.lost)
             elif is_send:
-                peer.offers[key].append(waiting)
-                peer.match(key)
+                peer.offer(key, waiting)
             else:
-                peer.expected[key].append(waiting)
-                peer.asks.append(key)
-                peer.wake.set()
+                peer.expect(key, waiting)
 
-    async def _write(self, peer: _Peer) -> None:
+    async def _write(self, peer: Peer) -> None:
         """Send whatever there is for a peer."""
         try:
             while True:
                 await peer.wake.wait()
                 peer.wake.clear()
-                while (message := self._next_message(peer)) is not None:
+                while (message := peer.next_message(self.window)) is not None:
                     nbytes = await peer.comm.write(message)
-                    self.sent_bytes[peer.rank] += nbytes
+                    peer.sent_bytes += nbytes
                     self.num_messages += 1
                     if self._bandwidth is not None:
                         now = perf_counter()
@@ -339,72 +245,18 @@ class PeerComms:
         except Exception as error:
             self._lose(peer, error)
 
-    def _next_message(self, peer: _Peer) -> dict[str, Any] | None:
-        if not (peer.asks or peer.must_tell or (peer.ready and peer.on_the_way_nbytes < self.window)):
-            return None
-        keys: list[str] = []
-        data: list[Any] = []
-        filled = 0
-        while peer.ready and peer.on_the_way_nbytes < self.window and filled < MESSAGE:
-            key, (tiles, done) = peer.ready.popleft()
-            nbytes = nbytes_of(tiles)
-            keys.append(key)
-            data.append(peer.carrier.put(tiles))
-            filled += nbytes
-            peer.on_the_way.append((nbytes, done))
-            peer.on_the_way_nbytes += nbytes
-            if peer.carrier.is_beside:
-                self.sent_bytes[peer.rank] += nbytes
-        asks, num_got = peer.told()
-        return {"want": asks, "got": num_got, "keys": keys, "data": data}
-
-    async def _read(self, peer: _Peer) -> None:
+    async def _read(self, peer: Peer) -> None:
         """Take what a peer sends."""
         try:
             while True:
-                message = await peer.comm.read()
-                for key, said in zip(message["keys"], message["data"], strict=True):
-                    tiles, done = peer.expected[key].popleft()
-                    peer.arriving.append((nbytes_of(tiles), done))
-                    peer.carrier.take(said, tiles, partial(self._arrived, peer))
-                for _ in range(message["got"]):
-                    nbytes, done = peer.on_the_way.popleft()
-                    peer.on_the_way_nbytes -= nbytes
-                    done(None)
-                    peer.wake.set()
-                for key in message["want"]:
-                    peer.wanted[key] += 1
-                    peer.match(key)
+                peer.hear(await peer.comm.read(), self.window)
         except Exception as error:
             self._lose(peer, error)
 
-    def _arrived(self, peer: _Peer) -> None:
-        """A bucket is there, the next one of those that its carrier was told of."""
-        if peer.lost is None:
-            nbytes, done = peer.arriving.popleft()
-            done(None)
-            peer.num_got += 1
-            peer.got_nbytes += nbytes
-            if 2 * peer.got_nbytes >= self.window:
-                peer.tell()
-            elif peer.later is None:
-                peer.later = self._loop.call_later(GOT_SECONDS, peer.tell)
-
-    def _lose(self, peer: _Peer, error: BaseException) -> None:
-        """A connection broke. Tiles that the carrier has are let go when it has ended."""
-        if self._closed or peer.lost is not None:
-            return
-        peer.lost = PeerLost(peer.rank, error)
-        peer.forget_later()
-        peer.comm.abort()
-        for done in peer.waiting():
-            done(peer.lost)
-        peer.carrier.stop(partial(self._let_go, peer))
-
-    def _let_go(self, peer: _Peer) -> None:
-        """The carrier of a lost peer has ended."""
-        for done in peer.carried():
-            done(peer.lost)
+    def _lose(self, peer: Peer, error: BaseException) -> None:
+        """A connection broke."""
+        if not self._closed:
+            peer.lose(error)
 
     def close(self) -> None:
         """Close all connections and end the thread; tasks under way never end. Idempotent."""
@@ -426,17 +278,3 @@ class PeerComms:
         if self._listener is not None:
             self._listener.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def window_for(largest: int) -> int:
-    """Bytes on the way to a peer after which no further bucket is sent, from the bytes of the largest bucket."""
-    return min(WINDOW, 2 * largest)
-
-
-def passing_bytes(num_peers: int, largest: int) -> int:
-    """Most bytes that are in memory for a node besides its tiles: what is on the way to it, and copies of what is on the way from it.
-
-    Args:
-        largest: bytes of the largest bucket.
-    """
-    return 2 * num_peers * (window_for(largest) + largest)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from nntask.errors import NntaskError
 
-from .exchange import PeerLost
+from .peers import PeerLost
 
 E = TypeVar("E", bound=Exception)
 

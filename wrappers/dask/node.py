@@ -237,7 +237,7 @@ class Node:
         from nntask.sizes import parse_size
         from scheduler.storage.limits import default_ram_budget
 
-        from .exchange import passing_bytes, window_for
+        from .peers import passing_bytes, window_for
 
         if resources.ram:
             nbytes = parse_size(resources.ram, "--ram")
