@@ -168,24 +168,29 @@ def plan_order(
     found = candidates(plan, repeated)
     if order != AUTO and order not in found:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
-
-    def ordered(name: str) -> StepPlan:  # made anew where it is wanted: all of them together take more memory than the step itself
-        return _permuted(plan, found[name], num_devices)
-
+    speed = None if pace is None else pace(plan)
+    only_files = computes_on_last and reads_files(plan)
+    smallest: dict[str, int] = {}
+    forecasts: dict[str, Forecast] = {}
+    for name in found if order == AUTO else dict.fromkeys([SUBMISSION, order]):
+        each = _permuted(plan, found[name], num_devices)  # one at a time: all of them together take more memory than the step itself
+        smallest[name] = last_tier_bytes(each, computes=computes_on_last)
+        is_candidate = smallest[name] <= last and (not plan.parts or _is_side_by_side(name, num_devices))
+        if is_candidate or name in (SUBMISSION, order):
+            forecasts[name] = _forecast(each, memory, num_devices, speed, only_files)
     considered = [order]
     if order == AUTO:
-        smallest = {name: last_tier_bytes(ordered(name), computes=computes_on_last) for name in found}
         considered = [name for name in found if smallest[name] <= last] or [min(smallest, key=smallest.__getitem__)]
         if plan.parts:
             considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
-    speed = None if pace is None else pace(plan)
-    only_files = computes_on_last and reads_files(plan)
-    forecasts = {name: _forecast(ordered(name), memory, num_devices, speed, only_files) for name in dict.fromkeys([SUBMISSION, *considered])}
+        for name in considered:
+            if name not in forecasts:  # with parts, where no candidate fits the last tier
+                forecasts[name] = _forecast(_permuted(plan, found[name], num_devices), memory, num_devices, speed, only_files)
     least = min(forecasts[name].seconds for name in considered)
     order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
-    chosen = ordered(order)
+    chosen = _permuted(plan, found[order], num_devices)
     _foresee(chosen, memory, num_devices)
-    return PlannedOrder(order, chosen, forecasts)
+    return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])})
 
 
 def parts_of(found: Repetition, num_devices: int) -> list[int]:
@@ -206,7 +211,7 @@ def _only(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
 
 
 def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
-    """Note in the plan what will leave the memories of equal devices."""
+    """Note in the plan what will leave the memories of equal devices; of data that several of them use, what leaves any of them."""
     if not plan.parts:
         plan.foresee(departures(plan, memory))
         return

@@ -163,7 +163,7 @@ def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
 
 
 def _chosen(args: argparse.Namespace, disk: str) -> dict[str, Result]:
-    """Every chosen variant."""
+    """Run the chosen variants in turns."""
     needed = job(["--steps=1"], None)["needed_bytes"]
     sides = {
         name: [*flags, *([f"--disk={disk}"] if below else [])]

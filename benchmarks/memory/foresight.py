@@ -28,7 +28,7 @@ from claims import Result, in_turns, job, moved
 
 JOBS: Final = {"gpt2": ["--batch=4"], "gpt2-medium": ["--model=gpt2-medium", "--batch=2"]}
 SHARE: Final = 0.6
-"""Of the computation that the busier direction of the link takes."""
+"""Of the computation that transfers alone take."""
 MODELS: Final = {
     "gpt2-xl": None,
     "50B": {"vocab_size": 50257, "n_positions": 2048, "n_embd": 8192, "n_layer": 62, "n_head": 64},
@@ -72,15 +72,15 @@ def overlap(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     by step (`claims.Job`); of a copy that is under way when its job is stopped the rest is not waited for, which is below a hundredth of a step.
     """
     flags = ["--batch=4", "--ncpu=0", "--sim-gpu=1"]
-    first = job([*flags, "--steps=3"], None)
+    first = job([*flags, "--steps=4"], None)
     tight = [*flags, f"--gpu-memory={first['needed_bytes'] // 4}B"]
-    free = job([*tight, "--steps=3"], None)
+    free = job([*tight, "--steps=4"], None)
     seconds = statistics.median(lap["seconds"] for lap in first["steady"])
     loads: dict[str, Callable[[Iterable[int]], int]] = {"the busier direction": max, "both directions one after the other": sum}
     bandwidths = {}
     for name, load in loads.items():
         guess = round(_bytes(free, load) / (SHARE * seconds))
-        found = job([*tight, f"--sim-bandwidth={guess}B", "--steps=3"], None)  # the order, and so what moves, depends on the link
+        found = job([*tight, f"--sim-bandwidth={guess}B", "--steps=4"], None)  # the order, and so what moves, depends on the link
         bandwidths[name] = round(_bytes(found, load) / (SHARE * seconds))
     sides = {"alone": flags, **{name: [*tight, f"--sim-bandwidth={bandwidth}B"] for name, bandwidth in bandwidths.items()}}
     runs = in_turns(sides, args.rounds)
@@ -175,8 +175,8 @@ def main() -> None:
     """Run a suite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=("plan", "overlap", "devices", "policies", "bytes"), required=True)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6, help="of the suite overlap: steps of each side")
+    parser.add_argument("--steps", type=int, default=2, help="of the suites plan and devices: steps that count")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], help="of the suite policies")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
@@ -186,8 +186,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = suite(args, disk)
     name = f"foresight_{args.suite}" if args.output is None else args.output
-    rounds = args.rounds if args.suite == "overlap" else 1
-    common.finish(name, {**header, "settings": {"rounds": rounds, "steps": args.steps}, **found})
+    settings = {"overlap": {"rounds": args.rounds}, "plan": {"steps": args.steps}, "devices": {"steps": args.steps}}
+    common.finish(name, {**header, "settings": settings.get(args.suite, {}), **found})
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ class Horizon:
         return len(oldest.tasks) - frontier + positions[0], agenda.overwrites[0]
 
     def leaves(self, replica: Replica) -> bool:
-        """Whether the handle is expected to leave the memory where tasks run before it is used next."""
+        """Whether the handle is expected to leave the memory where tasks run before it is read next."""
         agenda = replica.handle.agenda
-        if agenda is None or not agenda.leaves:
+        if agenda is None or not agenda.leaves or not self.replays:
             return False
-        distance, _ = self.next_use(replica)
-        if distance == FAR:
+        distance, overwrites = self.next_use(replica)
+        if overwrites or distance == FAR:
             return False
         oldest = self.replays[0]
         return (oldest.frontier + distance) % len(oldest.tasks) in agenda.leaves
@@ -96,6 +96,9 @@ class EvictionPolicy(Protocol):
 
     def price(self, key: float, *, dirty: bool) -> float:
         """What it costs to let a replica go now: of the best clean and the best dirty one, the cheaper goes."""
+
+    def leaves(self, replica: Replica) -> bool:
+        """Whether the replica is known to go before it is read next, so that it may be written back at any time."""
 
 
 class NextUse:
@@ -125,6 +128,10 @@ class NextUse:
         distance = key - horizon.order if is_foreseen(key) else FAR * (1 + horizon.clock + key - NEVER)
         return (2.0 if dirty else 1.0) / max(distance, 1.0)
 
+    def leaves(self, replica: Replica) -> bool:
+        """As the forecast of the planned order says, which evicts by the same rule."""
+        return self.horizon.leaves(replica)
+
 
 class LeastRecentlyUsed:
     """What was used longest ago."""
@@ -143,6 +150,10 @@ class LeastRecentlyUsed:
         """The event of the last use."""
         return -key
 
+    def leaves(self, replica: Replica) -> bool:
+        """Nobody knows."""
+        return False
+
 
 class FirstInFirstOut:
     """What has been there longest."""
@@ -160,6 +171,10 @@ class FirstInFirstOut:
     def price(self, key: float, *, dirty: bool) -> float:
         """The event of its arrival."""
         return -key
+
+    def leaves(self, replica: Replica) -> bool:
+        """Nobody knows."""
+        return False
 
 
 EVICTION_POLICIES: Final[dict[str, Callable[[Horizon], EvictionPolicy]]] = {

@@ -3,8 +3,9 @@
 The virtual time in which a planner compares its candidates, 0.1 s for each: bytes instead of extents, all workers as one, all links as two. The
 memory holds what the running task touches and whatever of the rest fits; what costs least per task until its next use goes first
 (`eviction.NextUse`). What a task misses is fetched ahead of it as far as the lookahead goes, and what leaves is written behind it as far as there
-is clean memory. Data that outlives the step is in the memory at the start as far as the step before left it there, so the step is run twice and
-the second run counts.
+is clean memory. The machine does better than that: it writes early what will leave (`departures`), so where links bind a step takes up to a tenth
+less. Data that outlives the step is in the memory at the start as far as the step before left it there, so the step is run twice and the second
+run counts.
 """
 
 from __future__ import annotations

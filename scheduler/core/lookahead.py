@@ -30,7 +30,7 @@ PRESSED: Final = 2
 """The same while a task waits for room."""
 
 WRITES: Final = 4
-"""Early write-backs under way at most."""
+"""Copies from the node towards the last tier under way, beyond which nothing is written early."""
 
 AHEAD: Final = 3
 """The planned tasks whose missing bytes together are this fraction of the node's budget are looked at."""
@@ -45,7 +45,8 @@ LOOKS: Final = 2
 """A look for what to write back after every such fraction of the clean share that the node has handed out."""
 
 LEAVING: Final = 8
-"""Dirty replicas, the first ones, among which one that will leave is looked for."""
+"""Dirty replicas, the first ones, among which one that will leave is looked for. What a step overwrites next, and data of other steps, stand before
+what it reads, but a policy that knows the plan has few of those: the share above writes them."""
 
 STRIDE: Final = 4
 """Planned tasks that end before the next look, once nothing within reach is missing."""
@@ -153,7 +154,8 @@ class Lookahead:
             return  # nothing here is ever written elsewhere
         node = residency.nodes[self.node]
         goal = node.budget // CLEAN
-        if residency.num_writing >= WRITES or residency.broken is not None:
+        num_writing = residency.num_writing[self.node]
+        if num_writing >= WRITES or residency.broken is not None:
             return
         if node.taken - self._looked_at >= goal // LOOKS:
             self._looked_at = node.taken
@@ -165,13 +167,13 @@ class Lookahead:
                 if replica.pins == replica.outgoing and not is_dirty(replica):
                     self._wanted -= replica.handle.size
         if self._wanted > 0:
-            for replica in residency.shelves[self.node].dirty(WRITES - residency.num_writing):
+            for replica in residency.shelves[self.node].dirty(WRITES - num_writing):
                 if self._wanted > 0:
                     residency.write_back(replica)
                     self._wanted -= replica.handle.size
-        elif self._may_leave and not residency.num_writing:
+        elif self._may_leave and not num_writing:
             for replica in residency.shelves[self.node].dirty(LEAVING):
-                if residency.horizon.leaves(replica):
+                if residency.eviction.leaves(replica):
                     residency.write_back(replica)
                     return
             self._may_leave = False

@@ -138,13 +138,13 @@ class Machine:
         nodes: Iterable[NodeId] = ()
         if len(self.lookaheads) == 1:
             residency = self.residency
-            nodes = self.lookaheads if residency.num_evictions or residency.wanted or residency.num_writing else ()
+            nodes = self.lookaheads if residency.num_evictions or residency.wanted or any(residency.num_writing) else ()
         elif isinstance(event, StepStarted):
             nodes = self.lookaheads
         elif isinstance(event, TaskFinished):
             nodes = (event.task.node,)
         elif isinstance(event, CopyFinished):
-            nodes = (event.target.node,)
+            nodes = (event.target.node if event.target.node in self.lookaheads else event.source.node,)
         for node in nodes:
             lookahead = self.lookaheads.get(node)
             if lookahead is not None:

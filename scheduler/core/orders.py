@@ -21,7 +21,7 @@ An order sorts tasks by some of (group of minibatches, band, minibatch, position
 ``turn:K/8``              as ``layers`` far from the loss; the bands around it, K eighths of the way out, one minibatch after the other, forward and
                           backward. Activations born there die before they need be evicted, if the weights in there fit memory together
 ``forward``               one minibatch after the other forward and through the loss; as ``layers`` on the way back. Loads weights more often than
-                          ``layers``, but then: activations leave all along the forward passes, while little else moves, and not in one go
+                          ``layers``; in return activations leave all along the way to the last loss, when that link is idle otherwise
 ========================  ==========================================================================================================
 
 Rules: pure and deterministic; every candidate is a topological order of the plan's predecessors, whatever the graph looks like: the sorted

@@ -60,6 +60,7 @@ class Replicas:
         wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
             nodes.
+        num_writing: of each node, copies from there towards the last tier that are under way.
     """
 
     __slots__ = (
@@ -104,7 +105,7 @@ class Replicas:
         self.num_evictions = 0
         self.num_hits = 0
         self.num_misses = 0
-        self.num_writing = 0
+        self.num_writing = [0 for _ in self.nodes]
         self.readers: list[Replica] = []
         self.changed: set[HandleRecord] = set()
         self.held: dict[HandleRecord, Replica] = {}
@@ -353,11 +354,16 @@ class Replicas:
         target.arriving = True
         source.handle.num_uses += 1
         self.copies[target] = Copy(source)
-        self.num_writing += target.node == self.last and source.node != FILE
+        if self._is_down(source, target):
+            self.num_writing[source.node] += 1
         link = (source.node, target.node)
         self.moved_bytes[link] = self.moved_bytes.get(link, 0) + source.handle.nbytes
         self.queued[link] = self.queued.get(link, 0) + source.handle.nbytes
         self.actions.append(CopyTile(source, target))
+
+    def _is_down(self, source: Replica, target: Replica) -> bool:
+        """Whether a copy goes towards the last tier."""
+        return source.node != FILE and source.node != self.last and (target.node == self.last or target.node == RAM)
 
     def _await(self, target: Replica, task: Task) -> None:
         self.copies[target].waiting.append(task)
@@ -376,7 +382,8 @@ class Replicas:
         target.arriving = False
         source.outgoing -= 1
         source.handle.num_uses -= 1
-        self.num_writing -= target.node == self.last and source.node != FILE
+        if self._is_down(source, target):
+            self.num_writing[source.node] -= 1
         self.freed = True
         for task in copy.waiting:
             task.num_arriving -= 1

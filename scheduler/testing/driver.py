@@ -152,18 +152,22 @@ class FakeDriver:
         num_urgent: int = 0,
         parts: Sequence[int] = (),
         pins: Sequence[int | None] = (),
+        leaves: frozenset[int] = frozenset(),
     ) -> FakeStep:
         """Capture tasks over handles; `owned` and `parts` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs.
 
         Args:
             pins: of each task, the worker that must run it, or None; empty for no pins.
+            leaves: positions of tasks before which all that they touch is expected to leave.
         """
         recorded = [
             RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, int(at < num_urgent)) for at, accesses in enumerate(tasks)
         ]
         for task, pin in zip(recorded, pins, strict=False):
             task.pin = None if pin is None else WorkerId(pin)
-        return FakeStep(self, StepPlan(recorded, owned, window=self.window, parts=parts))
+        plan = StepPlan(recorded, owned, window=self.window, parts=parts)
+        plan.foresee({handle: leaves.intersection(use.positions) for handle, use in plan.uses.items()})
+        return FakeStep(self, plan)
 
     def start(self, replay: Replay, number: int) -> None:
         """Begin a replay."""

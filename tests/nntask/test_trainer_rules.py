@@ -138,7 +138,7 @@ def test_a_disk_is_a_directory_and_perhaps_a_size(text, place):
     assert disk_of(text) == (None if place is None else (Path(place[0]), place[1]))
 
 
-@pytest.mark.parametrize("order", ["auto", "submission", "layers", "layers:2", "eager-update"])
+@pytest.mark.parametrize("order", ["auto", "submission", "layers", "layers:2", "eager-update", "turn:2/8", "forward"])
 def test_orders_are_accepted(order):
     """The words that --order takes."""
     check_values(settings(f"--order={order}"))

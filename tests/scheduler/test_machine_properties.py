@@ -121,8 +121,9 @@ class Programs(RuleBasedStateMachine):
     @rule(
         tasks=st.lists(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(MODES)), min_size=1, max_size=3), min_size=1, max_size=6),
         pins=st.one_of(st.just([]), st.lists(st.sampled_from([None, None, 0, 1]), max_size=6)),
+        leaves=st.frozensets(st.integers(0, 5)),
     )
-    def record(self, tasks: list, pins: list) -> None:
+    def record(self, tasks: list, pins: list, leaves: frozenset) -> None:
         if self.step is not None:
             return
         temporary, output = self.driver.handle(1, "tmp"), self.driver.handle(2, "out")
@@ -130,7 +131,7 @@ class Programs(RuleBasedStateMachine):
         recorded = [self.accesses(picks, [*shared, temporary, output]) for picks in tasks]
         self.written -= {temporary, output}
         pins = [pin if pin in self.driver.machine.dispatch.workers else None for pin in pins]
-        self.step = self.driver.record(recorded, {temporary: False, output: True}, pins=pins)
+        self.step = self.driver.record(recorded, {temporary: False, output: True}, pins=pins, leaves=leaves)
 
     @rule()
     @precondition(lambda self: getattr(self, "step", None) is not None)
@@ -195,7 +196,9 @@ def failing_disk(chance: Random) -> FakeDriver:
             driver.submit((handle, W))
     temporary, output = driver.handle(1, "tmp"), driver.handle(2, "out")
     recorded = [[(handles[at], R), (handles[at + 1], RW), (temporary, W if at == 0 else RW)] for at in range(6)]
-    step = driver.record([*recorded, [(temporary, R), (output, W)]], {temporary: False, output: True})
+    recorded.append([(temporary, R), (output, W)])
+    leaves = frozenset(chance.sample(range(7), chance.randrange(5)))
+    step = driver.record(recorded, {temporary: False, output: True}, leaves=leaves)
     reads, writes = chance.choice((0.05, 0.3)), chance.choice((0.0, 0.0, 0.02))
     for _ in range(100):
         if chance.random() < 0.1 and step.can_replay:

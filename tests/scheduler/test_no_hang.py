@@ -155,7 +155,8 @@ def prepare(
         parts = [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
         placed = [None if pin < 0 else pin % len(crew) for pin in pins]
         placed = [placed[at % len(placed)] for at in range(len(drawn.tasks))] if placed else []
-        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts, pins=placed)
+        leaves = frozenset(range(extras[0] % 3, len(drawn.tasks), 1 + extras[-1] % 4))
+        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts, pins=placed, leaves=leaves)
 
     first, _, recorded = draw([64] * num_nodes)
     plan, readers = recorded.plan, first.machine.residency.readers_bytes // PAGE

@@ -99,6 +99,18 @@ def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch,
     assert set(moved) <= {"w", "m", "d", "copy"}
 
 
+def test_what_leaves_either_device_is_foreseen() -> None:
+    """Each device forecasts its own part; positions are those of the whole step."""
+    order = plan_order(training_step(4), AUTO, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    leaving = Counter[int]()
+    for handle, use in order.plan.uses.items():
+        assert use.leaves <= set(use.positions)
+        if handle in order.plan.owned:
+            leaving.update(order.plan.parts[at] for at in use.leaves)
+    assert set(leaving) >= {0, 1}
+    assert leaving[0] == leaving[1]
+
+
 def test_side_by_side_both_devices_work_under_pressure() -> None:
     """In submission order a window lets one minibatch through at a time; side by side both devices are busy most of the time."""
     order = plan_order(training_step(8), AUTO, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)

@@ -33,8 +33,8 @@ from wrappers.dask import exchange, nccl
 from wrappers.dask.cluster import Machine
 from wrappers.dask.cluster_nodes import check_cards
 from wrappers.dask.exchange import PeerComms
-from wrappers.dask.peers import PeerLost
 from wrappers.dask.nccl import NcclCarriers, open_carriers
+from wrappers.dask.peers import PeerLost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
 from cuda_emulator import COMPILER, Emulator

@@ -31,9 +31,9 @@ from .cluster_records import NodeRecords
 from .cluster_team import FIRST_STEP_SECONDS, OPEN_SECONDS, Team, words_for
 from .cluster_tensors import Mirror
 from .dashboard import install
-from .peers import PeerLost
 from .failures import NodeFailed, blamed, blaming
 from .node import Order, Part
+from .peers import PeerLost
 
 MOST_RIDDLES: Final = 3
 """How often in a row, without a new checkpoint, a team may end although all of its workers answer."""

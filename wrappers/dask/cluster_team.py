@@ -19,8 +19,8 @@ from nntask.errors import NntaskError
 from nntask.trainer.engine import NodesChanged
 
 from .cluster import Connection, Machine
-from .peers import PeerLost
 from .node import Node
+from .peers import PeerLost
 
 LEAST_SILENCE: Final = 30.0
 """Seconds without the end of a step after which nodes count as hung, at least; see `Team.patience`."""

@@ -1,10 +1,10 @@
-"""What a node knows of another one: what its tasks send there and wait for, what the peer wants, and what is on the way. No connections; see `exchange`."""
+"""What a node knows of another one: what tasks send there and wait for, what the peer wants, what is on the way. For connections see `exchange`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -178,11 +178,11 @@ class Peer:
         self.lost = PeerLost(self.rank, error)
         self._forget_later()
         self.comm.abort()
-        tables: Iterable[defaultdict[str, deque[Waiting]]] = (self._offers, self._expected)
-        waiting = [done for table in tables for queue in table.values() for _, done in queue]
+        waiting = [done for table in (self._offers, self._expected) for queue in table.values() for _, done in queue]
         waiting += [done for _, (_, done) in self._ready]
-        for queue in (*tables, self._ready):
-            queue.clear()
+        self._offers.clear()
+        self._expected.clear()
+        self._ready.clear()
         for done in waiting:
             done(self.lost)
         self.carrier.stop(self._let_go)

@@ -1,0 +1,89 @@
+"""Early write-backs: what the planned order will evict goes down while the link is idle, one at a time, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.core import eventlog
+from scheduler.core.records import SCRATCH, Agenda, NodeId, R, Replay, W
+from scheduler.testing import FakeDriver, FakeStep, Wrong
+
+RAM, SIM = NodeId(0), NodeId(1)
+TILES, PAGES = 4, 6
+READS = frozenset(range(TILES, 2 * TILES))
+
+
+def started(leaves: frozenset[int], *, storage: bool = False, eviction: str = "next-use") -> tuple[FakeDriver, FakeStep]:
+    """A step on a device that has room for all of it: it makes a tile in each of its first tasks, and reads one in each of those behind them."""
+    pages = (TILES * PAGES, 2 * TILES * PAGES, 400) if storage else (400, 2 * TILES * PAGES)
+    driver = FakeDriver(pages, [("sim", SIM, 1)], storage=storage, eviction=eviction)
+    old, all_of_it = driver.handle(name="old"), driver.handle(2 * TILES * PAGES)
+    for access in ((old, W), (all_of_it, SCRATCH)):  # nobody looks ahead where nothing has ever been evicted
+        driver.submit(access)
+        driver.drain()
+    all_of_it.released = True
+    tiles = [driver.handle(PAGES, f"x{at}") for at in range(TILES)]
+    tasks = [[(tile, W)] for tile in tiles] + [[(tile, R)] for tile in tiles]
+    step = driver.record(tasks, dict.fromkeys(tiles, False), leaves=leaves)
+    step.replay()
+    return driver, step
+
+
+@pytest.mark.parametrize("storage", [False, True])
+@pytest.mark.parametrize("leaves", [frozenset[int](), frozenset([TILES + 1]), READS])
+def test_what_will_leave_goes_early_and_one_at_a_time(leaves: frozenset[int], storage: bool) -> None:
+    """Although there is room for everything; also where host memory takes it on its way to the disk."""
+    driver, _ = started(leaves, storage=storage)
+    gone: set[str] = set()
+    while driver.running:
+        down = [name for name, source, _ in driver.routes if source == SIM]
+        assert len(down) <= 1
+        if down and driver.running[0].position >= TILES:
+            driver.end(len(driver.running))
+        else:
+            driver.end(0)
+        gone.update(name.rstrip("'") for name, source, _ in driver.routes if source == SIM)  # of the step's own copy
+    assert gone <= {f"x{at - TILES}" for at in leaves}
+    assert bool(gone) == bool(leaves)
+    driver.drain()
+    driver.check()
+
+
+def test_the_end_of_a_write_back_starts_the_next_while_a_task_runs() -> None:
+    """A long task must not leave the link idle."""
+    driver, _ = started(READS)
+    for _ in range(TILES):
+        driver.end(0)
+    (running,) = driver.running
+    seen = []
+    while driver.copying:
+        seen.append(driver.routes[0][0])
+        driver.end(1)
+    assert driver.running == [running]
+    assert len(seen) >= 2
+    driver.drain()
+    driver.check()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "fifo"])
+def test_policies_that_do_not_follow_the_plan_write_nothing_by_it(eviction: str) -> None:
+    """They evict other data than it says."""
+    driver, _ = started(READS, eviction=eviction)
+    while driver.running:
+        assert driver.routes == []
+        driver.end(0)
+    driver.check()
+
+
+def test_a_log_that_forgets_what_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves decides, so it is part of the log."""
+    driver, _ = started(READS)
+    driver.drain()
+    driver.check_log()
+
+    def forgetful(places: tuple[list[int], list[bool], list[int]], replay: Replay | None = None) -> Agenda:
+        return Agenda(places[0], places[1], frozenset(), replay)
+
+    monkeypatch.setattr(eventlog, "_agenda", forgetful)
+    with pytest.raises((Wrong, KeyError)):  # it differs, or a copy ends that nobody began
+        driver.check_log()
