@@ -186,8 +186,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = suite(args, disk)
     name = f"foresight_{args.suite}" if args.output is None else args.output
-    settings = {"overlap": {"rounds": args.rounds}, "plan": {"steps": args.steps}, "devices": {"steps": args.steps}}
-    common.finish(name, {**header, "settings": settings.get(args.suite, {}), **found})
+    settings = {"rounds": args.rounds if args.suite == "overlap" else 1}
+    if args.suite in ("plan", "devices"):
+        settings["steps"] = args.steps
+    common.finish(name, {**header, "settings": settings, **found})
 
 
 if __name__ == "__main__":

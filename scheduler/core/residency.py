@@ -4,10 +4,10 @@ Admission is all or nothing: either every byte a task misses on its node, and ev
 dropped for it, or nothing is dropped and nothing reserved. When dirty replicas stand in the way their write-backs are started, and admission
 is tried again when they have arrived.
 
-Why this ends. A write-back needs nothing that is not reserved already, so every one ends; replicas are dropped only for a task admitted at that
-moment, or, while no task waits for memory, for data that is used sooner. So each attempt of the oldest blocked task has strictly fewer dirty
-replicas in its way. What it needs of the last tier nobody can take from it: see `claims`. What was read from a file is never dirty: wherever it is,
-it can be dropped as soon as no task or copy uses it.
+Why this ends. A write-back needs nothing that is not reserved already, so every one ends, and early ones only make dirty replicas fewer. Replicas are
+dropped only for a task admitted at that moment, or for data that is used sooner, which can be dropped for a task at once. So each attempt of the
+oldest blocked task has strictly fewer dirty replicas in its way. What it needs of the last tier nobody can take from it: see `claims`. What was read
+from a file is never dirty: wherever it is, it can be dropped as soon as no task or copy uses it.
 
 Knows extents and replicas (`replicas`) and who goes first (`victims`); does not know policies, dependencies or failures.
 """

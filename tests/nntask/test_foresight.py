@@ -157,7 +157,8 @@ def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, 
 def test_transfers_hide_behind_computation() -> None:
     """A device with a quarter of what the step needs, over a link that transfers alone keep busy for six tenths of the computation: most of it hides.
 
-    In virtual time, where copies take no time from kernels. The claim's bar is 1.15 times the computation, and this step is well within it.
+    In virtual time, where copies take no time from kernels. The claim's bar is 1.15 times the computation, and this step takes 1.24 times: what it
+    waits for is 0.40 of the transfers.
     """
     config = replace(CONFIG, vocab_size=12_566, n_positions=1024, n_embd=768, n_layer=4, n_head=12)  # a third of GPT-2 small
     asked = TrainSettings(
@@ -182,7 +183,7 @@ def test_transfers_hide_behind_computation() -> None:
     found = simulate(**machine, transfer=lambda source, target, nbytes: nbytes / bandwidth)
     transfers = max(found.moved_bytes.values()) / bandwidth
     assert transfers > 0.5 * free.seconds
-    assert found.seconds - free.seconds <= 0.6 * transfers
+    assert found.seconds - free.seconds <= 0.45 * transfers
 
 
 def test_the_trace_shows_copies_beside_kernels(tmp_path: Path) -> None:
