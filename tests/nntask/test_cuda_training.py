@@ -14,6 +14,7 @@ from nntask.models.gpt2 import GPT2
 from nntask.optim import AdamW
 from nntask.tiling import ModelTiling
 from scheduler import Runtime
+from scheduler.drivers.disk import staging_nbytes
 from tiles.kernels.registry import BF16
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
@@ -75,7 +76,7 @@ def test_budgets_and_devices_change_no_bit(gpus: list[Emulator], tmp_path: Path)
     assert losses(on_gpus(gpus[:1], graphs=False)) == want
     tight = on_gpus(gpus[:1], 1 << 19)
     assert losses(tight) == want
-    assert losses(Runtime(0, gpus=gpus[:1], gpu_memory=1 << 19, ram=1 << 21, disk=tmp_path)) == want
+    assert losses(Runtime(0, gpus=gpus[:1], gpu_memory=1 << 19, ram=(1 << 21) + staging_nbytes(1, has_tier=True), disk=tmp_path)) == want
     assert losses(on_gpus(gpus, 1 << 20)) == want
 
 
