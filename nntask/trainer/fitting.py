@@ -242,7 +242,8 @@ def choose_order(plan: StepPlan, settings: TrainSettings, target: Target) -> Pla
     try:
         return order_on(plan, settings.resources.order, target, target.policy(settings.resources.sched))
     except ValueError as error:
-        raise UsageError(f"--order {settings.resources.order}: {error}") from error
+        more = "" if count_minibatches(settings) > 1 else "; the others need a --minibatch below --batch"
+        raise UsageError(f"--order {settings.resources.order}: {error}{more}") from error
 
 
 def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> PlannedOrder:
