@@ -2,7 +2,8 @@
 
 Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in. While a task waits for room they are few: it is
 tried before them whenever something changes, what they bring can be dropped for it at once, and what replaces each other is used sooner and sooner,
-so they end. (They stood back for such a task once. Where memory is short there is nearly always one, so nearly everything was fetched too late.)
+by the reckoning that eviction goes by, so they end. (They stood back for such a task once. Where memory is short there is nearly always one, so
+nearly everything was fetched too late.)
 Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one. Beyond that share they take,
 one at a time, what the forecast of the planned order says will leave before it is used again (`Agenda.leaves`): a link that idles in one part of
 a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
@@ -88,7 +89,7 @@ class Lookahead:
             return
         reading = sum(replica.node == node for replica in residency.copies)
         budget = residency.nodes[node].budget // AHEAD
-        num_seen = distance = 0
+        num_seen, begin = 0, -horizon.replays[0].frontier  # planned tasks from now until a replay begins
         self._is_quiet = True
         for replay in horizon.replays:
             done, tasks = replay.done, replay.tasks
@@ -102,13 +103,13 @@ class Lookahead:
                 num_seen += 1
                 task = tasks[position]
                 if task.state == "waiting" or task.state == "ready" or task.state == "blocked":
-                    outcome = self._prefetch_for(task, distance + position - replay.frontier, limit - reading)
+                    outcome = self._prefetch_for(task, begin + position, limit - reading)
                     if outcome is None:
                         return
                     num_started, nbytes = outcome
                     reading += num_started
                     budget -= nbytes
-            distance += len(tasks) - replay.frontier
+            begin += len(tasks)
         if self._is_quiet:
             self._quiet_until = horizon.order + STRIDE
 
@@ -137,8 +138,12 @@ class Lookahead:
                 continue
             nbytes += handle.size
             if (mode == R or mode == RW) and node not in handle.replicas and handle.lost is None and num_started < limit:
-                if coherence.best_source(handle, None) is None:
+                source = coherence.best_source(handle, None)
+                if source is None:
                     continue  # an earlier task has yet to write it
+                due, overwrites = self.residency.horizon.next_use(source)
+                if overwrites or due > distance:
+                    continue  # the same, over old data; or it would go at once for what is fetched next
                 self._is_quiet = False
                 if is_in_use(handle):
                     continue  # it may be written elsewhere just now: the program does

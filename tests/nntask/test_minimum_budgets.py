@@ -89,7 +89,7 @@ def machine(layout: str, workers: int, folder: Path, *, missing: int = 0, missin
 @pytest.mark.parametrize(
     ("layout", "workers"),
     [
-        pytest.param(layout, workers, marks=[] if workers == 2 and layout != "device" else pytest.mark.long)
+        pytest.param(layout, workers, marks=[] if workers == 2 else pytest.mark.long)
         for layout in LAYOUTS
         for workers in (1, 2, 4)
     ],

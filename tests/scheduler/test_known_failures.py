@@ -60,6 +60,30 @@ def test_a_writer_waits_for_the_write_back_of_what_it_writes() -> None:
     driver.check()
 
 
+def test_old_data_is_not_fetched_for_a_reader_behind_its_next_writer() -> None:
+    """To eviction it is worth nothing, so what was fetched next replaced it, then it came again: copies without end while a task waited."""
+    driver = FakeDriver((60, 15), [("sim", SIM, 1)])
+    (x,), (y, z, total) = written(driver, "x", pages=13), written(driver, "y", "z", "total")
+    all_of_it = driver.handle(15)
+    all_of_it.released = True
+    fetched = driver.submit((x, R), (y, R), (z, R))
+    driver.drain()
+    emptied = driver.submit((all_of_it, SCRATCH))  # nobody looks ahead before something was evicted
+    driver.drain()
+    assert states(fetched, emptied) == ["done", "done"]
+    step = driver.record([[(x, RW)], [(total, W)], [(total, R)], [(y, R)], [(z, R)], [(total, R), (y, R)]], {})
+    step.replay()
+    driver.arrive(x, SIM)
+    (running,) = driver.running
+    for _ in range(20):
+        if not driver.copying:
+            break
+        driver.end(1)
+    assert (driver.running, driver.copying) == ([running], {})
+    driver.drain()
+    driver.check()
+
+
 def test_a_writer_waits_for_a_copy_whose_reader_was_cancelled() -> None:
     """The reader's other input is lost on its way, so nothing but the copy itself reads the data any more."""
     driver = FakeDriver((8, 4, 20), [("cpu", RAM, 1), ("sim", SIM, 2)], storage=True)
