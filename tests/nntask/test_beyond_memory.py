@@ -15,7 +15,7 @@ from scheduler.core.policies import POLICIES
 from scheduler.core.steps import StepPlan
 
 STEPS = 3
-ORDERS = ("auto", "submission", "eager-update", "layers", "forward")
+ORDERS = ("auto", "submission", "eager-update", "layers")
 
 
 @cache
