@@ -88,11 +88,7 @@ def machine(layout: str, workers: int, folder: Path, *, missing: int = 0, missin
 
 @pytest.mark.parametrize(
     ("layout", "workers"),
-    [
-        pytest.param(layout, workers, marks=[] if workers == 2 else pytest.mark.long)
-        for layout in LAYOUTS
-        for workers in (1, 2, 4)
-    ],
+    [pytest.param(layout, workers, marks=[] if workers == 2 else pytest.mark.long) for layout in LAYOUTS for workers in (1, 2, 4)],
 )
 def test_fifty_steps_end_at_the_minimum(layout: str, workers: int, tmp_path: Path) -> None:
     """The ledger holds on every node, and the losses are the same bits."""
