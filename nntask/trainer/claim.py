@@ -1,7 +1,8 @@
 """One run at a time in a run directory: whoever trains holds a lock on a file in it for as long as the process lives.
 
 The kernel lets go of the lock when the process ends, however it ends, so a run that was killed can be continued at once; the file stays and means
-nothing by itself. Processes that the run starts do not get the lock. Where the file system has no such locks, as some network file systems, runs go
+nothing by itself. Processes that the run starts do not keep the lock: the file is closed when they execute their program, and a run that ends lets go
+of the lock itself, for those that have not come that far. Where the file system has no such locks, as some network file systems, runs go
 on without.
 """
 
@@ -59,6 +60,8 @@ class Claim:
 
     def __exit__(self, *error: object) -> None:
         if self._fd is not None:
+            with contextlib.suppress(OSError):  # no locks on this file system
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing would leave it to a process that has just been forked and has its copy still
             os.close(self._fd)
             self._fd = None
 

@@ -50,6 +50,16 @@ def test_a_child_does_not_hold_the_directory(tmp_path: Path) -> None:
     child.communicate(b"\n")
 
 
+def test_a_child_that_still_has_the_file(tmp_path: Path) -> None:
+    """Between fork and execution a child has a copy of every open file, and with it would hold the lock."""
+    with claimed(tmp_path):
+        files = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if fd.resolve() == (tmp_path / LOCK).resolve()]
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=files)
+    with claimed(tmp_path):
+        assert len(files) == 1
+    child.communicate(b"\n")
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems refuse every lock: runs go on without."""
 
