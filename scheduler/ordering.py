@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from .core.forecast import Forecast, Pace, departures, forecast
 from .core.machine import Machine
-from .core.orders import Repetition, candidates, repetition
+from .core.orders import Repetition, candidates, named, repetition
 from .core.perf import Models
 from .core.records import FILE, RAM, HandleRecord, NodeId, Task, WorkerKind
 from .core.steps import RecordedTask, StepPlan
@@ -165,32 +165,42 @@ def plan_order(
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {})
-    found = candidates(plan, repeated)
-    if order != AUTO and order not in found:
-        raise ValueError(f"this step has no order {order!r}; it has {', '.join(found)}, and auto")
+    if order == AUTO:
+        found = candidates(plan, repeated)
+    else:
+        found = _asked_for(plan, order, repeated)
     speed = None if pace is None else pace(plan)
     only_files = computes_on_last and reads_files(plan)
     smallest: dict[str, int] = {}
     forecasts: dict[str, Forecast] = {}
-    for name in found if order == AUTO else dict.fromkeys([SUBMISSION, order]):
-        each = _permuted(plan, found[name], num_devices)  # one at a time: all of them together take more memory than the step itself
+    for name, positions in found.items():
+        each = _permuted(plan, positions, num_devices)  # one at a time: all of them together take more memory than the step itself
         smallest[name] = last_tier_bytes(each, computes=computes_on_last)
-        is_candidate = smallest[name] <= last and (not plan.parts or _is_side_by_side(name, num_devices))
-        if is_candidate or name in (SUBMISSION, order):
-            forecasts[name] = _forecast(each, memory, num_devices, speed, only_files)
+        forecasts[name] = _forecast(each, memory, num_devices, speed, only_files)
     considered = [order]
     if order == AUTO:
         considered = [name for name in found if smallest[name] <= last] or [min(smallest, key=smallest.__getitem__)]
         if plan.parts:
             considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
-        for name in considered:
-            if name not in forecasts:  # with parts, where no candidate fits the last tier
-                forecasts[name] = _forecast(_permuted(plan, found[name], num_devices), memory, num_devices, speed, only_files)
     least = min(forecasts[name].seconds for name in considered)
     order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
     chosen = _permuted(plan, found[order], num_devices)
-    _foresee(chosen, memory, num_devices)
+    if not computes_on_last:  # nothing is written back from there
+        _foresee(chosen, memory, num_devices)
     return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])})
+
+
+def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[str, list[int]]:
+    """One order, and the submitted one to compare it with.
+
+    Raises:
+        ValueError: the step has no order of that name.
+    """
+    repeated = repetition(plan) if repeated is None else repeated
+    positions = named(plan, repeated, order)
+    if positions is None:
+        raise ValueError(f"this step has no order {order!r}; it has {', '.join(candidates(plan, repeated))}, and auto")
+    return {SUBMISSION: list(range(len(plan.tasks))), order: positions}
 
 
 def parts_of(found: Repetition, num_devices: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scheduler.core.eviction import DEFAULT_EVICTION
 from scheduler.ordering import SUBMISSION, PlannedOrder
 from tiles.kernels.cpu import kernel_versions
 
@@ -67,9 +68,10 @@ def print_header(running: Running, order: PlannedOrder | None) -> None:
         say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(running.fallbacks.items())))
     if order is not None and order.forecasts:
         plain = order.forecasts[SUBMISSION]
+        under = "" if settings.resources.evict == DEFAULT_EVICTION else f" under {DEFAULT_EVICTION}"
         say(
-            f"order: {order.name}, expected to move {order.moved_bytes / 1e9:.2f} GB and to take {order.seconds:.1f} s a step "
-            f"(submission: {plain.total / 1e9:.2f} GB, {plain.seconds:.1f} s)"
+            f"order: {order.name}, expected{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
+            f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
         )
     say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
     if prepared.resumed is not None:

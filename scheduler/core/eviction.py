@@ -86,19 +86,18 @@ class EvictionPolicy(Protocol):
         tolerance: a replica of the size that is needed may cost so many times more than the best one, and a hole so many times more than as many
             bytes of the best ones that do not lie side by side.
         adds_up: whether prices are bytes to move, so that those of neighbours add up to that of the hole they leave.
+        foresees: whether it goes by the planned order, so that what leaves is what the forecast of that order says (`Horizon.leaves`).
     """
 
     tolerance: float
     adds_up: bool
+    foresees: bool
 
     def key(self, replica: Replica) -> float:
         """The larger, the sooner it goes, among clean and among dirty replicas; stays the same until the replica is used again."""
 
     def price(self, key: float, *, dirty: bool) -> float:
         """What it costs to let a replica go now: of the best clean and the best dirty one, the cheaper goes."""
-
-    def leaves(self, replica: Replica) -> bool:
-        """Whether the replica is known to go before it is read next, so that it may be written back at any time."""
 
 
 class NextUse:
@@ -109,6 +108,7 @@ class NextUse:
 
     tolerance = 2.0
     adds_up = True
+    foresees = True
 
     def __init__(self, horizon: Horizon) -> None:
         self.horizon = horizon
@@ -128,16 +128,13 @@ class NextUse:
         distance = key - horizon.order if is_foreseen(key) else FAR * (1 + horizon.clock + key - NEVER)
         return (2.0 if dirty else 1.0) / max(distance, 1.0)
 
-    def leaves(self, replica: Replica) -> bool:
-        """As the forecast of the planned order says, which evicts by the same rule."""
-        return self.horizon.leaves(replica)
-
 
 class LeastRecentlyUsed:
     """What was used longest ago."""
 
     tolerance = 1.0
     adds_up = False
+    foresees = False
 
     def __init__(self, horizon: Horizon) -> None:
         pass
@@ -150,16 +147,13 @@ class LeastRecentlyUsed:
         """The event of the last use."""
         return -key
 
-    def leaves(self, replica: Replica) -> bool:
-        """Nobody knows."""
-        return False
-
 
 class FirstInFirstOut:
     """What has been there longest."""
 
     tolerance = 1.0
     adds_up = False
+    foresees = False
 
     def __init__(self, horizon: Horizon) -> None:
         pass
@@ -171,10 +165,6 @@ class FirstInFirstOut:
     def price(self, key: float, *, dirty: bool) -> float:
         """The event of its arrival."""
         return -key
-
-    def leaves(self, replica: Replica) -> bool:
-        """Nobody knows."""
-        return False
 
 
 EVICTION_POLICIES: Final[dict[str, Callable[[Horizon], EvictionPolicy]]] = {

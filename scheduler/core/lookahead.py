@@ -164,7 +164,7 @@ class Lookahead:
             return
         if node.taken - self._looked_at >= goal // LOOKS:
             self._looked_at = node.taken
-            self._may_leave = True
+            self._may_leave = residency.eviction.foresees
             self._wanted = goal - (node.budget - node.used)
             for replica in residency.residents(self.node):
                 if self._wanted <= 0:
@@ -178,7 +178,7 @@ class Lookahead:
                     self._wanted -= replica.handle.size
         elif self._may_leave and not num_writing:
             for replica in residency.shelves[self.node].dirty(LEAVING):
-                if residency.eviction.leaves(replica):
+                if residency.horizon.leaves(replica):
                     residency.write_back(replica)
                     return
             self._may_leave = False

@@ -17,7 +17,7 @@ An order sorts tasks by some of (group of minibatches, band, minibatch, position
 ``submission``            as submitted
 ``eager-update``          the same, with updates as early as they can
 ``layers``                all minibatches pass a band before the next band starts: a weight is loaded once per pass, a gradient summed in one go
-``layers:G``              the same within groups of G = 2, 4, ... minibatches, groups one after another
+``layers:G``              the same within groups of G minibatches, groups one after another; candidates are G = 2, 4, ...
 ``turn:K/8``              as ``layers`` far from the loss; the bands around it, K eighths of the way out, one minibatch after the other, forward and
                           backward. Activations born there die before they need be evicted, if the weights in there fit memory together
 ``forward``               one minibatch after the other forward and through the loss; as ``layers`` on the way back. Loads weights more often than
@@ -33,6 +33,7 @@ after the embedding of minibatch 1 has, forces the backward passes one after ano
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -44,6 +45,8 @@ SCALAR_NBYTES: Final = 4096
 """A task that creates only temporaries up to this size counts as creating nothing."""
 TURNS: Final = 8
 """Into how many parts the way from the loss to the ends of the model is cut."""
+ALWAYS: Final = ("submission", "eager-update", "layers")
+"""Orders that every step has."""
 
 _Key = tuple[int, ...]
 _FIRST: Final = -1  # minibatch of tasks that wait for nothing and belong to none, such as copies of inputs
@@ -82,25 +85,34 @@ def candidates(plan: StepPlan, found: Repetition | None = None) -> dict[str, lis
         "eager-update" and "layers" are always there, the others where they differ from those before them.
     """
     found = repetition(plan) if found is None else found
-    orders = {
-        "submission": list(range(len(plan.tasks))),
-        "eager-update": arrange(plan, found.updates, lambda position: (position,)),
-        "layers": banded(plan, found),
-    }
-    group = 2
-    while group < found.num_minibatches:
-        _add(orders, f"layers:{group}", banded(plan, found, group=group))
-        group *= 2
-    if found.windows:
-        for part in range(1, TURNS):
-            _add(orders, f"turn:{part}/{TURNS}", banded(plan, found, window=found.windows[part * len(found.windows) // TURNS]))
-        _add(orders, "forward", banded(plan, found, window=(0, found.windows[0][1])))
+    groups = [1 << power for power in range(1, (found.num_minibatches - 1).bit_length())]
+    orders: dict[str, list[int]] = {}
+    for name in (*ALWAYS, *(f"layers:{group}" for group in groups), *(f"turn:{part}/{TURNS}" for part in range(1, TURNS)), "forward"):
+        order = named(plan, found, name)
+        if order is not None and (name in ALWAYS or order not in orders.values()):
+            orders[name] = order
     return orders
 
 
-def _add(orders: dict[str, list[int]], name: str, order: list[int]) -> None:
-    if order not in orders.values():
-        orders[name] = order
+def named(plan: StepPlan, found: Repetition, name: str) -> list[int] | None:
+    """The order of that name, be it a candidate or not: it may equal another. None where the step lacks what the name speaks of.
+
+    Args:
+        found: `repetition` of the plan.
+    """
+    if name == "submission":
+        return list(range(len(plan.tasks)))
+    if name == "eager-update":
+        return arrange(plan, found.updates, lambda position: (position,))
+    if name == "layers":
+        return banded(plan, found)
+    if found.num_minibatches and (match := re.fullmatch(r"layers:([1-9]\d*)", name)):
+        return banded(plan, found, group=int(match[1]))
+    if found.windows and (match := re.fullmatch(rf"turn:([1-{TURNS - 1}])/{TURNS}", name)):
+        return banded(plan, found, window=found.windows[int(match[1]) * len(found.windows) // TURNS])
+    if found.windows and name == "forward":
+        return banded(plan, found, window=(0, found.windows[0][1]))
+    return None
 
 
 def banded(plan: StepPlan, found: Repetition, *, group: int | None = None, window: tuple[int, int] = (0, -1)) -> list[int]:

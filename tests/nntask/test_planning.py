@@ -91,8 +91,11 @@ def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
     assert plan["peak_bytes"]["ram"] <= needed // 4
     asked = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", order="submission"), CONFIG)
     assert asked["order"] == "submission"
-    with pytest.raises(UsageError, match="--order layers:2000"):
-        plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", order="layers:2000"), CONFIG)
+    all_at_once = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", order="layers:2000"), CONFIG)  # more minibatches than there are
+    assert all_at_once["forecast_bytes"]["layers:2000"] == nbytes["layers"]
+    one = replace(settings(ram=str(needed // 4), disk="scratch:1GiB", order="layers:2"), tiling=TilingSettings(batch=4, minibatch=4))
+    with pytest.raises(UsageError, match=r"--order layers:2: this step has no order .*--minibatch below --batch"):
+        plan_run(one, CONFIG)
 
 
 def test_a_tile_too_large_is_named_with_a_size_that_fits() -> None:

@@ -111,6 +111,7 @@ class ByAge:
 
     tolerance = 1.0
     adds_up = True
+    foresees = False
 
     def key(self, replica: Replica) -> float:
         """Its age."""

@@ -8,7 +8,7 @@ from time import process_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.core.orders import candidates, repetition
+from scheduler.core.orders import candidates, named, repetition
 from scheduler.core.records import HandleId, HandleRecord, Kind, Mode
 from scheduler.core.steps import RecordedTask, StepPlan
 
@@ -132,6 +132,25 @@ def test_groups_follow_one_another_and_the_turn_is_minibatch_major() -> None:
     turn = orders["turn:1/8"]
     assert users(plan, turn, "w7") == ["forward", "backward input"] * 4 + ["adam"]
     assert users(plan, turn, "w0") == ["forward"] * 4 + ["backward input"] * 4 + ["adam"]
+
+
+def test_an_order_that_is_asked_for_need_not_be_a_candidate() -> None:
+    """A group of all minibatches or more is no group, a shallow step has every turn all the same, and one minibatch has no groups."""
+    plan = toy_step(layers=2)
+    found = repetition(plan)
+    orders = candidates(plan)
+    assert named(plan, found, "layers:4") == named(plan, found, "layers:1000") == orders["layers"]
+    three = named(plan, found, "layers:3")
+    assert three is not None
+    assert three not in orders.values()
+    check_topological(plan, three)
+    turns = [name for name in (f"turn:{part}/8" for part in range(1, 8)) if name not in orders]
+    assert turns
+    assert all(named(plan, found, name) in orders.values() for name in turns)
+    for name in ("layers:0", "layers:", "turn:8/8", "turn:1/4", "foo"):
+        assert named(plan, found, name) is None
+    one = toy_step(minibatches=1)
+    assert named(one, repetition(one), "layers:2") is None
 
 
 def test_forward_is_minibatch_major_up_to_the_loss() -> None:
