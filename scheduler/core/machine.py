@@ -19,12 +19,13 @@ No threads, clocks, I/O or arrays: the same machine serves real workers, virtual
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from . import graph
+from .checks import check_replicas
 from .dispatch import Dispatch
-from .errors import DoesNotFit, InvalidEvent, Stalled, TaskError
+from .errors import InvalidEvent, Stalled, TaskError
 from .events import (
     Action,
     CopyFailed,
@@ -43,10 +44,10 @@ from .events import (
     WorkerJoined,
 )
 from .eviction import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
-from .lookahead import Lookahead
+from .lookahead import Lookaheads
 from .memory import MemoryNode
 from .policies import Policy
-from .records import FILE, RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
+from .records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
 from .residency import Residency
 from .story import tell
 
@@ -69,9 +70,7 @@ class Machine:
         self.residency = Residency(nodes, self.horizon, EVICTION_POLICIES[eviction](self.horizon))
         self.nodes = self.residency.nodes
         self.dispatch = Dispatch(self.residency, policy)
-        self.lookaheads: dict[NodeId, Lookahead] = {}
-        self._part_nodes: tuple[NodeId, ...] = ()
-        self._prefetch = prefetch
+        self.lookaheads = Lookaheads(self.dispatch, enabled=prefetch)
         self.history: deque[Event] = deque(maxlen=HISTORY)
         self.num_unfinished = 0
         self.num_finished = 0
@@ -110,7 +109,7 @@ class Machine:
     @property
     def moved_bytes(self) -> dict[tuple[NodeId, NodeId], int]:
         """Bytes copied so far over each link."""
-        return self.residency.moved_bytes
+        return self.residency.copies.moved_bytes
 
     def handle(self, event: Event) -> list[Action]:
         """Advance by one event and return what has to be done now.
@@ -129,43 +128,16 @@ class Machine:
         self._handlers[type(event)](event)
         if not dispatch.num_active or dispatch.num_blocked or dispatch.doomed:
             self._settle()
-        if self.lookaheads and self.horizon.replays:
-            self._look_ahead(event)
+        if self.lookaheads.by_node and self.horizon.replays:
+            self.lookaheads.run(event)
         return actions
-
-    def _look_ahead(self, event: Event) -> None:
-        """Let the node where something changed look ahead: all nodes when a step starts, the only one if memory was short or data is unread."""
-        nodes: Iterable[NodeId] = ()
-        if len(self.lookaheads) == 1:
-            residency = self.residency
-            nodes = self.lookaheads if residency.num_evictions or residency.wanted or any(residency.num_writing) else ()
-        elif isinstance(event, StepStarted):
-            nodes = self.lookaheads
-        elif isinstance(event, TaskFinished):
-            nodes = (event.task.node,)
-        elif isinstance(event, CopyFinished):
-            nodes = (event.target.node if event.target.node in self.lookaheads else event.source.node,)
-        for node in nodes:
-            lookahead = self.lookaheads.get(node)
-            if lookahead is not None:
-                lookahead.run(blocked=bool(self.dispatch.blocked[node]))
 
     def _on_worker_joined(self, event: WorkerJoined) -> None:
         worker = event.worker
         if worker.id in self.dispatch.workers:
             raise InvalidEvent(f"worker {worker.id} joined twice")
         self.dispatch.join(worker)
-        self._decide_who_looks_ahead()
-
-    def _decide_who_looks_ahead(self) -> None:
-        """After a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
-        places = sorted({each.node for each in self.dispatch.crew})
-        kinds = {each.kind for each in self.dispatch.crew}
-        self._part_nodes = tuple(places) if self.policy.keeps_parts and len(places) > 1 and RAM not in places and len(kinds) == 1 else ()
-        if self._prefetch and self.residency.has_several:
-            looking = [node for node in places if node != self.residency.last or self.residency.num_files]
-            looking = looking if self._part_nodes or len(places) == 1 else []
-            self.lookaheads = {node: Lookahead(self.residency, node, is_only=len(places) == 1) for node in looking}
+        self.lookaheads.settle()
 
     def _on_task_submitted(self, event: TaskSubmitted) -> None:
         task = event.task
@@ -194,7 +166,7 @@ class Machine:
         replay.num_unfinished = len(replay.tasks)
         replay.done = bytearray(len(replay.tasks))
         replay.frontier = 0
-        replay.part_nodes = self._part_nodes if len(self._part_nodes) == len(replay.parts) else ()
+        replay.part_nodes = self.lookaheads.part_nodes if len(self.lookaheads.part_nodes) == len(replay.parts) else ()
         replay.heads = [0] * len(replay.part_nodes)
         if self.residency.num_cold:
             self.residency.want(use.handle for use in replay.shared)
@@ -286,7 +258,7 @@ class Machine:
             self._lose(handle, f"it could not be read {'from its file' if source.node == FILE else 'back'}: {error}")
             for task in waiting:
                 if any(each is handle and mode != W for each, mode in task.accesses):
-                    self.residency.forget(task)
+                    self.residency.copies.forget(task)
                     cancelled = TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")
                     cancelled.__cause__ = error
                     self._doomed.append((task, cancelled))
@@ -332,7 +304,7 @@ class Machine:
         self._free(handle)
         self.residency.attach(handle, event.source)
         if self.residency.num_files == 1:
-            self._decide_who_looks_ahead()
+            self.lookaheads.settle()
 
     def _make_ready(self, task: Task, worker: Worker | None) -> None:
         """The task waits for nobody; `worker` ran the last one it waited for."""
@@ -462,29 +434,11 @@ class Machine:
                 continue
             oldest = dispatch.oldest_blocked()
             if oldest is not None:
-                dispatch.doomed.append((oldest, residency.broken or self._does_not_fit(oldest)))
+                dispatch.doomed.append((oldest, residency.broken or residency.does_not_fit(oldest)))
             elif dispatch.crew:
                 self._raise_stalled()
             else:
                 return
-
-    def _does_not_fit(self, task: Task) -> DoesNotFit:
-        node, last = self.nodes[task.node], self.nodes[self.residency.last]
-        total = sum(handle.size for handle, _ in task.accesses)
-        new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self.residency.last not in handle.replicas)
-        if node is not last and total <= node.budget and new > last.budget - last.used:
-            return DoesNotFit(
-                f"node {last.name} is full: {task.name} makes {new:,} B of new data that must have room there, but of its budget of "
-                f"{last.budget:,} B {last.used:,} B are taken; raise the budget",
-                last.name,
-            )
-        sizes = ", ".join(f"{mode} {handle.name or handle.id} {handle.size:,} B" for handle, mode in task.accesses)
-        return DoesNotFit(
-            f"{task.name} needs {total:,} B at once on node {node.name} ({sizes}), but of its budget of {node.budget:,} B "
-            f"{node.used:,} B are taken by data that has nowhere else to go and the largest hole is {node.largest_hole():,} B; "
-            f"raise the budget or use smaller tiles or minibatches",
-            node.name,
-        )
 
     def _raise_stalled(self) -> None:
         kinds = sorted({worker.kind for worker in self.dispatch.crew})
@@ -499,7 +453,7 @@ class Machine:
         Raises:
             InvalidEvent: one is broken.
         """
-        self.residency.validate(list(self.dispatch.admitted()))
+        check_replicas(self.residency, list(self.dispatch.admitted()))
         self.dispatch.validate()
 
     def story(self, subject: Task | HandleRecord | None = None) -> str:

@@ -9,31 +9,23 @@ Files. Data may begin in a file: its handle then has a replica on the node `FILE
 are dropped for others like any clean ones, wherever they are, the last tier included; the task that will write it reserves the home there, and
 when it begins to write, the file is out of date and forgotten.
 
-Knows extents (`memory`), the replica protocol (`coherence`) and who may take room on the last tier (`claims`).
+Knows extents (`memory`), copies under way (`copies`), the replica protocol (`coherence`) and who may take room on the last tier (`claims`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from . import coherence
 from .claims import Claims
+from .copies import Copies
 from .errors import DoesNotFit, InvalidEvent
-from .events import Action, CopyTile, DiscardExtent, ForgetObject
+from .events import Action, DiscardExtent, ForgetObject
 from .eviction import EvictionPolicy, Horizon
 from .memory import MemoryNode, rounded
 from .records import FILE, FILE_NAME, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
 from .victims import Shelf
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """A copy under way, and the tasks that wait for it."""
-
-    source: Replica
-    waiting: list[Task] = field(default_factory=list)
 
 
 class Replicas:
@@ -48,7 +40,7 @@ class Replicas:
         last: the last tier.
         has_several: whether there is more than one node, or data in files, so that data may move.
         shelves: every replica of each node, scratch included, and which of them may go.
-        copies: copies under way by target; `queued` their bytes by link.
+        copies: those under way.
         actions: where copies are asked for; the machine sets it for every event.
         freed: whether anything was dropped or unpinned since the machine last looked.
         claims: who may take room on the last tier.
@@ -60,7 +52,6 @@ class Replicas:
         wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
             nodes.
-        num_writing: of each node, copies from there towards the last tier that are under way.
     """
 
     __slots__ = (
@@ -76,15 +67,12 @@ class Replicas:
         "held",
         "horizon",
         "last",
-        "moved_bytes",
         "nodes",
         "num_cold",
         "num_evictions",
         "num_files",
         "num_hits",
         "num_misses",
-        "num_writing",
-        "queued",
         "readers",
         "shelves",
         "wanted",
@@ -98,14 +86,11 @@ class Replicas:
         self.last = NodeId(len(self.nodes) - 1) if self.nodes[-1].is_storage else RAM
         self.claims = Claims(self.nodes[self.last], self.last, horizon)
         self.shelves = [Shelf(node, eviction) for node in self.nodes]
-        self.copies: dict[Replica, Copy] = {}
-        self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
-        self.queued: dict[tuple[NodeId, NodeId], int] = {}
+        self.copies = Copies(len(self.nodes), self.last)
         self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # the latest task that waits for write-backs, and its victims; may be over
         self.num_evictions = 0
         self.num_hits = 0
         self.num_misses = 0
-        self.num_writing = [0 for _ in self.nodes]
         self.readers: list[Replica] = []
         self.changed: set[HandleRecord] = set()
         self.held: dict[HandleRecord, Replica] = {}
@@ -130,7 +115,7 @@ class Replicas:
 
     def queued_bytes(self, source: NodeId, target: NodeId) -> int:
         """Bytes on their way over a link."""
-        return self.queued.get((source, target), 0)
+        return self.copies.queued_bytes(source, target)
 
     def below(self, node: NodeId) -> NodeId:
         """Where what is evicted goes; the node itself if nothing lies below it."""
@@ -348,26 +333,7 @@ class Replicas:
                         other.state = "reserved"
 
     def _copy(self, source: Replica, target: Replica) -> None:
-        source.pins += 1
-        source.outgoing += 1
-        target.pins += 1
-        target.arriving = True
-        source.handle.num_uses += 1
-        self.copies[target] = Copy(source)
-        if self._is_down(source, target):
-            self.num_writing[source.node] += 1
-        link = (source.node, target.node)
-        self.moved_bytes[link] = self.moved_bytes.get(link, 0) + source.handle.nbytes
-        self.queued[link] = self.queued.get(link, 0) + source.handle.nbytes
-        self.actions.append(CopyTile(source, target))
-
-    def _is_down(self, source: Replica, target: Replica) -> bool:
-        """Whether a copy goes towards the last tier."""
-        return source.node != FILE and source.node != self.last and (target.node == self.last or target.node == RAM)
-
-    def _await(self, target: Replica, task: Task) -> None:
-        self.copies[target].waiting.append(task)
-        task.num_arriving += 1
+        self.actions.append(self.copies.start(source, target))
 
     def end_copy(self, source: Replica, target: Replica) -> list[Task]:
         """Take note that a copy has ended, well or not; the tasks that waited for it. The caller unpins source and target.
@@ -375,19 +341,8 @@ class Replicas:
         Raises:
             InvalidEvent: no such copy is under way.
         """
-        copy = self.copies.pop(target, None)
-        if copy is None or copy.source is not source:
-            raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished that was not under way")
-        self.queued[source.node, target.node] -= source.handle.nbytes
-        target.arriving = False
-        source.outgoing -= 1
-        source.handle.num_uses -= 1
-        if self._is_down(source, target):
-            self.num_writing[source.node] -= 1
         self.freed = True
-        for task in copy.waiting:
-            task.num_arriving -= 1
-        return copy.waiting
+        return self.copies.end(source, target)
 
     def finish_copy(self, source: Replica, target: Replica) -> list[Task]:
         """Take note that a copy has arrived; the tasks that have nothing more to wait for.
@@ -405,13 +360,6 @@ class Replicas:
         self.unpin(target)
         return [task for task in waiting if not task.num_arriving]
 
-    def forget(self, task: Task) -> None:
-        """The task waits for no copy any more."""
-        for copy in self.copies.values():
-            if task in copy.waiting:
-                copy.waiting.remove(task)
-        task.num_arriving = 0
-
     def write_back(self, victim: Replica) -> None:
         """Start copying a sole replica to a lower tier: host memory if there is a hole, else home."""
         handle = victim.handle
@@ -423,52 +371,3 @@ class Replicas:
         self.nodes[target.node].mark()
         if not target.arriving:
             self._copy(victim, target)
-
-    def validate(self, admitted: Sequence[Task]) -> None:
-        """Check extents, ledger, protocol and pins against the tasks that are admitted now.
-
-        Raises:
-            InvalidEvent: something does not add up.
-        """
-        pins: dict[Replica, int] = {}
-        used = [replica for task in admitted for replica in task.replicas]
-        used += [replica for target, copy in self.copies.items() for replica in (target, copy.source)]
-        for replica in used:
-            pins[replica] = pins.get(replica, 0) + 1
-        for number, (node, shelf) in enumerate(zip(self.nodes, self.shelves, strict=True)):
-            resident = list(shelf.starts.values())
-            if sorted(shelf.ends) != sorted(replica.offset + replica.handle.size for replica in resident):
-                raise InvalidEvent(f"the shelf of node {node.name} lost track of where its replicas end")
-            node.validate([(replica.offset, replica.handle.size) for replica in resident])
-            for replica in resident:
-                if replica not in self.readers and replica.handle not in self.held:
-                    self._validate_replica(replica, pins.pop(replica, 0))
-                if replica.node != number:
-                    raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
-        self.claims.validate(replica for replica in self.residents(self.last) if replica.is_home)
-        files = {replica for replica in pins if replica.node == FILE}
-        for replica in files:
-            self._validate_replica(replica, pins.pop(replica))
-        for replica in pins:
-            raise InvalidEvent(f"{replica.handle!r} on node {replica.node} is in use but was dropped")
-
-    def _validate_replica(self, replica: Replica, pins: int) -> None:
-        handle, where = replica.handle, f"{replica.handle!r} on node {replica.node}"
-        coherence.validate(handle)
-        if replica.pins != pins:
-            raise InvalidEvent(f"{where} has {replica.pins} pins, but {pins} tasks and copies use it")
-        if replica.outgoing != sum(copy.source is replica for copy in self.copies.values()):
-            raise InvalidEvent(f"{where} counts {replica.outgoing} copies out of it")
-        if replica.state != "scratch" and handle.replicas.get(replica.node) is not replica:
-            raise InvalidEvent(f"{where} is an orphan")
-        if replica.state != "scratch" and not any(each.is_home for each in handle.replicas.values()):
-            raise InvalidEvent(f"{where} has no home to go to")
-        if replica.is_home and replica.node not in (FILE, self.last):
-            raise InvalidEvent(f"{where} is a home that is not on the last tier")
-        if replica.arriving != (replica in self.copies):
-            raise InvalidEvent(f"{where}: lost track of a copy")
-        is_empty_home = replica.is_home and len(handle.replicas) > 1
-        if replica.state in ("reserved", "scratch") and not pins and not is_empty_home:
-            raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
-        if handle.released and not handle.num_uses:
-            raise InvalidEvent(f"{where} outlived its handle")

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from . import coherence
-from .errors import InvalidEvent
+from .errors import DoesNotFit, InvalidEvent
 from .events import MoveTile
 from .records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from .replicas import Replicas
@@ -111,6 +111,25 @@ class Residency(Replicas):
         elif several:
             self.num_hits += num_inputs(task)
         return True
+
+    def does_not_fit(self, task: Task) -> DoesNotFit:
+        """Why the task finds no room, now that nothing else can go: the node, its budget, and what is taken."""
+        node, last = self.nodes[task.node], self.nodes[self.last]
+        total = sum(handle.size for handle, _ in task.accesses)
+        new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self.last not in handle.replicas)
+        if node is not last and total <= node.budget and new > last.budget - last.used:
+            return DoesNotFit(
+                f"node {last.name} is full: {task.name} makes {new:,} B of new data that must have room there, but of its budget of "
+                f"{last.budget:,} B {last.used:,} B are taken; raise the budget",
+                last.name,
+            )
+        sizes = ", ".join(f"{mode} {handle.name or handle.id} {handle.size:,} B" for handle, mode in task.accesses)
+        return DoesNotFit(
+            f"{task.name} needs {total:,} B at once on node {node.name} ({sizes}), but of its budget of {node.budget:,} B "
+            f"{node.used:,} B are taken by data that has nowhere else to go and the largest hole is {node.largest_hole():,} B; "
+            f"raise the budget or use smaller tiles or minibatches",
+            node.name,
+        )
 
     def is_at_home(self, task: Task, node_id: NodeId) -> bool:
         """Whether the task could run on the node without a single new byte."""
@@ -213,11 +232,11 @@ class Residency(Replicas):
             elif mode != W:
                 self.num_hits += 1
             if replica.arriving:
-                self._await(replica, task)
+                self.copies.wait_for(replica, task)
             if mode != R:
                 for other in handle.replicas.values():  # never write what a copy still reads
                     if other.arriving and other is not replica:
-                        self._await(other, task)
+                        self.copies.wait_for(other, task)
 
     def prefetch(self, handle: HandleRecord, node_id: NodeId, distance: int) -> bool:
         """Start fetching data that is used `distance` planned tasks from now, into free memory or over what is used later; or return False."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from scheduler.core import coherence, graph, victims
+from scheduler.core.copies import Copies
 from scheduler.core.errors import SchedulerError, TierFailed
 from scheduler.core.eviction import EVICTION_POLICIES
 from scheduler.core.machine import Machine
@@ -288,7 +289,7 @@ MUTANTS = {
     "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
     "a copy of a file passes for a home": [(coherence, "wants_home", takes_copies_for_homes)],
     "a file outlives a write": [(Residency, "drop", keep_files)],
-    "a copy keeps no pin": [(Residency, "_await", lambda self, target, task: None)],
+    "a copy keeps no pin": [(Copies, "wait_for", lambda self, target, task: None)],
 }
 
 

@@ -297,7 +297,7 @@ def test_unread_data_that_no_step_uses_costs_nothing() -> None:
     driver.submit((total, W))
     driver.drain()
     step = driver.record([[(handle, R), (total, RW)] for handle in used * 10], {})
-    lookahead = driver.machine.lookaheads[RAM] = Counting(driver.machine.residency, RAM, is_only=True)
+    lookahead = driver.machine.lookaheads.by_node[RAM] = Counting(driver.machine.residency, RAM, is_only=True)
     for _ in range(3):
         step.replay()
         driver.drain()

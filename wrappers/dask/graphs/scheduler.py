@@ -217,7 +217,7 @@ class GraphRuntime:
                 "peak_bytes": store.peak,
                 "resident_bytes": store.ram.used,
                 "largest_bytes": store.largest,
-                "moved_bytes": {f"{residency.name_of(a)}->{residency.name_of(b)}": n for (a, b), n in residency.moved_bytes.items()},
+                "moved_bytes": {f"{residency.name_of(a)}->{residency.name_of(b)}": n for (a, b), n in residency.copies.moved_bytes.items()},
                 "evictions": residency.num_evictions,
                 "lent": store.num_lent - len(store.inbox),
             }
