@@ -143,7 +143,8 @@ def does_not_fit(error: NoRoom, resources: ResourceSettings, *, lower: str | Non
     flag += f" (now {value or 'the default'})"
     if lower is not None:
         is_full = "are taken" in story  # else the task alone is too large, and no room elsewhere helps
-        changes = [f"raise {flag}", *([f"lower {lower}"] if lower else []), *(["add --disk DIR"] if is_full and not disk else [])]
+        is_work = not story.startswith("program ")  # else it is a weight on its way in, or what was typed
+        changes = [f"raise {flag}", *([f"lower {lower}"] if lower and is_work else []), *(["add --disk DIR"] if is_full and not disk else [])]
         return DoesNotFit(f"{story}; {', or '.join(changes)}")
     if "are taken" in story:
         return DoesNotFit(f"{story}; raise {flag}, lower --minibatch, or use --recompute block")

@@ -1,62 +1,139 @@
-"""Whether a machine has room for texts that are to be written: ``nntask generate`` refuses at once what would end within a text.
+"""Whether a machine has room for what a trained model is to do: ``nntask generate`` and ``nntask perplexity`` refuse at once what would end halfway.
 
-What counts is the last step of the longest text, with the whole cache, as `fitting` counts a training step. Prompts pass through the model before
-that and may need more; the runtime refuses them when it meets them.
+What counts is a step, as `fitting` counts a training step: of scoring, each is the same; of texts, the last of the longest, with the whole cache.
+Prompts pass through the model before that and may need more; the runtime refuses them when it meets them.
+
+A refusal names every budget that is too small with what it must be at least, and those flags for smaller work whose least value would do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from scheduler.capture import CapturingRuntime
+from tiles import TileTensor
 
 from ..autograd import no_grad
 from ..cache import KVCache
 from ..errors import DoesNotFit
-from .fitting import needs_of, no_collections, shortage, shown_size, untouched
-from .gpus import gpus_of
-from .places import RAM, this_machine
+from ..tiling import default_tiling
+from .fitting import Needs, needs_of, no_collections, shortage, shown_size, untouched
+from .gpus import device_class, gpus_of
+from .places import RAM, Target, this_machine
+from .rules import disk_of
 from .settings import MachineSettings, ResourceSettings, TrainSettings
 
 if TYPE_CHECKING:
+    from ..models.language import LanguageModel
     from ..tiling import ModelTiling
     from .source import ModelSource
 
 
-def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSettings, *, batch: int, length: int) -> None:
+def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSettings, *, batch: int, length: int, shortest: int) -> None:
     """Check that texts can be written to their ends; takes no memory, and 0.3 s for gpt2-large.
 
     Args:
         dtype: see `ModelSource.build`.
         batch: texts at a time.
         length: tokens of the longest, in the cache.
+        shortest: the same with a single new token.
 
     Raises:
         DoesNotFit: a budget is too small; says by how much.
     """
-    settings = TrainSettings(resources=ResourceSettings(**asdict(machine)))
-    target = this_machine(settings)
-    with no_collections():
-        runtime = CapturingRuntime(has_gpus=bool(gpus_of(settings)[0].parts))
-        model = source.build(runtime, tiling, dtype, read=False)
+
+    def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int) -> TileTensor:
         cache = KVCache(model.config, model.given_tiling, runtime, batch, length, model.lm_head.dtype)
         tokens, positions = cache.inputs(1)
         last = cache.last_position // cache.tile
         with runtime.record(), no_grad():
-            output = model.continued_logits(tokens, cache.past(positions, range(last, last + 1)))
-        del output
+            return model.continued_logits(tokens, cache.past(positions, range(last, last + 1))).data
+
+    def needs(batch: int, length: int) -> Needs:
+        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
+
+    _check(machine, needs, batch, length, {"--max-new-tokens": (batch, shortest), "--batch": (1, length)})
+
+
+def check_scoring(source: ModelSource, dtype: str, machine: MachineSettings, *, batch: int, length: int) -> None:
+    """Check that a text can be scored; takes no memory, and 0.3 s for gpt2-large.
+
+    Args:
+        dtype: see `ModelSource.build`.
+        batch: windows at once.
+        length: tokens of each.
+
+    Raises:
+        DoesNotFit: a budget is too small; says by how much.
+    """
+    device = device_class(_settings(machine))
+
+    def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int) -> TileTensor:
+        tokens, targets = model.input_tensors(batch, length)
+        model.eval()
+        with runtime.record(), no_grad():
+            return model(tokens, targets, reduction="sum").data
+
+    def needs(batch: int, length: int) -> Needs:
+        tiling = default_tiling(source.config, batch, length, device=device)
+        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
+
+    _check(machine, needs, batch, length, {"--batch": (1, length), "--seq-len": (batch, 1)})
+
+
+def _settings(machine: MachineSettings) -> TrainSettings:
+    return TrainSettings(resources=ResourceSettings(**asdict(machine)))
+
+
+def _needs(
+    source: ModelSource,
+    tiling: ModelTiling,
+    dtype: str,
+    machine: MachineSettings,
+    emit: Callable[[LanguageModel, CapturingRuntime], TileTensor],
+) -> Needs:
+    """What a model and a recorded step of it need; `emit` records the step and returns its output."""
+    with no_collections():
+        runtime = CapturingRuntime(has_gpus=bool(gpus_of(_settings(machine))[0].parts))
+        model = source.build(runtime, tiling, dtype, read=False)
+        emit(model, runtime)
         runtime.plan.idle = untouched(runtime.plan, model.tensors().values())
-        needs = needs_of(runtime.plan, reading=runtime.reading_nbytes)
-    if needs.fit(target):
+        return needs_of(runtime.plan, reading=runtime.reading_nbytes)
+
+
+def _check(machine: MachineSettings, needs: Callable[[int, int], Needs], batch: int, length: int, smaller: Mapping[str, tuple[int, int]]) -> None:
+    """Check that a machine has what `batch` times `length` tokens need.
+
+    Args:
+        smaller: flags, each with batch and length where it has its least value.
+
+    Raises:
+        DoesNotFit: it has not.
+    """
+    target, found = this_machine(_settings(machine)), needs(batch, length)
+    if found.fit(target):
         return
-    fewer = "--max-new-tokens" if batch == 1 else "--max-new-tokens or --batch"
-    more = f"raise --ram (now {machine.ram or 'the default'})" + ("" if target.storage else ", or add --disk DIR")
-    if not needs.fits_task(target):
-        name, _ = max((target.nodes[place] for place in target.places), key=lambda node: node[1])
-        flag, now = ("--ram", machine.ram) if name == RAM else ("--gpu-memory", machine.gpu_memory)
-        fewer = "" if batch == 1 else "--batch"
-        more = f"raise {flag} (now {now or 'the default'}) to at least {shown_size(needs.minimum(target)[name])}"
-    elif target.storage and needs.last(target) > target.nodes[target.last][1]:
-        more = f"raise SIZE in --disk DIR:SIZE (now {machine.disk})"
-    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, needs)}; {f'lower {fewer}, or ' if fewer else ''}{more}")
+    flags = " or ".join(flag for flag, size in smaller.items() if size != (batch, length) and needs(*size).fit(target))
+    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{_more(target, found, machine)}")
+
+
+def _more(target: Target, needs: Needs, machine: MachineSettings) -> str:
+    """What to raise, all of it; or the disk tier that would hold what host memory cannot."""
+    minimum, fits_task = needs.minimum(target), needs.fits_task(target)
+    largest = max(target.places, key=lambda at: target.nodes[at][1])
+    must = [at for at, (name, budget) in enumerate(target.nodes) if budget < minimum[name] and (at == target.last or at not in target.places)]
+    short = sorted({*must, *([] if fits_task else [largest])})
+    changes = []
+    for at in short:
+        name = target.nodes[at][0]
+        size = shown_size(minimum[name])
+        disk = disk_of(machine.disk) if target.storage and at == target.last else None
+        if disk is not None:
+            changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk}) to at least {size}" + ("" if disk[1] else ", where as much is free"))
+        else:
+            flag, now = ("--ram", machine.ram) if name == RAM else ("--gpu-memory", machine.gpu_memory)
+            changes.append(f"{flag} (now {now or 'the default'}) to at least {size}")
+    is_full = fits_task and not target.storage  # else no room elsewhere helps
+    return f"raise {' and '.join(changes)}" + (", or add --disk DIR" if is_full else "")

@@ -254,9 +254,9 @@ def test_bad_input(here, capsys, argv, code, words):
 @pytest.mark.parametrize(
     ("machine", "flag", "change"),
     [
-        ([], "--ram={}", "lower --max-new-tokens or --batch, or raise --ram (now 60KiB), or add --disk DIR"),
-        (["--ncpu=0", "--sim-gpu=1"], "--ram={}", "or raise --ram (now 60KiB), or add --disk DIR"),
-        (["--ram=100KiB"], "--disk=tier:{}", "or raise SIZE in --disk DIR:SIZE (now tier:60KiB)"),
+        ([], "--ram={}", "; raise --ram (now 60KiB) to at least 1MiB, or add --disk DIR"),
+        (["--ncpu=0", "--sim-gpu=1"], "--ram={}", "; raise --ram (now 60KiB) to at least 1MiB, or add --disk DIR"),
+        (["--ram=100KiB"], "--disk=tier:{}", "; raise SIZE in --disk DIR:SIZE (now tier:60KiB) to at least 1MiB"),
     ],
 )
 def test_texts_that_find_no_room_are_refused_before_they_begin(here, capsys, machine, flag, change):
@@ -276,6 +276,49 @@ def test_a_task_that_is_too_large_by_itself(here, capsys, machine, flag):
     code, err = refuse(capsys, [*argv, f"{flag}=8KiB"])
     assert (code, f"raise {flag} (now 8KiB) to at least 1MiB" in err) == (3, True), err
     assert main([*argv, f"{flag}=1MiB"]) == 0
+
+
+def test_flags_for_smaller_work_are_named_where_they_help(here, capsys):
+    """A page below the least budget fewer texts or tokens would do; where the weights alone find no room they are not named."""
+    argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=40"]
+    _, err = refuse(capsys, [*argv, "--ram=60KiB"])
+    least = int(re.search(r"the step needs ([\d,]+) B of", err)[1].replace(",", ""))
+    assert "lower" not in err
+    code, err = refuse(capsys, [*argv, f"--ram={least - 4096}"])
+    assert (code, "; lower --max-new-tokens or --batch, or raise --ram (now" in err) == (3, True), err
+
+
+SCORE = ["perplexity", "gpt2", "--dataset=text", "--dataset-path=text.txt", "--seq-len=48", "--dataset-select=2"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "budgets"),
+    [
+        ([], {"--ram": "{}"}),
+        ([], {"--ram": "{}", "--disk": "tier:{}"}),
+        (["--ncpu=0", "--sim-gpu=1"], {"--gpu-memory": "{}", "--ram": "{}"}),
+        (["--ncpu=0", "--sim-gpu=2"], {"--gpu-memory": "{}", "--ram": "{}", "--disk": "tier:{}"}),
+    ],
+)
+def test_scoring_that_finds_no_room_names_every_budget_once(here, capsys, machine, budgets):
+    """What must be raised, of all memories, and to what: with those budgets the text is scored. Nothing smaller is offered that would not do."""
+    argv = [*SCORE, *machine]
+    code, err = refuse(capsys, [*argv, *(f"{flag}={text.format('8KiB')}" for flag, text in budgets.items())])
+    assert (code, "lower" in err) == (3, False), err
+    for flag, text in budgets.items():
+        shown = f"SIZE in --disk DIR:SIZE (now {text.format('8KiB')})" if flag == "--disk" else f"{flag} (now 8KiB)"
+        assert f"{shown} to at least 1MiB" in err
+    assert main([*argv, *(f"{flag}={text.format('1MiB')}" for flag, text in budgets.items())]) == 0
+
+
+def test_scoring_is_refused_a_page_below_what_is_enough(here, capsys):
+    """With the least budget the text is scored; below it fewer or shorter sequences are offered where they would do."""
+    argv = [*SCORE, "--batch=4"]
+    _, err = refuse(capsys, [*argv, "--ram=200KiB", "--disk=tier:1KiB"])
+    least = int(re.search(r"4 x 48 tokens: the step needs ([\d,]+) B of disk", err)[1].replace(",", ""))
+    assert main([*argv, "--ram=200KiB", f"--disk=tier:{least}"]) == 0
+    code, err = refuse(capsys, [*argv, "--ram=200KiB", f"--disk=tier:{least - 4096}"])
+    assert (code, "; lower --batch or --seq-len, or raise SIZE in --disk" in err) == (3, True), err
 
 
 @pytest.mark.parametrize("machine", [[], ["--ncpu=0", "--sim-gpu=1"]])

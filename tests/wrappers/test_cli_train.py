@@ -106,7 +106,7 @@ def test_a_run_leaves_its_files(here, capsys):
     assert main(["generate", "run/latest", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ncpu=1"]) == 0
     assert capsys.readouterr().out == first
     assert main(["generate", "run", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ram=64KiB"]) == 3
-    assert "raise --ram (now 64KiB), or add --disk DIR" in capsys.readouterr().err
+    assert "raise --ram (now 64KiB) to at least 1MiB, or add --disk DIR" in capsys.readouterr().err
     assert main(["generate", "run", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ram=64KiB", "--disk=tier:1GiB"]) == 0
     assert capsys.readouterr().out == first
     assert not list((here / "tier").iterdir())

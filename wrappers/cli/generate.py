@@ -84,7 +84,8 @@ def run(argv: Sequence[str]) -> int:
     tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
     if asked.cache and longest <= source.context:
-        check_room(source, tiling, asked.dtype, settings.machine, batch=batch, length=min(source.context, longest + asked.max_new_tokens - 1))
+        length = min(source.context, longest + asked.max_new_tokens - 1)
+        check_room(source, tiling, asked.dtype, settings.machine, batch=batch, length=length, shortest=longest)
     with runtime_of(settings.machine, "--batch" if batch > 1 else "") as runtime:
         model = source.build(runtime, tiling, asked.dtype)
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)

@@ -67,6 +67,7 @@ def run(argv: Sequence[str]) -> int:
     check_machine(settings.machine)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from nntask.trainer.perplexity import perplexity as score
+    from nntask.trainer.room import check_scoring
     from nntask.trainer.rules import checked_length
     from nntask.trainer.source import ModelSource
 
@@ -75,6 +76,8 @@ def run(argv: Sequence[str]) -> int:
     dataset, tokenizer = _open(asked, source)
     split, file = _part(asked, dataset)
     begin = perf_counter()
+    if file.num_tokens > 1:  # else `perplexity` says what is wrong
+        check_scoring(source, asked.dtype, settings.machine, batch=asked.batch, length=min(length, file.num_tokens - 1))
     with runtime_of(settings.machine, "--batch or --seq-len") as runtime:
         select = dataset.select_sequences
         found = score(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype, progress=_teller())
