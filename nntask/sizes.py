@@ -23,11 +23,12 @@ _UNITS: Final = {
 }
 _BY_LOWER: Final = {unit.lower(): unit for unit in _UNITS}
 _WORDS: Final = "B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE: Final = re.compile(r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str, what: str) -> int:
-    """Bytes that `text` stands for, e.g. "1.5GiB"; a bare number is bytes, upper and lower case are one.
+    """Bytes that `text` stands for, e.g. "1.5GiB"; a bare number is bytes, upper and lower case are one. Whole numbers may have
+    commas, as messages print them: "8,392,704 B".
 
     Args:
         what: the flag, for the message.
@@ -42,7 +43,7 @@ def parse_size(text: str, what: str) -> int:
         letter = match[2][:1].upper() if match else ""
         example = f"{number}{letter}iB" if letter in ("K", "M", "T") else f"{number}GiB"
         raise UsageError(f"{what} must be a size in {_WORDS}, got {text!r}; for example {example}")
-    size = float(match[1]) * _UNITS[unit]
+    size = float(match[1].replace(",", "")) * _UNITS[unit]
     if size > LARGEST:
         raise UsageError(f"{what} must be at most {LARGEST} bytes, got {text!r}; for example 2GiB")
     nbytes = int(size)

@@ -17,6 +17,7 @@ from scheduler.core.orders import arrange, repetition
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import FILE
 from scheduler.core.steps import RecordedTask, StepPlan
+from scheduler.drivers.disk import staging_nbytes
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
 from tiles import TileTensor
 
@@ -129,7 +130,7 @@ def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling,
         needs = least_needs(found.plan, settings, target, reading=found.reading)
         if not needs.fit(target):
             changes = advice(settings, config, target, needs)
-            raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
+            raise DoesNotFit(f"{shortage(target, needs, staged(settings, target))}; it would fit with {', or '.join(changes)}")
         return found, choose_order(found.plan, settings, target.without(found.reading))
 
 
@@ -242,7 +243,8 @@ def choose_order(plan: StepPlan, settings: TrainSettings, target: Target) -> Pla
     try:
         return order_on(plan, settings.resources.order, target, target.policy(settings.resources.sched))
     except ValueError as error:
-        more = "" if count_minibatches(settings) > 1 else "; the others need a --minibatch below --batch"
+        is_open = count_minibatches(settings) == 1 and not settings.checkpoints.resume  # which has its tiling
+        more = "; the others need a --minibatch below --batch" if is_open else ""
         raise UsageError(f"--order {settings.resources.order}: {error}{more}") from error
 
 
@@ -264,8 +266,17 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
     )
 
 
-def shortage(target: Target, needs: Needs) -> str:
-    """Which budget is too small."""
+def staged(settings: TrainSettings, target: Target) -> int:
+    """Bytes of --ram that this machine keeps for copies between its disk tier and its GPUs, so that its budget of host memory lacks them."""
+    return 0 if target.rates is not None else staging_nbytes(len(gpus_of(settings)[0].parts), has_tier=target.storage)
+
+
+def shortage(target: Target, needs: Needs, staging: int = 0) -> str:
+    """Which budget is too small.
+
+    Args:
+        staging: see `staged`; counted, so that what is said to be needed is what --ram must be.
+    """
     if not needs.fits_task(target):
         data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)
         return (
@@ -275,19 +286,21 @@ def shortage(target: Target, needs: Needs) -> str:
     minimum = needs.minimum(target)
     short = [(name, budget) for name, budget in target.nodes if budget < minimum[name]]
     name, budget = next((each for each in short if each[0] == target.nodes[target.last][0]), short[0])
-    return f"the step needs {minimum[name]:,} B of {name} at least, more than its budget of {budget:,} B"
+    besides = staging if name == RAM else 0
+    return f"the step needs {minimum[name] + besides:,} B of {name} at least, more than its budget of {budget + besides:,} B"
 
 
 def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: Needs) -> list[str]:
-    """Changes of which each would make the step fit, checked where that is quick."""
-    minimum = needs.minimum(target)
+    """Changes of which each would make the step fit, checked where that is quick; of a resumed run, of what is not its checkpoint's."""
+    minimum, is_fixed = needs.minimum(target), bool(settings.checkpoints.resume)
+    minimum[RAM] += staged(settings, target)
     place = max(target.places, key=lambda at: target.nodes[at][1])
     is_last_short = needs.last(target) > target.nodes[target.last][1]
     more, alone = "", list[str]()  # what every change must bring besides, and those that are enough with it
     if not needs.fits_task(target):
         flag = "--ram" if target.nodes[place][0] == RAM else "--gpu-memory" if target.rates is None else "a device memory of"
         alone.append(f"{flag} {shown_size(minimum[target.nodes[place][0]])}")
-        alone += filter(None, [_smaller_tile(settings, config, target, needs)])
+        alone += filter(None, [] if is_fixed else [_smaller_tile(settings, config, target, needs)])
         if is_last_short and place != target.last:
             more = f" and {_larger_last(target, needs)[0]}"
     elif is_last_short:
@@ -295,7 +308,7 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
     else:
         alone.append(f"--ram {shown_size(max(minimum[RAM], int(1.1 * target.nodes[0][1])))}")
     found = [change + more for change in alone]
-    if is_last_short and settings.model.recompute == "none":
+    if is_last_short and settings.model.recompute == "none" and not is_fixed:
         resources = replace(settings.resources, order=AUTO if settings.resources.order != SUBMISSION else SUBMISSION)
         changed = replace(settings, model=replace(settings.model, recompute="block"), resources=resources)
         if least_needs(capture(changed, config, tiling_of(changed), min(2, count_minibatches(changed))), changed, target).fit(target):

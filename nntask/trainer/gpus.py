@@ -166,7 +166,7 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     nbytes = int(share * min(card.nbytes for card in found)) // split if share is not None else parse_size(text, "--gpu-memory")
     if nbytes > room:
         raise DoesNotFit(
-            f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {format_size(room)} that GPU {least.index} ({least.name}) has free for "
+            f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {room:,} B that GPU {least.index} ({least.name}) has free for "
             f"each of its {split} part{'' if split == 1 else 's'} beside {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end what else "
             "uses the card"
         )

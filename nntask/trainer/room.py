@@ -19,7 +19,7 @@ from ..autograd import no_grad
 from ..cache import KVCache
 from ..errors import DoesNotFit
 from ..tiling import default_tiling
-from .fitting import Needs, needs_of, no_collections, shortage, shown_size, untouched
+from .fitting import Needs, needs_of, no_collections, shortage, shown_size, staged, untouched
 from .gpus import device_class, gpus_of
 from .places import RAM, Target, this_machine
 from .rules import disk_of
@@ -112,14 +112,17 @@ def _check(machine: MachineSettings, needs: Callable[[int, int], Needs], batch: 
     Raises:
         DoesNotFit: it has not.
     """
-    target, found = this_machine(_settings(machine)), needs(batch, length)
+    settings = _settings(machine)
+    target, found = this_machine(settings), needs(batch, length)
     if found.fit(target):
         return
     flags = " or ".join(flag for flag, size in smaller.items() if size != (batch, length) and needs(*size).fit(target))
-    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{_more(target, found, machine)}")
+    staging = staged(settings, target)
+    more = _more(target, found, machine, staging)
+    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found, staging)}; {f'lower {flags}, or ' if flags else ''}{more}")
 
 
-def _more(target: Target, needs: Needs, machine: MachineSettings) -> str:
+def _more(target: Target, needs: Needs, machine: MachineSettings, staging: int) -> str:
     """What to raise, all of it; or the disk tier that would hold what host memory cannot."""
     minimum, fits_task = needs.minimum(target), needs.fits_task(target)
     largest = max(target.places, key=lambda at: target.nodes[at][1])
@@ -128,7 +131,7 @@ def _more(target: Target, needs: Needs, machine: MachineSettings) -> str:
     changes = []
     for at in short:
         name = target.nodes[at][0]
-        size = shown_size(minimum[name])
+        size = shown_size(minimum[name] + (staging if name == RAM else 0))
         disk = disk_of(machine.disk) if target.storage and at == target.last else None
         if disk is not None:
             changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk}) to at least {size}" + ("" if disk[1] else ", where as much is free"))

@@ -123,7 +123,8 @@ def _here(
             explainer = Explainer(runtime, explained, printer.say)
             return _go(running, Watchers(tracer.on_step, explainer.tell, tracer.is_edge, partial(tracer.write, engine.step)))
     except FAILURES as error:
-        raise told(error, runtime, settings.resources, _left_behind(prepared.run)) from error
+        lower = None if prepared.resumed is None else ""  # which has model and tiling of its checkpoint
+        raise told(error, runtime, settings.resources, _left_behind(prepared.run), lower=lower) from error
 
 
 def _on_cluster(prepared: Prepared, base: Base | None, cluster: Cluster, claim: Claim, printer: StepPrinter, interrupts: Interrupts) -> int:

@@ -109,7 +109,8 @@ def test_environment_variables_stand_in_for_flags():
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("12", 12), ("1KiB", 1024), ("2GiB", 2 << 30), ("1.5 MB", 1_500_000), ("3gb", 3_000_000_000), ("7B", 7)]
+    ("text", "nbytes"),
+    [("12", 12), ("1KiB", 1024), ("2GiB", 2 << 30), ("1.5 MB", 1_500_000), ("3gb", 3_000_000_000), ("7B", 7), ("8,392,704 B", 8_392_704)],
 )
 def test_sizes(text, nbytes):
     """Binary and decimal units, in any case."""
@@ -125,7 +126,7 @@ def test_the_example_is_what_was_meant(text, example):
         parse_size(text, "--ram")
 
 
-@pytest.mark.parametrize("text", ["12XB", "", "GiB", "-1GiB", "0", "1e9"])
+@pytest.mark.parametrize("text", ["12XB", "", "GiB", "-1GiB", "0", "1e9", "1,5GiB", "8,392.7 B"])
 def test_sizes_that_are_none(text):
     """The message names the flag and gives an example."""
     with pytest.raises(UsageError, match=r"--ram must be .*for example"):

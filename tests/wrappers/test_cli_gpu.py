@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import pytest
 from nntask.trainer import gpus
 from scheduler.core.errors import DoesNotFit
 from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu, choose_gpus, find_gpus
+from scheduler.drivers.disk import staging_nbytes
 from tiles.kernels import registry
 from tiles.kernels.cuda.compiling import KernelBuildError
 from wrappers.cli import main
@@ -98,6 +100,17 @@ def test_parts_of_a_card(cards: EmulatedCards, capsys: pytest.CaptureFixture[str
 
 
 @needs_compiler
+def test_the_ram_that_is_asked_for_is_enough_beside_staging(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies between disk and GPUs keep a part of --ram; what a refusal says is needed counts it, and is enough."""
+    tight = [*TRAIN[:-1], "--steps=1", "--gpu-memory=256KiB", "--disk=scratch:64MiB"]
+    staging = staging_nbytes(1, has_tier=True)
+    assert main([*tight, f"--ram={staging + 1}", "--run-dir=a"]) == 3
+    needed = re.search(r"needs ([\d,]+ B) of ram at least", capsys.readouterr().err)
+    assert needed is not None
+    assert main([*tight, f"--ram={needed[1]}", "--run-dir=a"]) == 0
+
+
+@needs_compiler
 def test_a_lost_device_ends_with_six_and_a_whole_checkpoint(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """The run goes on from it where the device works."""
     assert main([*TRAIN, "--steps=2", "--save-every=1", "--run-dir=run"]) == 0
@@ -144,8 +157,8 @@ def test_a_kernel_that_cannot_start(
     ("argv", "code", "words"),
     [
         ("--ngpu=3", 2, "--ngpu must be at most the number of GPUs that CUDA shows, got 3 and there are 2 (0: Emulated, 1: Emulated); lower it"),
-        ("--gpu-memory=7GiB", 3, "--gpu-memory 7GiB is 7 GiB a part, above the 5.5 GiB that GPU 0 (Emulated) has free"),
-        ("--gpu-memory=1.0", 3, "--gpu-memory 1.0 is 8 GiB a part, above the 5.5 GiB"),
+        ("--gpu-memory=7GiB", 3, "--gpu-memory 7GiB is 7 GiB a part, above the 5,905,580,032 B that GPU 0 (Emulated) has free"),
+        ("--gpu-memory=1.0", 3, "--gpu-memory 1.0 is 8 GiB a part, above the 5,905,580,032 B"),
         ("--gpu-memory=0.0", 2, "--gpu-memory must be a size, or a fraction of the card above 0 and up to 1.0, got 0.0"),
         ("--gpu-memory=8KiB", 3, "it would fit with --gpu-memory 1MiB"),
         ("--split-gpu=12", 3, "too little for 12 parts"),

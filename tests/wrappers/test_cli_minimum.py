@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,24 @@ def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.Capture
     assert main(["train", *flags, *RUN, f"--ram={ram - PAGE}", "--run-dir=b"]) == 3
     assert f"{ram:,} B of ram at least" in capsys.readouterr().err
     assert not Path("b").exists()
+
+
+def test_a_resumed_run_is_offered_what_it_accepts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tiles, minibatches and recomputation are its checkpoint's: memory alone is offered. What is offered is enough, and so are bytes as printed."""
+    flags = [flag for flag in FLAGS if not flag.startswith("--vocab-tile")]
+    assert main(["train", *flags, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=0", "--run-dir=a"]) == 0
+    begin, resume = ["train", *flags, *RUN, "--run-dir=b", "--ncpu=1"], ["train", "--resume=a", "--ncpu=1"]
+    assert main([*resume, "--steps=1000", "--ram=1MiB"]) == 3
+    needed = re.search(r"needs ([\d,]+ B) of ram at least", capsys.readouterr().err)
+    assert needed is not None
+    total = [f"--ram={int(needed[1][:-2].replace(',', '')) - PAGE}"]
+    task = ["--ram=200KiB", "--disk=scratch:1GiB"]
+    for budgets, smaller in ((total, "--recompute block"), (task, "--vocab-tile ")):
+        assert main([*begin, *budgets]) == 3
+        assert smaller in capsys.readouterr().err
+        assert main([*resume, "--steps=1000", *budgets]) == 3
+        err = capsys.readouterr().err
+        assert "it would fit with --ram " in err
+        assert not re.search(r"-tile|--recompute|--minibatch|--batch", err), err
+    assert main([*resume, f"--steps={STEPS + 1}", f"--ram={err.rpartition('--ram ')[2].strip()}", task[1]]) == 0
+    assert main([*resume, f"--steps={STEPS + 2}", f"--ram={needed[1]}"]) == 0

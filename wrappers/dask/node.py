@@ -219,9 +219,10 @@ class Node:
 
         target, needs = this_machine(self._settings), needs_of(self._engine.order.plan)
         if not needs.fit(target):
+            smaller = "" if self._settings.checkpoints.resume else "lower --minibatch, "  # a checkpoint has its tiling
             raise DoesNotFit(
-                f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, lower --minibatch, add "
-                "--disk DIR, or use more nodes"
+                f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, {smaller}add --disk DIR, "
+                "or use more nodes"
             )
 
     def _num_cpu(self, resources: Any) -> int:
@@ -395,4 +396,5 @@ class Node:
 
         if self._runtime is None or not isinstance(error, FAILURES):
             return error
-        return told(error, self._runtime, self._settings.resources, "the last checkpoint is safe")
+        lower = "" if self._settings.checkpoints.resume else None  # a checkpoint has its tiling
+        return told(error, self._runtime, self._settings.resources, "the last checkpoint is safe", lower=lower)
