@@ -26,7 +26,7 @@ class DiskTier:
     """An anonymous file that holds extents.
 
     Args:
-        directory: made if missing.
+        directory: made if missing, but not what it lies in, which may be mistyped.
 
     Attributes:
         is_direct: whether I/O bypasses the page cache.
@@ -37,7 +37,11 @@ class DiskTier:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            missing = self.directory.absolute().parent
+            raise FileNotFoundError(errno.ENOENT, f"there is no directory {missing} to make it in", str(self.directory)) from error
         self._fd, name = tempfile.mkstemp(prefix="nntask-", suffix=".tier", dir=self.directory)
         try:
             os.unlink(name)

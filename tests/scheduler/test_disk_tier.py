@@ -42,6 +42,13 @@ def test_pages_come_back(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_directory_is_made_but_not_what_it_lies_in(tmp_path: Path) -> None:
+    """A mistyped place is refused, named, and leaves nothing behind."""
+    with pytest.raises(FileNotFoundError, match=rf"there is no directory {tmp_path}/new/a to make it in"):
+        Runtime(1, ram=PAGES * PAGE, disk=tmp_path / "new" / "a" / "b")
+    assert not list(tmp_path.iterdir())
+
+
 def test_more_data_than_memory(kit, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Ten times the budget, written, changed and read back."""
     with Runtime(2, ram=PAGES * PAGE, disk=tmp_path) as runtime:

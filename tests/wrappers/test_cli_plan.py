@@ -131,6 +131,14 @@ def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tm
     assert "disk 1 GiB" in out
 
 
+@pytest.mark.parametrize("command", [["bench", "links", "--size=64MiB"], ["devices"], ["train", "--dry-run"]], ids=" ".join)
+def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rule for all commands: --disk makes a directory, not its parents, which may be mistyped; nothing is left behind."""
+    assert main([*command, "--disk=new/a/b"]) == 2
+    assert "--disk new/a/b cannot be made: there is no directory new/a; make it, or choose another place" in capsys.readouterr().err
+    assert not (folder / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -145,6 +153,7 @@ def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tm
             "--order foo: this step has no order 'foo'; it has submission",
         ),
         (["bench", "links", "--size=1MiB"], "--size must be at least 64MiB"),
+        (["bench", "links", "--size=64MiB", "--disk=tier:64MiB"], "--disk must be a directory here, got 'tier:64MiB'; use --disk tier, and --size"),
         (["bench", "overhead", "--tasks=1"], "--tasks must be at least 100"),
     ],
 )

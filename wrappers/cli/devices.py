@@ -80,6 +80,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
     from nntask.trainer.flops import gemm_peak
     from nntask.trainer.gpus import gpus_of
     from nntask.trainer.places import memory_bandwidth, open_store, this_machine
+    from nntask.trainer.prepare import check_disk
     from nntask.trainer.rules import check_values
     from nntask.trainer.settings import ResourceSettings, TrainSettings
     from scheduler.core.perf import DISK_LINK, MEMORY_LINK, Models
@@ -96,6 +97,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         )
     )
     check_values(asked)
+    check_disk(settings.disk)
     plan, why_not = gpus_of(asked)
     target = this_machine(asked)
     names = [*(name for name, _ in target.nodes), *(name for name in ("sim:0", "disk") if name not in dict(target.nodes))]

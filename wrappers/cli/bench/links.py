@@ -27,7 +27,7 @@ class LinksSettings:
     json: bool = False
     """print JSON"""
     disk: str = ""
-    """directory of the disk tier (default: the system's directory for temporary files)"""
+    """directory of the disk tier, made if missing (default: the system's directory for temporary files)"""
     repeats: int = 5
     """copies per size"""
     size: str = "256MiB"
@@ -43,12 +43,18 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     """
     from nntask.errors import StorageError, UsageError
     from nntask.sizes import parse_size
+    from nntask.trainer.prepare import check_disk
+    from nntask.trainer.rules import disk_of
 
     if settings.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {settings.repeats}; use --repeats 5")
     nbytes = parse_size(settings.size, "--size")
     if nbytes < 4 * max(SIZES):
         raise UsageError(f"--size must be at least 64MiB, got {settings.size}; use --size 256MiB")
+    check_disk(settings.disk)
+    disk = disk_of(settings.disk)
+    if disk is not None and disk[1] is not None:
+        raise UsageError(f"--disk must be a directory here, got {settings.disk!r}; use --disk {disk[0]}, and --size for the space to use")
     directory = settings.disk or tempfile.gettempdir()
     try:
         figures = measure(directory, nbytes, settings.repeats)
