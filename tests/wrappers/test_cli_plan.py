@@ -12,6 +12,7 @@ import pytest
 
 from tiles.kernels.cpu import onednn
 from wrappers.cli import main
+from wrappers.cli.bench import BENCHMARKS
 from wrappers.cli.bench.evict import EvictSettings
 from wrappers.cli.bench.evict import run as run_evict
 
@@ -81,6 +82,17 @@ def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=2", "--gpu-memory=1MiB", "--sim-bandwidth=1GB"]) == 2
     assert "--sim-gpu 2, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", list(BENCHMARKS))
+def test_the_usage_line_of_a_benchmark_is_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name once, then flags; a word behind it is refused."""
+    with pytest.raises(SystemExit) as end:
+        main(["bench", name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: nntask bench {name} [-h] [")
+    assert main(["bench", name, "again"]) == 2
+    assert "unexpected word 'again'" in capsys.readouterr().err
 
 
 def test_bench_evict() -> None:

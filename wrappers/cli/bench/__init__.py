@@ -45,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     if name not in BENCHMARKS:
         raise UsageError((f"unknown benchmark {name!r}; " if name else "which benchmark? ") + f"there are {', '.join(BENCHMARKS)}")
     module = importlib.import_module(f".{name}", __name__)
-    settings, _ = parse(getattr(module, BENCHMARKS[name]), argv, f"nntask bench {name}", words=("NAME",))
+    rest = [*argv[: argv.index(name)], *argv[argv.index(name) + 1 :]]
+    settings, _ = parse(getattr(module, BENCHMARKS[name]), rest, f"nntask bench {name}")
     found: tuple[dict[str, Any], list[str]] = module.run(settings)
     print(json.dumps(found[0], indent=1) if settings.json else "\n".join(found[1]))
     return 0
