@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.core.orders import candidates
 from tiles.kernels.cpu import onednn
 from wrappers.cli import main
 from wrappers.cli.bench import BENCHMARKS
 from wrappers.cli.bench.evict import EvictSettings
 from wrappers.cli.bench.evict import run as run_evict
+from wrappers.cli.bench.standard import captured, named
 
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 KEYS = ["feasible", "peak_bytes", "minimum_budget_bytes", "persistent_bytes", "moved_bytes_per_step", "tasks_per_step", "seconds_per_step"]
@@ -96,8 +98,10 @@ def test_the_usage_line_of_a_benchmark_is_what_it_takes(name: str, capsys: pytes
 
 
 def test_bench_evict() -> None:
-    """Every policy under several orders moves bytes; next-use moves the fewest in submission order; nothing is below the bound."""
+    """Every order of the step moves bytes, and every policy; next-use moves the fewest in submission order; nothing is below the bound."""
     figures, lines = run_evict(EvictSettings(model="tiny", batch=2, seq_len=32, budgets="4"))
+    orders = set(candidates(captured(named("tiny", 2, seq_len=32))))
+    assert {row["order"] for row in figures["rows"] if row["evict"] == "next-use"} == orders > {"submission", "layers", "forward"}
     rows = {(row["order"], row["evict"], row["sched"]): row for row in figures["rows"]}
     moved = {evict: rows["submission", evict, "prio"]["moved_bytes"] for evict in ("next-use", "lru", "fifo")}
     assert 0 < moved["next-use"] == min(moved.values())

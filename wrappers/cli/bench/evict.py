@@ -1,12 +1,13 @@
 """``nntask bench evict``: bytes that a recorded step moves to and from the disk tier under eviction policies and orders, in virtual time.
 
+Every order that the step has runs with the eviction policy `next-use`; the others run under the submission order, `layers` and the planned one.
 One worker, so that the executed order is the planned one, beside a lower bound for each order by linear programming (`bound`; needs SciPy). Bytes
 do not depend on durations except through prefetching, so tasks take what their operations take at a fixed rate, and copies 1 GB/s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EvictSettings:
-    """Compare eviction policies and orders by the bytes they move, beside a lower bound. Takes minutes."""
+    """Compare eviction policies and all orders of a step by the bytes they move, beside a lower bound. Takes minutes."""
 
     json: bool = False
     """print JSON"""
@@ -37,6 +38,7 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
         UsageError: a flag is wrong.
     """
     from nntask.errors import UsageError
+    from scheduler.core.orders import candidates
 
     from .standard import captured, named
 
@@ -49,16 +51,19 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
     if settings.batch < 1:
         raise UsageError(f"--batch must be at least 1, got {settings.batch}; use --batch 8")
     plan = captured(named(settings.model, settings.batch, seq_len=settings.seq_len))
-    needed = plan.needed_bytes()
-    rows = [row for part in parts for row in _rows(plan, part, settings.bound)]
+    needed, positions = plan.needed_bytes(), candidates(plan)
+    rows = [row for part in parts for row in _rows(plan, part, positions, settings.bound)]
     figures = {"needed_bytes": needed, "tasks": len(plan.tasks), "model": settings.model, "batch": settings.batch, "rows": rows}
     return figures, list(_lines(figures))
 
 
-def _rows(plan: Any, part: int, with_bound: bool) -> Iterator[dict[str, Any]]:
-    """Every combination at 1/part of what the step needs."""
+def _rows(plan: Any, part: int, positions: Mapping[str, list[int]], with_bound: bool) -> Iterator[dict[str, Any]]:
+    """Every order at 1/part of what the step needs, and every eviction policy under some of them.
+
+    Args:
+        positions: of the tasks, by order.
+    """
     from scheduler.core.errors import DoesNotFit
-    from scheduler.core.orders import candidates
     from scheduler.core.perf import Models
     from scheduler.drivers.virtual import simulate
     from scheduler.ordering import AUTO, SUBMISSION, plan_order
@@ -66,12 +71,10 @@ def _rows(plan: Any, part: int, with_bound: bool) -> Iterator[dict[str, Any]]:
     budget = plan.needed_bytes() // part
     models = Models()
     planned = plan_order(plan, AUTO, memory=budget, last=1 << 60, computes_on_last=False)
-    positions = candidates(plan)
-    orders = dict.fromkeys([SUBMISSION, "layers", planned.name])
-    bounds = {name: _bound(plan, positions[name], budget) if with_bound else None for name in orders}
-    for name in orders:
+    bounds = {name: _bound(plan, order, budget) if with_bound else None for name, order in positions.items()}
+    for name in positions:
         for evict, sched in (("next-use", "prio"), ("lru", "prio"), ("fifo", "prio"), ("lru", "eager")):
-            if sched == "eager" and name != SUBMISSION:
+            if (sched == "eager" and name != SUBMISSION) or (evict != "next-use" and name not in (SUBMISSION, "layers", planned.name)):
                 continue
             begin = perf_counter()
             chosen = plan_order(plan, name, memory=budget, last=1 << 60, computes_on_last=False)
