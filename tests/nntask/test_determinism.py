@@ -11,6 +11,7 @@ from nntask.models.config import GPT2Config
 from nntask.models.gpt2 import GPT2
 from nntask.optim import AdamW, decay_groups
 from nntask.tiling import ModelTiling
+from nntask.trainer.recorded import emit_training_step
 from scheduler import InlineRuntime, Runtime, TaskRuntime, Trace
 
 STEPS, BATCH, LENGTH, VOCAB = 20, 4, 16, 61
@@ -24,34 +25,26 @@ def batches() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32) for _ in range(STEPS)]
 
 
-def losses(runtime: TaskRuntime, steps: int = STEPS, order: str = "auto") -> list[tuple[bytes, bytes]]:
-    """Bits of the losses and gradient norms of so many clipped steps with dropout, two minibatches each."""
-    model = GPT2(CONFIG, TILING, runtime, seed=3)
+def losses(
+    runtime: TaskRuntime, steps: int = STEPS, order: str = "auto", minibatches: int = 2, tiling: ModelTiling = TILING
+) -> list[tuple[bytes, bytes]]:
+    """Bits of the losses and gradient norms of so many clipped steps with dropout, in so many minibatches each."""
+    model = GPT2(CONFIG, tiling, runtime, seed=3)
     optimizer = AdamW(decay_groups(model, 0.1), 3e-3, max_norm=1.0)
-    inputs = [model.input_tensors(BATCH // 2) for _ in range(2)]
-
-    def emit() -> tuple[list, object]:
-        model.train()
-        found = []
-        for number, (tokens, targets) in enumerate(inputs):
-            loss = model(tokens, targets, scale=0.5, minibatch=number)
-            loss.backward()
-            found.append(loss.data)
-        optimizer.step()
-        return found, optimizer.grad_norm
+    inputs = [model.input_tensors(BATCH // minibatches) for _ in range(minibatches)]
 
     if isinstance(runtime, Runtime):
         with runtime.record(order) as step:
-            outputs, norm = emit()
+            outputs, norm = emit_training_step(model, optimizer, inputs)
     seen, ticket = [], None
     for number, ids in enumerate(batches()[:steps]):
-        for (tokens, targets), part in zip(inputs, np.split(ids, 2), strict=True):
+        for (tokens, targets), part in zip(inputs, np.split(ids, minibatches), strict=True):
             tokens.write(part[:, :-1])
             targets.write(part[:, 1:])
         model.dropout_key.write(np.array([3, number], np.uint64))
         optimizer.prepare(number + 1, 3e-3)
         if not isinstance(runtime, Runtime):
-            outputs, norm = emit()
+            outputs, norm = emit_training_step(model, optimizer, inputs)
             seen.append((b"".join(loss.read().tobytes() for loss in outputs), norm.read().tobytes()))
             continue
         previous, ticket = ticket, step.replay()
