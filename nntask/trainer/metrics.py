@@ -116,6 +116,11 @@ class Totals:
     hit_rates: float = 0.0
 
     @property
+    def idle_seconds(self) -> float:
+        """Of all workers together, in no kernel and not stalled: in the runtime, or waiting for the result of a task or for the program."""
+        return max(self.wait_seconds - self.stall_seconds, 0.0)
+
+    @property
     def hit_rate(self) -> float:
         """Mean over the steps, which all have the same inputs."""
         return self.hit_rates / self.steps if self.steps else 1.0

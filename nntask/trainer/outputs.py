@@ -128,20 +128,17 @@ def versions() -> dict[str, str]:
     return found | kernel_versions()
 
 
-def summary_of(
-    whole: Totals, own: Totals, stats: Mapping[str, Any], overhead_us: float, tasks_per_step: int, fallbacks: Mapping[str, int]
-) -> dict[str, Any]:
+def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int]) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
         whole: sums over metrics.jsonl, resumed steps included.
         own: over the steps of this process.
         stats: counters of the runtime of this process.
-        overhead_us: microseconds per task that no kernel accounts for.
         tasks_per_step: each counted, also those that run as one.
         fallbacks: tasks of a step that ran on the CPU because they have no CUDA kernel, by name.
     """
-    outside = around(own, stats)
+    outside, tasks = around(own, stats), tasks_per_step * own.steps
     return {
         "steps": whole.steps,
         "tokens": whole.tokens,
@@ -158,7 +155,7 @@ def summary_of(
         **{f"{name}_around_steps": value for name, value in outside.items()},
         "tasks": stats["tasks"],
         "tasks_per_step": tasks_per_step,
-        "task_overhead_us": overhead_us,
+        "idle_us_per_task": own.idle_seconds / tasks * 1e6 if tasks else 0.0,
         "fallbacks": dict(fallbacks),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),

@@ -384,9 +384,7 @@ def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: S
 
 def _summarise(running: Running, loop: Loop, journal: Journal) -> None:
     """Write summary.json, whichever way the training ended."""
-    tasks = running.engine.num_tasks * max(journal.own.steps, 1)
-    overhead_us = journal.own.wait_seconds / tasks * 1e6
     write_summary(
         running.prepared.run,
-        summary_of(journal.whole, journal.own, running.runtime.stats(), overhead_us, running.engine.num_tasks, running.fallbacks),
+        summary_of(journal.whole, journal.own, running.runtime.stats(), running.engine.num_tasks, running.fallbacks),
     )

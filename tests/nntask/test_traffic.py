@@ -105,7 +105,7 @@ def test_lines_add_up_to_what_the_runtime_counted(devices: int, tmp_path: Path) 
         assert 0 <= line["stall_seconds"] <= line["wait_seconds"] + 1e-3
         assert all(0 < nbytes <= stats["budget_bytes"][node] for node, nbytes in line["resident_peak_bytes"].items() if node != "disk")
         assert all(nbytes <= stats["peak_bytes"][node] for node, nbytes in line["resident_peak_bytes"].items())
-    summary = summary_of(journal.whole, journal.own, stats, 0.0, 1, {})
+    summary = summary_of(journal.whole, journal.own, stats, 1, {})
     assert (summary["moved_bytes"], summary["evictions"]) == (dict(moved), evictions)
     assert Counter(summary["moved_bytes"]) + Counter(summary["moved_bytes_around_steps"]) == Counter(stats["moved_bytes"])
     assert summary["hit_rate"] == pytest.approx(np.mean([line["hit_rate"] for line in lines]))

@@ -401,9 +401,17 @@ def test_json_holds_no_number_that_json_does_not_know(tmp_path, value):
     assert [line[key] for key in ("loss", "grad_norm", "tflops", "tokens")] == [None, None, None, 1024]
     stats = {key: {"ram": value} for key in ("peak_bytes", "budget_bytes", "moved_bytes")}
     stats |= {"tasks": 1, "busy_seconds": {}, "evictions": 0, "stall_seconds": 0.0}
-    write_summary(tmp_path, summary_of(Totals(1, 1, 1.0, loss_last=value), Totals(), stats, value, 1, {}))
+    write_summary(tmp_path, summary_of(Totals(1, 1, 1.0, loss_last=value), Totals(1, wait_seconds=value), stats, 1, {}))
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
-    assert (summary["loss_last"], summary["task_overhead_us"], summary["peak_bytes"]) == (None, None, {"ram": None})
+    assert (summary["loss_last"], summary["peak_bytes"]) == (None, {"ram": None})
+
+
+def test_stalls_are_not_what_a_task_costs():
+    """summary.json says how long workers idle per task; waiting for data or room has a figure of its own, and no step is no time."""
+    stats = {key: {} for key in ("peak_bytes", "budget_bytes", "moved_bytes", "busy_seconds")} | {"tasks": 200, "evictions": 0, "stall_seconds": 0.75}
+    own = Totals(2, wait_seconds=1.0, stall_seconds=0.75)
+    assert summary_of(own, own, stats, 100, {})["idle_us_per_task"] == pytest.approx(1250)
+    assert summary_of(Totals(), Totals(), stats, 100, {})["idle_us_per_task"] == 0.0
 
 
 def test_a_journal_that_cannot_be_written_is_a_storage_error(tmp_path):
