@@ -30,12 +30,13 @@ class Copies:
         num_writing: of each node, copies from there towards the last tier.
     """
 
-    __slots__ = ("_by_target", "_last", "_queued", "moved_bytes", "num_writing")
+    __slots__ = ("_by_target", "_last", "_num_on", "_queued", "moved_bytes", "num_writing")
 
     def __init__(self, num_nodes: int, last: NodeId) -> None:
         self._last = last
         self._by_target: dict[Replica, _Copy] = {}
         self._queued: dict[tuple[NodeId, NodeId], int] = {}
+        self._num_on: dict[tuple[NodeId, NodeId], int] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
         self.num_writing = [0] * num_nodes
 
@@ -53,6 +54,10 @@ class Copies:
         """Copies that are on their way to a node."""
         return sum(target.node == node for target in self._by_target)
 
+    def num_on(self, source: NodeId, target: NodeId) -> int:
+        """Copies on their way over a link."""
+        return self._num_on.get((source, target), 0)
+
     def queued_bytes(self, source: NodeId, target: NodeId) -> int:
         """Bytes on their way over a link."""
         return self._queued.get((source, target), 0)
@@ -69,6 +74,7 @@ class Copies:
         link = (source.node, target.node)
         self.moved_bytes[link] = self.moved_bytes.get(link, 0) + handle.nbytes
         self._queued[link] = self._queued.get(link, 0) + handle.nbytes
+        self._num_on[link] = self._num_on.get(link, 0) + 1
         if self._is_down(link):
             self.num_writing[source.node] += 1
         return CopyTile(source, target)
@@ -84,6 +90,7 @@ class Copies:
             raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished that was not under way")
         link = (source.node, target.node)
         self._queued[link] -= source.handle.nbytes
+        self._num_on[link] -= 1
         if self._is_down(link):
             self.num_writing[source.node] -= 1
         target.arriving = False

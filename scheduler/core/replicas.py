@@ -109,6 +109,10 @@ class Replicas:
         """What users call a node."""
         return FILE_NAME if node == FILE else self.nodes[node].name
 
+    def is_memory(self, node: NodeId) -> bool:
+        """Whether a node is neither the disk tier nor files."""
+        return node != FILE and not self.nodes[node].is_storage
+
     def free_bytes(self, node: NodeId) -> int:
         """Bytes of the node's budget that nothing uses."""
         return self.nodes[node].budget - self.nodes[node].used

@@ -1,4 +1,4 @@
-"""Early write-backs: what the planned order will evict goes down while the link is idle, one at a time, and nothing else does."""
+"""Looking ahead: what the planned order will evict goes down while the link is idle, one at a time, and links carry few prefetches at once."""
 
 from __future__ import annotations
 
@@ -61,6 +61,30 @@ def test_the_end_of_a_write_back_starts_the_next_while_a_task_runs() -> None:
         driver.end(1)
     assert driver.running == [running]
     assert len(seen) >= 2
+    driver.drain()
+    driver.check()
+
+
+@pytest.mark.parametrize(("storage", "most"), [(False, 2), (True, 6)])
+def test_few_copies_queue_on_a_link_between_memories(storage: bool, most: int) -> None:
+    """What a task turns out to need at once would wait behind them; a disk serves several requests at a time."""
+    place = RAM if storage else SIM
+    driver = FakeDriver((600, 6000) if storage else (6000, 600), [("cpu" if storage else "sim", place, 1)], storage=storage)
+    tiles, all_of_it = [driver.handle(PAGES, f"x{at}") for at in range(12)], driver.handle(600)
+    for access in (*((tile, W) for tile in tiles), (all_of_it, SCRATCH)):
+        driver.submit(access)
+        driver.drain()
+    all_of_it.released = True
+    assert not any(place in tile.replicas for tile in tiles)
+    long = driver.handle(name="long")
+    driver.record([[(long, W)], *([(tile, R)] for tile in tiles)], {long: False}).replay()
+    assert [task.position for task in driver.running] == [0]
+    fetched: set[str] = set()
+    while driver.routes:
+        assert len(driver.routes) == min(most, len(tiles) - len(fetched))
+        fetched.add(driver.routes[0][0])
+        driver.end(1)
+    assert len(fetched) == len(tiles)
     driver.drain()
     driver.check()
 
