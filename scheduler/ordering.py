@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, cast
 
-from .core.forecast import Forecast, Pace, departures, forecast
+from .core.forecast import Forecast, Pace, Spill, departures, forecast
 from .core.machine import Machine
 from .core.orders import Repetition, candidates, named, repetition
 from .core.perf import Models
@@ -75,6 +75,7 @@ def pace_of(
     *,
     channels: int,
     task_seconds: TaskSeconds | None = None,
+    disk: tuple[NodeId, int] | None = None,
 ) -> Pace:
     """How fast a machine goes through a step, as its models have it.
 
@@ -83,6 +84,7 @@ def pace_of(
         below: the node that data comes from and leaves to; where tasks run nowhere else, what the step leaves in files still comes from there.
         channels: copies to and from it under way at once, if they share a link; 0 for links of their own, to and from each node where tasks run.
         task_seconds: instead of what the models say.
+        disk: the node under `below` that must hold all that lives, and the bytes of `below`; None where nothing is under it.
     """
     seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
     kinds = [kind for kind, _ in workers]
@@ -95,7 +97,12 @@ def pace_of(
     if places:
         read = lanes * TILE / models.transfer_seconds(below, places[0], TILE)
         write = inf if below == FILE else lanes * TILE / models.transfer_seconds(places[0], below, TILE)
-    return Pace(seconds, read, write, duplex=not channels)
+    spill = None
+    if places and disk is not None:
+        node, room = disk
+        read_spill, write_spill = (THREADS * TILE / models.transfer_seconds(*ends, TILE) for ends in ((node, places[0]), (places[0], node)))
+        spill = Spill(room, read_spill, write_spill)
+    return Pace(seconds, read, write, duplex=not channels, spill=spill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,8 @@ def reach_of(machine: Machine, models: Models) -> Reach:
     below = residency.last if RAM in places else RAM
     channels = THREADS if nodes[below].is_storage else 0
     memory = sum(nodes[place].budget for place in places) - (residency.readers_bytes if RAM in places else 0)
-    return Reach(places, memory, lambda plan: pace_of(plan, workers, below, models, channels=channels))
+    disk = (residency.last, nodes[RAM].budget - residency.readers_bytes) if residency.last not in (RAM, below) else None
+    return Reach(places, memory, lambda plan: pace_of(plan, workers, below, models, channels=channels, disk=disk))
 
 
 def reads_files(plan: StepPlan) -> bool:
@@ -243,7 +251,13 @@ def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, 
     if not plan.parts:
         return forecast(plan, memory, pace, only_files=only_files)
     share = _only(plan, _share(plan, num_devices))
-    one = forecast(share, memory // num_devices, None if pace is None else replace(pace, parts=num_devices))
+    if pace is not None:
+        pace = replace(pace, parts=num_devices)
+        if pace.spill is not None:  # what lives and does not fit is spread evenly; what several use lies there once
+            excess = last_tier_bytes(plan, computes=False) - pace.spill.room
+            room = max(0, last_tier_bytes(share, computes=False) - excess // num_devices)
+            pace = replace(pace, spill=replace(pace.spill, room=room))
+    one = forecast(share, memory // num_devices, pace)
     return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
 
 

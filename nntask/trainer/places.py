@@ -320,6 +320,7 @@ def pace_on(plan: StepPlan, target: Target) -> Pace:
         target.models,
         channels=target.channels if target.storage and below else 0,
         task_seconds=lambda task, kind: tables[kind][position[task]],
+        disk=(NodeId(target.last), target.nodes[0][1]) if target.storage and not below else None,
     )
 
 

@@ -6,6 +6,9 @@ memory holds what the running task touches and whatever of the rest fits; what c
 is clean memory. The machine does better than that: it writes early what will leave (`departures`), so where links bind a step takes up to a tenth
 less. Data that outlives the step is in the memory at the start as far as the step before left it there, so the step is run twice and the second
 run counts.
+
+Devices may have a disk under host memory (`Spill`). Host memory is no cache then: what leaves a device goes there while there is room, and else
+straight to the disk; it stays until it is overwritten or dead, and what is read comes from where it is.
 """
 
 from __future__ import annotations
@@ -44,6 +47,20 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
+class Spill:
+    """A disk under the tier below, which takes what that has no room for; both directions share it.
+
+    Attributes:
+        room: bytes of the tier below.
+        read, write: bytes per second from and to the disk.
+    """
+
+    room: int
+    read: float
+    write: float
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """How fast a machine computes and moves.
 
@@ -52,6 +69,7 @@ class Pace:
         read, write: bytes per second from and to the tier below, over all links together.
         duplex: whether both directions go at once.
         parts: of how many equal parts of the machine only one is looked at.
+        spill: the disk under a duplex tier below; None where there is none.
     """
 
     seconds: Mapping[RecordedTask, float]
@@ -59,6 +77,7 @@ class Pace:
     write: float
     duplex: bool
     parts: int = 1
+    spill: Spill | None = None
 
 
 class _Clock:
@@ -76,16 +95,23 @@ class _Clock:
         self._fetched = 0
         self._horizon = 0.0
 
-    def run(self, task: RecordedTask, read: int, written: int) -> None:
-        """A task runs, after `read` bytes were fetched and `written` have left their room."""
+    def run(self, task: RecordedTask, read: int, written: int, far_read: int = 0, far_written: int = 0) -> None:
+        """A task runs, after `read` bytes were fetched and `written` have left their room, the far ones of them from and to the disk below."""
         pace = self.pace
-        reading, writing = read * pace.parts / pace.read, written * pace.parts / pace.write
-        spare = self.backlog * pace.parts / pace.write
+        reading, writing = (read - far_read) * pace.parts / pace.read, (written - far_written) * pace.parts / pace.write
+        spare, far_reading = self.backlog * pace.parts / pace.write, 0.0
+        if pace.spill is not None and (far_read or far_written):
+            spare = self.backlog * pace.parts / pace.spill.write
+            far_reading = far_read * pace.parts / pace.spill.read
+            reading += far_reading
+            writing += far_written * pace.parts / pace.spill.write
         if pace.duplex:
             if written:
                 self.writes = max(self.writes, self._horizon) + writing
             if read:
                 self.reads = max(self.reads, self._horizon, self.writes - spare) + reading
+            if far_reading:  # the disk does nothing else meanwhile
+                self.writes = max(self.writes, self._horizon) + far_reading
         elif read or written:  # one after the other until `writes`; reads overtake what still waits to be written
             self.reads = max(self.reads, self._horizon, self.writes - spare) + reading
             self.writes = max(self.writes, self._horizon) + reading + writing
@@ -99,17 +125,54 @@ class _Clock:
             self._fetched -= nbytes
 
 
+class _Below:
+    """The tier below, and the disk under it.
+
+    Args:
+        room: bytes of the tier below.
+
+    Attributes:
+        spilled: what is on the disk.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.spilled: set[HandleRecord] = set()
+        self._held: set[HandleRecord] = set()
+
+    def take(self, handle: HandleRecord) -> bool:
+        """Hold a tile, on the disk if there is no room above it; returns whether there was."""
+        if handle.size > self.room:
+            self.spilled.add(handle)
+            return False
+        self.room -= handle.size
+        self._held.add(handle)
+        return True
+
+    def forget(self, handle: HandleRecord) -> None:
+        """What is here of a tile, if anything, is worth nothing any more."""
+        self.spilled.discard(handle)
+        if handle in self._held:
+            self._held.remove(handle)
+            self.room += handle.size
+
+
 class _Memory:
     """Tiles in a memory of so many bytes, and when each is used next.
 
+    Args:
+        below: None where there is no disk under it.
+
     Attributes:
+        read, written: bytes from and to what is below; of them, `far_read` and `far_written` from and to the disk under it.
         gone: what was let go, and when it is used next.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, below: _Below | None = None) -> None:
         self.capacity = capacity
+        self.below = below
         self.used = 0
-        self.read = self.written = 0
+        self.read = self.written = self.far_read = self.far_written = 0
         self.next_use: dict[HandleRecord, int] = {}  # of what is resident
         self.dirty: set[HandleRecord] = set()
         self.gone: list[tuple[HandleRecord, int]] = []
@@ -122,7 +185,10 @@ class _Memory:
             del self.next_use[handle]
             return
         self.used += handle.size
-        self.read += handle.size if reads else 0
+        if reads:
+            self.read += handle.size
+            if self.below is not None and handle in self.below.spilled:
+                self.far_read += handle.size
 
     def leave(self, handle: HandleRecord, next_use: int, *, written: bool, stays: bool) -> None:
         """A task is done with a tile, which may go unless it `stays`; it is used next at `next_use`, counted in tasks from the start."""
@@ -131,6 +197,8 @@ class _Memory:
             return
         if written:
             self.dirty.add(handle)
+            if self.below is not None:
+                self.below.forget(handle)
         self._by_id[handle.id] = handle
         heapq.heappush(self._heaps[handle in self.dirty], (-next_use, handle.id))
 
@@ -139,6 +207,8 @@ class _Memory:
         self.used -= handle.size
         self.next_use.pop(handle, None)
         self.dirty.discard(handle)
+        if self.below is not None:
+            self.below.forget(handle)
 
     def make_room(self, now: int) -> None:
         """Let tiles go until the rest fits."""
@@ -154,6 +224,8 @@ class _Memory:
             self.used -= handle.size
             if which:
                 self.written += handle.size
+                if self.below is not None and not self.below.take(handle):
+                    self.far_written += handle.size
                 self.dirty.discard(handle)
 
     def _top(self, which: int) -> tuple[int, int] | None:
@@ -188,7 +260,10 @@ def departures(plan: StepPlan, budget: int) -> dict[HandleRecord, set[int]]:
 
 def _run(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: bool = False) -> tuple[Forecast, list[tuple[HandleRecord, int]]]:
     """`forecast`, and what left in the run that counts, with the task that uses it next, counted from the first run's start."""
-    memory = _Memory(int(budget * SHARE))
+    below = None
+    if pace is not None and pace.spill is not None:
+        below = _filled(plan, int(pace.spill.room * SHARE) - budget // CLEAN)  # what is written early lies in both
+    memory = _Memory(int(budget * SHARE), below)
     clock = None if pace is None else _Clock(pace, budget // AHEAD, budget // CLEAN)
     period = len(plan.tasks)
     before = (0, 0, 0.0)
@@ -199,6 +274,7 @@ def _run(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: b
         for position, task in enumerate(plan.tasks):
             now = start + position
             read, written, scratch = memory.read, memory.written, 0
+            far_read, far_written = memory.far_read, memory.far_written
             for handle, mode in task.accesses:
                 if mode == SCRATCH:
                     scratch += handle.size
@@ -208,7 +284,7 @@ def _run(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: b
             memory.make_room(now)
             memory.used -= scratch
             if clock is not None:
-                clock.run(task, memory.read - read, memory.written - written)
+                clock.run(task, memory.read - read, memory.written - written, memory.far_read - far_read, memory.far_written - far_written)
             for handle, mode in task.accesses:
                 if mode == SCRATCH:
                     continue
@@ -222,3 +298,12 @@ def _run(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: b
                 else:
                     memory.leave(handle, start + period + use.positions[0], written=mode != "R", stays=stays)
     return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0), memory.gone
+
+
+def _filled(plan: StepPlan, room: int) -> _Below:
+    """The tier below as it is at the start: it holds what is used first of the data that there is."""
+    below = _Below(room)
+    for handle, use in plan.uses.items():
+        if use.needs_data and handle not in plan.owned and not plan.stays_in_file(handle):
+            below.take(handle)
+    return below

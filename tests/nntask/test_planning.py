@@ -162,6 +162,24 @@ def test_imaginary_machines() -> None:
     assert not plan_run(tight, CONFIG, imaginary("2x64MiB", tight))["feasible"]
 
 
+@pytest.mark.parametrize("devices", ["1x24MiB@1TF", "2x24MiB@1TF"])
+def test_the_order_is_chosen_by_the_disk_where_ram_is_short(devices: str) -> None:
+    """Imaginary devices over a RAM that cannot hold what lives: the forecast is of the disk, too, near virtual time; with room, of links."""
+    large = replace(CONFIG, n_embd=512)
+
+    def plan(ram: str, disk: str) -> dict[str, Any]:
+        asked = settings(ncpu=None, ram=ram, disk=disk)
+        asked = replace(asked, tiling=replace(asked.tiling, embd_tile=512, inner_tile=1024, head_tile=4, vocab_tile=512))
+        return plan_run(asked, large, imaginary(devices, asked))
+
+    alone, roomy, short = plan("1GiB", ""), plan("1GiB", "scratch:1GiB"), plan("32MiB", "scratch:1GiB")
+    for key in ("order", "forecast_seconds", "forecast_bytes"):
+        assert roomy[key] == alone[key]
+    assert short["moved_bytes_per_step"]["disk->gpu:0"] > 0
+    assert short["seconds_per_step"] > 4 * roomy["seconds_per_step"]
+    assert short["seconds_per_step"] / 2.5 <= short["forecast_seconds"][short["order"]] <= 1.5 * short["seconds_per_step"]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_orders import PAGE, toy_step
 
 from scheduler.capture import CapturingRuntime
-from scheduler.core.forecast import Pace, departures, forecast
+from scheduler.core.forecast import Pace, Spill, departures, forecast
 from scheduler.core.orders import candidates
 from scheduler.core.records import FILE, Replica, W
 from scheduler.core.steps import StepPlan
@@ -62,6 +64,37 @@ def test_close_to_the_machine_in_virtual_time(name: str, rate: float) -> None:
     foreseen = forecast(plan, budget, speed)
     plan.foresee(departures(plan, budget))
     assert foreseen.seconds == pytest.approx(in_virtual_time(plan, budget, speed).seconds, rel=0.3)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("name", ["submission", "eager-update", "layers", "turn:4/8"])
+def test_a_disk_under_host_memory_is_as_slow_as_in_virtual_time(name: str, share: float) -> None:
+    """A device over a host memory that holds a part, over a slow disk: near what the whole machine takes, which moves more, and beyond the links'."""
+    plan, budget, links = ordered(name), STEP.needed_bytes() // 3, pace(16.0)
+    room, disk = int(share * STEP.needed_bytes()), links.read / 16
+    foreseen = forecast(plan, budget, replace(links, spill=Spill(room, disk, disk)))
+    plan.foresee(departures(plan, budget))
+    found = simulate(
+        plan,
+        workers=[("cpu", 1, 3)],
+        nodes=[("ram", room), ("sim:0", budget), ("disk", 1 << 40)],
+        policy="reuse",
+        duration=lambda task, kind: SECONDS,
+        transfer=lambda source, target, nbytes: nbytes / (disk / 4 if 2 in (source, target) else links.read),
+        storage=True,
+        channels=4,
+        replays=3,
+        ahead=True,
+    )
+    assert found.seconds / 2.5 <= foreseen.seconds <= 1.25 * found.seconds
+    assert foreseen.seconds > forecast(plan, budget, links).seconds
+
+
+@pytest.mark.parametrize("name", ["submission", "layers"])
+def test_a_disk_under_a_host_memory_with_room_changes_nothing(name: str) -> None:
+    """The same bytes and the same seconds, to the last bit."""
+    plan, budget, links = ordered(name), STEP.needed_bytes() // 3, pace(2.0)
+    assert forecast(plan, budget, replace(links, spill=Spill(1 << 40, 1.0, 1.0))) == forecast(plan, budget, links)
 
 
 def in_virtual_time(plan: StepPlan, budget: int, speed: Pace) -> Simulation:
