@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from scheduler.core.forecast import Pace
-from scheduler.core.perf import Models, Rate, footprint
+from scheduler.core.perf import DISK_LINK, Models, Rate, footprint
 from scheduler.core.policies import choose
 from scheduler.core.records import NodeId, Task, WorkerKind
 from scheduler.core.steps import RecordedTask, StepPlan
@@ -50,6 +50,8 @@ DEVICE_FLOPS: Final = 1e14
 """Flop/s of an imaginary device that does not say, and of a real one before it has been measured."""
 DEFAULT_LINK: Final = "25GB/s"
 """Between host memory and each imaginary device, in each direction."""
+DEFAULT_DISK_RATE: Final = "1.6GB/s"
+"""From and to the disk of an imaginary machine, all requests in flight and both directions together."""
 BOUNDLESS: Final = 1 << 50
 """Bytes of an imaginary disk that does not say."""
 
@@ -114,6 +116,21 @@ class Target:
         """Requests in flight of the disk tier."""
         return THREADS
 
+    @property
+    def is_imaginary(self) -> bool:
+        """Whether it is given, and nobody measures it."""
+        return self.rates is not None
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second of each link between host memory and a device, in each direction."""
+        return self.models.links[NodeId(0), NodeId(1)].bandwidth
+
+    @property
+    def disk_rate(self) -> float:
+        """Bytes per second from and to the disk tier, all requests in flight together."""
+        return self.channels * self.models.links[NodeId(self.last), NodeId(0)].bandwidth
+
     def policy(self, sched: str) -> str:
         """The scheduling policy that `sched` stands for."""
         return choose(sum(node > 0 for node in self.places)) if sched == "auto" else sched
@@ -167,19 +184,23 @@ def cannot_reserve(resources: ResourceSettings, error: Exception) -> DoesNotFit:
     return DoesNotFit(f"{flags} cannot be reserved: {error}")
 
 
-def imaginary(devices: str, settings: TrainSettings, link: str = "") -> Target:
+def imaginary(devices: str, settings: TrainSettings, link: str = "", disk_rate: str = "") -> Target:
     """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them.
 
     Args:
         devices: ``[COUNTx]MEMORY[@FLOPS]``, for example ``8x80GiB@150TF``.
         link: bytes per second of each link, for example ``55GB/s``.
+        disk_rate: bytes per second of the disk tier, all requests in flight together.
 
     Raises:
-        UsageError: a text is not of its form.
+        UsageError: a text is not of its form, or there is no disk.
     """
     count, memory, flops = parse_devices(devices)
     bandwidth = parse_rate(link or DEFAULT_LINK, "--link")
+    of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     resources = settings.resources
+    if disk_rate and not resources.disk:
+        raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk DIR:SIZE, or drop it")
     ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
     nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
     disk = disk_of(resources.disk)
@@ -188,7 +209,7 @@ def imaginary(devices: str, settings: TrainSettings, link: str = "") -> Target:
     workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]
     workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
     models = Models()
-    models.declare_links(len(nodes), storage=disk is not None, given=(1e-5, bandwidth))
+    models.declare_links(len(nodes), storage=disk is not None, given=(1e-5, bandwidth), disk=(DISK_LINK[0], of_disk / THREADS))
     return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
 
 

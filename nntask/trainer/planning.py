@@ -146,6 +146,8 @@ def _figures(
         "order": order.name,
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
+        "link_bytes_per_second": target.link_rate if target.is_imaginary else None,
+        "disk_bytes_per_second": target.disk_rate if target.is_imaginary and target.storage else None,
         "policy": target.policy(settings.resources.sched),
         "evict": settings.resources.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),

@@ -343,18 +343,22 @@ class Models:
         """Take note of how long a copy took once it had the link to itself."""
         self._link(source, target).add(nbytes, seconds)
 
-    def declare_links(self, num_nodes: int, *, storage: bool, given: tuple[float, float] | None = None) -> None:
+    def declare_links(
+        self, num_nodes: int, *, storage: bool, given: tuple[float, float] | None = None, disk: tuple[float, float] | None = None
+    ) -> None:
         """Say what is known of the links between nodes before any copy; where copies have been measured, they know better.
 
         Args:
             storage: whether the last node is a disk tier.
             given: latency in seconds and bytes per second of every link between memories, if they are simulated or imaginary.
+            disk: the same of each request in flight of the disk tier, if that is imaginary.
         """
         for source, target in permutations(range(num_nodes), 2):
             ends = NodeId(source), NodeId(target)
             is_disk = storage and num_nodes - 1 in ends
-            if given is not None and not is_disk:
-                self.links[ends] = LinkModel(*given, is_given=True)
+            known = disk if is_disk else given
+            if known is not None:
+                self.links[ends] = LinkModel(*known, is_given=True)
             else:
                 self._declare(ends, DISK_LINK if is_disk else MEMORY_LINK)
         for target in range(num_nodes):

@@ -32,6 +32,9 @@ BLOCKS = [
 ]
 OTHER_FLAGS = {
     "help",
+    "devices",
+    "link",
+    "disk-rate",
     "check",
     "rounds",
     "steps",

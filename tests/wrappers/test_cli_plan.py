@@ -80,6 +80,7 @@ def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[st
     assert plan["budget_bytes"] == {"ram": 1 << 30, "gpu:0": 4 << 20, "gpu:1": 4 << 20}
     assert main(["plan", config, "--link=1GB/s"]) == 2
     assert "--link 1GB/s is about imaginary devices" in capsys.readouterr().err
+    assert (plan["link_bytes_per_second"], plan["disk_bytes_per_second"]) == (1e9, None)
     assert main(["plan", config, "--devices=many"]) == 2
     capsys.readouterr()
     assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=2", "--gpu-memory=1MiB", "--sim-bandwidth=1GB"]) == 2
@@ -95,6 +96,28 @@ def test_the_usage_line_of_a_benchmark_is_what_it_takes(name: str, capsys: pytes
     assert capsys.readouterr().out.startswith(f"usage: nntask bench {name} [-h] [")
     assert main(["bench", name, "again"]) == 2
     assert "unexpected word 'again'" in capsys.readouterr().err
+
+
+def test_the_disk_of_an_imaginary_machine_has_a_rate(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--disk-rate is that of all requests together, printed with the links'; a slower disk takes longer, and a rate of no disk is a mistake."""
+    flags = ["plan", config, "--batch=4", "--minibatch=1", "--devices=1x192KiB@1GF", "--ram=128KiB", "--disk=scratch:1GiB"]
+    seconds = []
+    for rate, nbytes in (([], 1.6e9), (["--disk-rate=20MB/s"], 20e6)):
+        assert main([*flags, *rate, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert (plan["link_bytes_per_second"], plan["disk_bytes_per_second"]) == (25e9, nbytes)
+        seconds.append((plan["seconds_per_step"], plan["forecast_seconds"][plan["order"]]))
+    assert seconds[1][0] > seconds[0][0]
+    assert seconds[1][1] > seconds[0][1]
+    assert main([*flags, "--disk-rate=6GB/s"]) == 0
+    assert "rates               25 GB/s between RAM and each device, in each direction; disk 6 GB/s, all requests together" in capsys.readouterr().out
+    for wrong, words in (
+        (["plan", config, "--disk-rate=6GB/s"], "--disk-rate 6GB/s is about the disk of an imaginary machine, and this one's is measured"),
+        (["plan", config, "--devices=1x4MiB", "--disk-rate=6GB/s"], "--disk-rate 6GB/s is about the disk of an imaginary machine and it has none"),
+        ([*flags, "--disk-rate=quick"], "--disk-rate must be bytes per second, got 'quick'"),
+    ):
+        assert main(wrong) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_bench_evict() -> None:

@@ -25,7 +25,9 @@ class _Help:
     devices: str = ""
     """plan for an imaginary machine of devices, [COUNTx]MEMORY[@FLOPS], e.g. 8x80GiB@150TF; --ram and --disk are then imaginary too"""
     link: str = ""
-    """bytes per second between host memory and each imaginary device, e.g. 55GB/s (default 25GB/s)"""
+    """bytes per second between host memory and each imaginary device, in each direction, e.g. 55GB/s (default 25GB/s)"""
+    disk_rate: str = ""
+    """bytes per second of the imaginary --disk, all its requests in flight and both directions together, e.g. 6GB/s (default 1.6GB/s)"""
     json: bool = False
     """print JSON"""
 
@@ -40,15 +42,19 @@ def run(argv: Sequence[str]) -> int:
     if any(token in ("-h", "--help") for token in argv):
         show_help(_Help, "nntask plan")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    asked = request(argv, os.environ, extra={"json": bool, "devices": str, "link": str})
+    asked = request(argv, os.environ, extra={"json": bool, "devices": str, "link": str, "disk-rate": str})
     from nntask.errors import DoesNotFit, UsageError
     from nntask.trainer.places import imaginary
     from nntask.trainer.planning import plan_run
     from nntask.trainer.prepare import open_tiles
 
-    devices, link = asked.extra["devices"], asked.extra["link"]
+    devices, link, disk_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate"))
     if link and not devices:
         raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
+    if disk_rate and not devices:
+        raise UsageError(
+            f"--disk-rate {disk_rate} is about the disk of an imaginary machine, and this one's is measured; add --devices 8x80GiB@150TF, or drop it"
+        )
     if dask := asked.settings.cluster.dask:
         raise UsageError(
             f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
@@ -65,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
                 "--auto-tile measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with "
                 "nntask train --dry-run --auto-tile measured"
             )
-        target = imaginary(devices, asked.settings, link) if devices else None
+        target = imaginary(devices, asked.settings, link, disk_rate) if devices else None
         figures = plan_run(asked.settings, asked.config, target)
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
     if not figures["feasible"]:
@@ -83,6 +89,10 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"tasks per step      {figures['tasks_per_step']:,}"
     yield "tiles               " + ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
     yield "workers             " + ", ".join(f"{count} x {name}" for name, count in figures["workers"].items()) + f"; policy {figures['policy']}"
+    if figures["link_bytes_per_second"] is not None:
+        disk = figures["disk_bytes_per_second"]
+        text = f"{figures['link_bytes_per_second'] / 1e9:.3g} GB/s between RAM and each device, in each direction"
+        yield f"rates               {text}" + (f"; disk {disk / 1e9:.3g} GB/s, all requests together" if disk is not None else "")
     yield (
         f"needed              {format_size(figures['needed_bytes'])} at once where nothing moves, in order {figures['order']}; most of each kind "
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
