@@ -38,7 +38,7 @@ from ..sizes import format_size, parse_size
 from ..tiling import divisors, even, whole_groups
 from .flops import gemm_peak
 from .gpus import gpus_of, num_cpu_workers
-from .rules import disk_of
+from .rules import disk_of, imaginary_disk_of
 from .settings import ResourceSettings, TrainSettings
 
 RAM: Final = "ram"
@@ -53,7 +53,7 @@ DEFAULT_LINK: Final = "25GB/s"
 DEFAULT_DISK_RATE: Final = "1.6GB/s"
 """From and to the disk of an imaginary machine, all requests in flight and both directions together."""
 BOUNDLESS: Final = 1 << 50
-"""Bytes of an imaginary disk that does not say."""
+"""Bytes of an imaginary RAM or disk that does not say."""
 
 COARSE_SHARE: Final = 128
 """A weight tile of an imaginary device takes at most this fraction of its memory."""
@@ -200,10 +200,10 @@ def imaginary(devices: str, settings: TrainSettings, link: str = "", disk_rate: 
     of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     resources = settings.resources
     if disk_rate and not resources.disk:
-        raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk DIR:SIZE, or drop it")
+        raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it")
     ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
     nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
-    disk = disk_of(resources.disk)
+    disk = imaginary_disk_of(resources.disk)
     if disk is not None:
         nodes.append((DISK, disk[1] or BOUNDLESS))
     workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]

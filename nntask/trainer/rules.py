@@ -97,8 +97,11 @@ def check_prompt(prompt: str) -> None:
         raise UsageError(f"--prompt must be text in UTF-8, got other bytes at character {error.start}; use a terminal in UTF-8") from None
 
 
-def check_values(settings: TrainSettings) -> None:
+def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None:
     """Check every value on its own; needs no model.
+
+    Args:
+        is_imaginary: whether they are of a machine that nobody has, whose --disk is a size.
 
     Raises:
         UsageError: the first one that breaks its rule.
@@ -132,7 +135,7 @@ def check_values(settings: TrainSettings) -> None:
             raise UsageError(f"--gpu-memory must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB")
         if text and not is_share:
             parse_size(text, flag)
-    disk_of(resources.disk)
+    (imaginary_disk_of if is_imaginary else disk_of)(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
         raise UsageError(
             f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
@@ -265,16 +268,41 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
     """Directory and size in bytes of --disk, None for no disk tier.
 
     Raises:
-        UsageError: it names no directory, or a size that is none.
+        UsageError: it names no directory, or a size that is none, or a size where the directory should stand.
     """
     if not text:
         return None
     directory, colon, size = text.rpartition(":")
     if not colon or "/" in size:
+        if _is_size(text) and not Path(text).exists():
+            raise UsageError(
+                f"--disk must be DIR or DIR:SIZE, got {text!r}, which is a size and no directory that there is; "
+                f"for example scratch:{text}, or ./{text} for a directory of that name"
+            )
         return Path(text), None
     if not directory or not size:
         raise UsageError(f"--disk must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB")
     return Path(directory), parse_size(size, "--disk")
+
+
+def imaginary_disk_of(text: str) -> tuple[str, int | None] | None:
+    """What --disk says of a machine that nobody has: the directory, of which nothing is asked, and the size in bytes; None for no disk tier.
+
+    Raises:
+        UsageError: it names a size that is none.
+    """
+    if _is_size(text):
+        return "", parse_size(text, "--disk")
+    disk = disk_of(text)
+    return None if disk is None else (str(disk[0]), disk[1])
+
+
+def _is_size(text: str) -> bool:
+    try:
+        parse_size(text, "--disk")
+    except UsageError:
+        return False
+    return True
 
 
 def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ import pytest
 
 from nntask.errors import DataError, UsageError
 from nntask.trainer.machine import does_not_fit
-from nntask.trainer.rules import check_values, disk_of, resolve
+from nntask.trainer.rules import check_values, disk_of, imaginary_disk_of, resolve
 from nntask.trainer.settings import TrainSettings, differences, from_dict
 from scheduler.core.errors import DoesNotFit as NoRoom
 from wrappers.cli.flags import build, scan, table_of
@@ -136,6 +136,23 @@ def test_differences_name_locked_flags_only():
 def test_a_disk_is_a_directory_and_perhaps_a_size(text, place):
     """A colon inside a path is part of the path."""
     assert disk_of(text) == (None if place is None else (Path(place[0]), place[1]))
+
+
+def test_a_size_is_no_directory(tmp_path, monkeypatch):
+    """--disk 500GiB means 500 GiB to whoever types it, unless there is a directory of that name; of an imaginary machine it is the size."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"--disk must be DIR or DIR:SIZE, got '500GiB', which is a size .* for example scratch:500GiB, or ./500GiB"):
+        check_values(settings("--disk=500GiB"))
+    check_values(settings("--disk=500GiB"), is_imaginary=True)
+    assert disk_of("./500GiB") == (Path("500GiB"), None)
+    assert [imaginary_disk_of(text) for text in ("500GiB", "scratch:1GB", "scratch", "")] == [
+        ("", 500 << 30),
+        ("scratch", 10**9),
+        ("scratch", None),
+        None,
+    ]
+    Path("500GiB").mkdir()
+    assert disk_of("500GiB") == (Path("500GiB"), None)
 
 
 @pytest.mark.parametrize("order", ["auto", "submission", "layers", "layers:2", "eager-update", "turn:2/8", "forward"])

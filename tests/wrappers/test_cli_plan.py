@@ -120,6 +120,19 @@ def test_the_disk_of_an_imaginary_machine_has_a_rate(config: str, capsys: pytest
         assert words in capsys.readouterr().err
 
 
+def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--disk 2TB is as large as that; memory that does not say is boundless; on this machine a size is no directory."""
+    flags = ["plan", config, "--batch=4", "--devices=1x4MiB"]
+    assert main([*flags, "--disk=2TB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget_bytes"]["disk"] == 2 * 10**12
+    assert main([*flags, "--disk=2TB"]) == 0
+    out = capsys.readouterr().out
+    assert "ram                 budget boundless, at least" in out
+    assert "disk                budget 1.82 TiB, at least" in out
+    assert main(["plan", config, "--disk=2TB"]) == 2
+    assert "--disk must be DIR or DIR:SIZE, got '2TB', which is a size" in capsys.readouterr().err
+
+
 def test_bench_evict() -> None:
     """Every order of the step moves bytes, and every policy; next-use moves the fewest in submission order; nothing is below the bound."""
     figures, lines = run_evict(EvictSettings(model="tiny", batch=2, seq_len=32, budgets="4"))

@@ -60,7 +60,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
     """Settings and model config of a command line.
 
     Args:
-        extra: flags that the command has besides: switches (bool) and texts (str).
+        extra: flags that the command has besides: switches (bool) and texts (str). With `devices`, the machine is an imaginary one.
 
     Raises:
         UsageError: a flag or value is wrong.
@@ -94,7 +94,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
             raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
         values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
-        check_values(settings)
+        check_values(settings, is_imaginary=bool(besides.get("devices")))
         return Request(settings, model_config(settings, explicit, resumed), resumed, besides, sources)
 
 

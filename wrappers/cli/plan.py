@@ -23,7 +23,7 @@ class _Help:
     config: str = ""
     """TOML file with any of these flags; the environment and the command line are stronger"""
     devices: str = ""
-    """plan for an imaginary machine of devices, [COUNTx]MEMORY[@FLOPS], e.g. 8x80GiB@150TF; --ram and --disk are then imaginary too"""
+    """plan for an imaginary machine of devices, [COUNTx]MEMORY[@FLOPS], e.g. 8x80GiB@150TF; --ram and --disk (a SIZE) are then imaginary too"""
     link: str = ""
     """bytes per second between host memory and each imaginary device, in each direction, e.g. 55GB/s (default 25GB/s)"""
     disk_rate: str = ""
@@ -82,6 +82,7 @@ def run(argv: Sequence[str]) -> int:
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
     from nntask.sizes import format_size
+    from nntask.trainer.places import BOUNDLESS
 
     yield f"parameters          {figures['parameters']:,}"
     if figures["trained_parameters"] != figures["parameters"]:
@@ -99,8 +100,9 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     )
     for node, budget in figures["budget_bytes"].items():
         peak = figures["peak_bytes"].get(node)
+        shown = "boundless" if budget == BOUNDLESS else format_size(budget)
         yield (
-            f"{node:19} budget {format_size(budget)}, at least {format_size(figures['minimum_budget_bytes'][node])}"
+            f"{node:19} budget {shown}, at least {format_size(figures['minimum_budget_bytes'][node])}"
             + (f", peak {format_size(peak)}" if peak is not None else "")
         )
     for name, nbytes in figures["forecast_bytes"].items():
