@@ -34,6 +34,8 @@ from .settings import TrainSettings
 
 MOST_TASKS: Final = 1_000_000
 """Steps of more tasks are refused: recording one takes minutes and gigabytes."""
+MOST_TRIED: Final = 100_000
+"""Changes that make more tasks of a minibatch are not tried: capturing them takes many seconds."""
 TASKS_PER_WORK: Final = 6
 """Tasks per product of a weight tile and a tile of activations (`work_of`), at least: forward, two backward, and what lies between them."""
 _TILES: Final = {
@@ -268,7 +270,7 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
 
 def staged(settings: TrainSettings, target: Target) -> int:
     """Bytes of --ram that this machine keeps for copies between its disk tier and its GPUs, so that its budget of host memory lacks them."""
-    return 0 if target.rates is not None else staging_nbytes(len(gpus_of(settings)[0].parts), has_tier=target.storage)
+    return 0 if target.is_imaginary else staging_nbytes(len(gpus_of(settings)[0].parts), has_tier=target.storage)
 
 
 def shortage(target: Target, needs: Needs, staging: int = 0) -> str:
@@ -298,8 +300,9 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
     is_last_short = needs.last(target) > target.nodes[target.last][1]
     more, alone = "", list[str]()  # what every change must bring besides, and those that are enough with it
     if not needs.fits_task(target):
-        flag = "--ram" if target.nodes[place][0] == RAM else "--gpu-memory" if target.rates is None else "a device memory of"
-        alone.append(f"{flag} {shown_size(minimum[target.nodes[place][0]])}")
+        size = shown_size(minimum[target.nodes[place][0]])
+        flag = "--ram" if target.nodes[place][0] == RAM else "--gpu-memory"
+        alone.append(f"--devices of {size} each" if target.is_imaginary and place else f"{flag} {size}")
         alone += filter(None, [] if is_fixed else [_smaller_tile(settings, config, target, needs)])
         if is_last_short and place != target.last:
             more = f" and {_larger_last(target, needs)[0]}"
@@ -308,6 +311,8 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
     else:
         alone.append(f"--ram {shown_size(max(minimum[RAM], int(1.1 * target.nodes[0][1])))}")
     found = [change + more for change in alone]
+    if is_last_short and target.is_imaginary:
+        found += filter(None, [_smaller_minibatch(settings, config, target)])
     if is_last_short and settings.model.recompute == "none" and not is_fixed:
         resources = replace(settings.resources, order=AUTO if settings.resources.order != SUBMISSION else SUBMISSION)
         changed = replace(settings, model=replace(settings.model, recompute="block"), resources=resources)
@@ -319,9 +324,24 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
 def _larger_last(target: Target, needs: Needs) -> list[str]:
     """Flags that make the last tier large enough."""
     size = shown_size(needs.last(target))
+    if target.is_imaginary:
+        return [f"--disk {size}"] if target.storage else [f"--ram {size}", f"--disk {size}"]
     if target.storage:
         return [f"--disk DIR:{size} in a directory with as much room"]
     return [f"--ram {size}", f"--disk DIR with {size} free there"]
+
+
+def _smaller_minibatch(settings: TrainSettings, config: ModelConfig, target: Target) -> str:
+    """--minibatch of one tile, or of one sequence, if that makes the last tier large enough; "" if it does not."""
+    cut = settings.tiling
+    tile = cut.minibatch_tile or 1
+    size = tile if tile < cut.minibatch else 1
+    resources = replace(settings.resources, order=AUTO if settings.resources.order != SUBMISSION else SUBMISSION)
+    changed = replace(settings, tiling=replace(cut, minibatch=size, minibatch_tile=size), resources=resources)
+    if size == cut.minibatch or _is_long(changed, config):
+        return ""
+    plan = capture(changed, config, tiling_of(changed), min(2, count_minibatches(changed)))
+    return f"--minibatch {size}" if least_needs(plan, changed, target).fit(target) else ""
 
 
 def _smaller_tile(settings: TrainSettings, config: ModelConfig, target: Target, needs: Needs) -> str:
@@ -338,6 +358,8 @@ def _smaller_tile(settings: TrainSettings, config: ModelConfig, target: Target, 
             if size < 1:
                 continue
             trial = replace(changed, tiling=replace(changed.tiling, **{flag: size}))
+            if _is_long(trial, config):
+                continue
             after = needs_of(capture(trial, config, tiling_of(trial), 1))
             if best is None or after.task < best[0].task:
                 best = after, trial, flag, size
@@ -348,6 +370,12 @@ def _smaller_tile(settings: TrainSettings, config: ModelConfig, target: Target, 
         if after.task <= target.largest_place:
             return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items())
     return ""
+
+
+def _is_long(settings: TrainSettings, config: ModelConfig) -> bool:
+    """Whether a step would have too many tasks, or one of its minibatches more than are looked at for advice."""
+    num_tasks = TASKS_PER_WORK * work_of(settings, config)
+    return num_tasks > MOST_TRIED or num_tasks * count_minibatches(settings) > MOST_TASKS
 
 
 def tiling_of(settings: TrainSettings) -> ModelTiling:

@@ -213,10 +213,10 @@ def imaginary(devices: str, settings: TrainSettings, link: str = "", disk_rate: 
     return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
 
 
-def with_coarse_tiles(settings: TrainSettings, config: ModelConfig, target: Target) -> TrainSettings:
-    """Resolved settings with large tiles, as accelerators like them, where no tile flag was given."""
+def with_coarse_tiles(settings: TrainSettings, config: ModelConfig, target: Target, factor: int = 1) -> TrainSettings:
+    """Resolved settings with large tiles, as accelerators like them, and `factor` times as large, where no tile flag was given."""
     cut, length = settings.tiling, settings.model.seq_len or config.n_positions
-    elements = target.largest_place // COARSE_SHARE // 4  # of an fp32 tile
+    elements = factor * target.largest_place // COARSE_SHARE // 4  # of an fp32 tile
     width = even(config.n_embd, max(1, int(elements**0.5)))
     rows = max(1, elements // width)
     coarse: dict[str, Any] = {

@@ -22,7 +22,20 @@ from ..models.config import PRESETS
 from ..models.interface import ModelConfig
 from ..tiling import ModelTiling
 from .base import base_to_start_from
-from .fitting import Needs, advice, capture, choose_order, count_minibatches, least_needs, no_collections, shortage, sketch, work_of
+from .fitting import (
+    MOST_TASKS,
+    TASKS_PER_WORK,
+    Needs,
+    advice,
+    capture,
+    choose_order,
+    count_minibatches,
+    least_needs,
+    no_collections,
+    shortage,
+    sketch,
+    work_of,
+)
 from .places import Target, durations, this_machine, with_coarse_tiles
 from .prepare import TILE_FLAGS, with_tiles
 from .rules import check_rank, rank_of, resolve
@@ -54,7 +67,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     settings = resolve(settings, config)
     check_rank(settings, largest_rank(config))
     if target is not None:
-        settings = with_coarse_tiles(settings, config, target)
+        settings = _with_few_tasks(settings, config, target)
     settings, tiling = with_tiles(settings, config)
     target = this_machine(settings) if target is None else target
     with no_collections():
@@ -73,6 +86,17 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
         if reach:
             figures.update(_reach(settings, config, target, len(plan.tasks)))
     return figures
+
+
+def _with_few_tasks(settings: TrainSettings, config: ModelConfig, target: Target) -> TrainSettings:
+    """Coarse tiles for the memory of imaginary devices, larger where it would take very many: of devices far too small, a plan says what would do."""
+    count = count_minibatches(settings)
+    most = min(MANY_TASKS, MOST_TASKS // count)
+    for factor in (4**exponent for exponent in range(8)):
+        coarse = with_coarse_tiles(settings, config, target, factor)
+        if TASKS_PER_WORK * work_of(with_tiles(coarse, config)[0], config) <= most:
+            return coarse
+    return with_coarse_tiles(settings, config, target)
 
 
 def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, needs: Needs) -> tuple[Simulation | None, str]:
@@ -144,6 +168,7 @@ def _figures(
         "needed_bytes": order.plan.needed_bytes(),
         "bytes_by_class": _by_class(order.plan),
         "order": order.name,
+        "order_is_given": settings.resources.order != AUTO,
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
         "link_bytes_per_second": target.link_rate if target.is_imaginary else None,

@@ -144,7 +144,8 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
     if resources.sim_bandwidth and not resources.sim_gpu:
         raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
     trace_range(settings.observe.trace_steps)
-    _check_devices(settings)
+    if not is_imaginary:
+        _check_devices(settings)
 
 
 def _check_devices(settings: TrainSettings) -> None:

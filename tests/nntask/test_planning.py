@@ -162,6 +162,34 @@ def test_imaginary_machines() -> None:
     assert not plan_run(tight, CONFIG, imaginary("2x64MiB", tight))["feasible"]
 
 
+def test_devices_far_too_small_are_told_what_they_need() -> None:
+    """Tiles cut for so little memory would be more tasks than a step may have: larger ones say how much memory would do."""
+    wide = replace(CONFIG, n_embd=512, vocab_size=10_000)
+    asked = settings(ncpu=None, ram="")
+    asked = replace(asked, tiling=replace(asked.tiling, batch=1))
+    plan = plan_run(asked, wide, imaginary("2x16KiB", asked))
+    assert not plan["feasible"]
+    assert plan["tasks_per_step"] < 4 * planning.MANY_TASKS
+    least = plan["advice"][0].removeprefix("--devices of ").removesuffix(" each")
+    asked = replace(asked, tiling=replace(asked.tiling, **plan["tiles"]))
+    assert plan_run(asked, wide, imaginary(f"2x{least}", asked))["feasible"]
+
+
+def test_a_smaller_minibatch_is_advised_where_it_helps() -> None:
+    """Where an imaginary RAM is too small for the activations of the whole batch."""
+    asked = settings(ncpu=None, ram="")
+    asked = replace(asked, tiling=replace(asked.tiling, minibatch=4, minibatch_tile=4))
+    least = [
+        plan_run(replace(asked, tiling=replace(asked.tiling, minibatch=size, minibatch_tile=size)), CONFIG, imaginary("1x4MiB", asked))
+        for size in (1, 4)
+    ]
+    needs = [plan["minimum_budget_bytes"]["ram"] for plan in least]
+    assert needs[0] < needs[1]
+    asked = replace(asked, resources=replace(asked.resources, ram=str(needs[0])))
+    refused = plan_run(asked, CONFIG, imaginary("1x4MiB", asked))
+    assert "--minibatch 1" in refused["advice"]
+
+
 @pytest.mark.parametrize("devices", ["1x24MiB@1TF", "2x24MiB@1TF"])
 def test_the_order_is_chosen_by_the_disk_where_ram_is_short(devices: str) -> None:
     """Imaginary devices over a RAM that cannot hold what lives: the forecast is of the disk, too, near virtual time; with room, of links."""

@@ -133,6 +133,41 @@ def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.
     assert "--disk must be DIR or DIR:SIZE, got '2TB', which is a size" in capsys.readouterr().err
 
 
+def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a given order the table says that it was given."""
+    flags = ["plan", config, "--batch=4", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2", "--order=layers"]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[1] for line in out.splitlines() if line.endswith("(given)")] == ["layers"]
+    assert "(chosen)" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "helps"),
+    [
+        (["--devices=1x64KiB"], ["--devices of"]),
+        (["--devices=1x4MiB", "--ram=300KiB"], ["--ram", "--disk"]),
+        (["--devices=1x4MiB", "--ram=300KiB", "--disk=200KiB"], ["--disk"]),
+    ],
+)
+def test_what_an_imaginary_machine_lacks(config: str, flags: list[str], helps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Larger devices, RAM or disk, as texts of these flags; nothing of this machine's devices and directories."""
+    assert main(["plan", config, "--batch=4", *flags, "--json"]) == 3
+    captured = capsys.readouterr()
+    advice = json.loads(captured.out)["advice"]
+    assert all(change.startswith(f"{words} ") for change, words in zip(advice, helps, strict=False))
+    assert len(advice) >= len(helps)
+    assert not any(word in captured.err for word in ("DIR", "--gpu-memory", "--sim-gpu", "CuPy"))
+
+
+@pytest.mark.parametrize("flag", ["--ngpu=1", "--gpu-memory=1GiB", "--restrict=cpu", "--split-gpu=2"])
+def test_devices_of_this_machine_say_nothing_of_another(config: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are refused beside --devices, with what to give instead; --ncpu 0 is what such a machine has anyway."""
+    assert main(["plan", config, "--devices=1x4MiB", "--ncpu=0", flag]) == 2
+    assert "about this machine, and --devices 1x4MiB is another one; give its devices, and their memory, with --devices" in capsys.readouterr().err
+    assert main(["plan", config, "--devices=1x4MiB", "--ncpu=0"]) == 0
+
+
 def test_bench_evict() -> None:
     """Every order of the step moves bytes, and every policy; next-use moves the fewest in submission order; nothing is below the bound."""
     figures, lines = run_evict(EvictSettings(model="tiny", batch=2, seq_len=32, budgets="4"))

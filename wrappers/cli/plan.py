@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nntask.trainer.settings import TrainSettings
+from nntask.trainer.settings import ResourceSettings, TrainSettings
 
 from .help import show_help
 from .layers import naming, request
@@ -59,13 +59,9 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(
             f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
         )
-    sim_gpu = asked.settings.resources.sim_gpu
     with naming(asked.sources):
-        if devices and sim_gpu and asked.resumed is None:
-            raise UsageError(
-                f"--sim-gpu {sim_gpu}, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine, and --devices {devices} "
-                "is another machine; give memory and rate with --devices and --link, or drop these"
-            )
+        if devices and asked.resumed is None:
+            _check_another_machine(asked.settings.resources, devices)
         if asked.settings.tiling.auto_tile == "measured" and open_tiles(asked.settings):
             raise UsageError(
                 "--auto-tile measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with "
@@ -77,6 +73,33 @@ def run(argv: Sequence[str]) -> int:
     if not figures["feasible"]:
         raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")
     return 0
+
+
+def _check_another_machine(resources: ResourceSettings, devices: str) -> None:
+    """Flags about devices of this machine say nothing of an imaginary one.
+
+    Raises:
+        UsageError: there is one.
+    """
+    from nntask.errors import UsageError
+
+    if resources.sim_gpu:
+        raise UsageError(
+            f"--sim-gpu {resources.sim_gpu}, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine, and --devices "
+            f"{devices} is another machine; give memory and rate with --devices and --link, or drop these"
+        )
+    given = {
+        "--ngpu": resources.ngpu,
+        "--split-gpu": resources.split_gpu if resources.split_gpu > 1 else None,
+        "--gpu-memory": resources.gpu_memory or None,
+        "--restrict": resources.restrict if resources.restrict != "none" else None,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{flag} {value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with --devices, "
+                "or drop it"
+            )
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -105,9 +128,10 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
             f"{node:19} budget {shown}, at least {format_size(figures['minimum_budget_bytes'][node])}"
             + (f", peak {format_size(peak)}" if peak is not None else "")
         )
+    mark = " (given)" if figures["order_is_given"] else " (chosen)"
     for name, nbytes in figures["forecast_bytes"].items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
-        yield f"{'order ' + name:19} {about}" + (" (chosen)" if name == figures["order"] and figures["feasible"] else "")
+        yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] and figures["feasible"] else "")
     if not figures["forecast_bytes"]:
         yield f"order               {figures['order']}: everything fits"
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
