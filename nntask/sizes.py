@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
@@ -59,6 +60,17 @@ def format_size(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.3g} TiB"
+
+
+def format_least(nbytes: int) -> str:
+    """`nbytes` as `format_size` says it but rounded up, so that `parse_size` reads no less: for budgets that people type back."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1000:
+            break
+        size, unit = size / 1024, larger
+    scale = 100 if size < 10 else 10 if size < 100 else 1
+    return f"{math.ceil(size * scale) / scale:.15g} {unit}"
 
 
 def format_count(number: float) -> str:

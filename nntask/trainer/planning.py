@@ -80,6 +80,8 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
         figures = _figures(settings, config, tiling, target, order, needs, num_trained)
         if simulation is not None:
             figures.update(_costs(simulation, settings))
+        else:  # nothing is moved, and nothing takes any time
+            figures.update(forecast_bytes=None, forecast_seconds=None)
         figures["feasible"] = simulation is not None
         figures["refusal"] = refusal
         figures["advice"] = [] if simulation is not None else advice(settings, config, target, needs)

@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nntask.errors import UsageError
 from nntask.models.config import GPT2Config
+from nntask.sizes import format_least, parse_size
 from nntask.trainer import fitting, planning
 from nntask.trainer.machine import open_runtime
 from nntask.trainer.places import imaginary, open_store, parse_devices, parse_rate, this_machine
@@ -227,6 +230,14 @@ def test_devices_that_are_none(text: str) -> None:
     """The flag is named, with an example."""
     with pytest.raises(UsageError, match=r"--devices must.*for example"):
         parse_devices(text)
+
+
+@given(st.integers(1, 1 << 50))
+def test_least_sizes_as_text(nbytes: int) -> None:
+    """What is printed is read as no less, and as hardly more."""
+    assert nbytes <= parse_size(format_least(nbytes), "--ram") <= 1.02 * nbytes + 1
+    assert format_least(8 << 20) == "8 MiB"
+    assert format_least(8_392_704) == "8.01 MiB"
 
 
 def test_rates_as_text() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,10 +57,11 @@ def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tm
 
 
 def test_a_plan_that_does_not_fit_ends_with_3(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The figures are printed all the same; the sentence names the numbers and what would fit."""
+    """What it needs is printed all the same, and no forecast; the sentence names the numbers and what would fit."""
     assert main(["plan", config, "--batch=4", "--ram=100KiB", "--json"]) == 3
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["feasible"] is False
+    plan = json.loads(captured.out)
+    assert (plan["feasible"], plan["forecast_bytes"], plan["forecast_seconds"], plan["seconds_per_step"]) == (False, None, None, None)
     assert "102,400 B" in captured.err
     assert "it would fit with" in captured.err
     assert captured.err.count("\n") == 1
@@ -70,7 +72,17 @@ def test_a_plan_that_does_not_fit_chooses_nothing(config: str, capsys: pytest.Ca
     assert main(["plan", config, "--batch=4", "--ram=16KiB", "--disk=scratch:100MB"]) == 3
     out = capsys.readouterr().out
     assert "feasible            no: " in out
-    assert "(chosen)" not in out
+    for word in ("(chosen)", "forecast", "everything fits", "peak", "seconds"):
+        assert word not in out
+
+
+def test_the_least_budgets_of_the_table_are_enough(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Typed back as they are printed, the step fits."""
+    flags = ["plan", config, "--batch=4", "--devices=1x4MiB"]
+    assert main([*flags, "--ram=16KiB", "--disk=100MB"]) == 0
+    least = dict(re.findall(r"^(ram|disk) +budget .*?, at least ([\d.]+ \w+)", capsys.readouterr().out, re.MULTILINE))
+    assert set(least) == {"ram", "disk"}
+    assert main([*flags, *(f"--{name}={size}" for name, size in least.items())]) == 0
 
 
 def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def _check_another_machine(resources: ResourceSettings, devices: str) -> None:
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
-    from nntask.sizes import format_size
+    from nntask.sizes import format_least, format_size
     from nntask.trainer.places import BOUNDLESS
 
     yield f"parameters          {figures['parameters']:,}"
@@ -122,17 +122,17 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
     for node, budget in figures["budget_bytes"].items():
-        peak = figures["peak_bytes"].get(node)
+        peak = figures["peak_bytes"].get(node) if figures["feasible"] else None
         shown = "boundless" if budget == BOUNDLESS else format_size(budget)
         yield (
-            f"{node:19} budget {shown}, at least {format_size(figures['minimum_budget_bytes'][node])}"
+            f"{node:19} budget {shown}, at least {format_least(figures['minimum_budget_bytes'][node])}"
             + (f", peak {format_size(peak)}" if peak is not None else "")
         )
     mark = " (given)" if figures["order_is_given"] else " (chosen)"
-    for name, nbytes in figures["forecast_bytes"].items():
+    for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
-        yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] and figures["feasible"] else "")
-    if not figures["forecast_bytes"]:
+        yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] else "")
+    if figures["forecast_bytes"] == {}:
         yield f"order               {figures['order']}: everything fits"
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
