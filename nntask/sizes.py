@@ -73,6 +73,11 @@ def format_least(nbytes: int) -> str:
     return f"{math.ceil(size * scale) / scale:.15g} {unit}"
 
 
+def flag_size(nbytes: int) -> str:
+    """`format_least` as one word, for flags in messages."""
+    return format_least(nbytes).replace(" ", "")
+
+
 def format_count(number: float) -> str:
     """A count in at most four characters and a letter: 950, 2.0k, 1.3M."""
     for unit in ("", "k", "M", "G"):

@@ -24,6 +24,7 @@ from tiles import TileTensor
 from ..errors import DoesNotFit, UsageError
 from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
+from ..sizes import flag_size
 from ..tiling import ModelTiling
 from .base import Base
 from .gpus import gpus_of
@@ -300,7 +301,7 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
     is_last_short = needs.last(target) > target.nodes[target.last][1]
     more, alone = "", list[str]()  # what every change must bring besides, and those that are enough with it
     if not needs.fits_task(target):
-        size = shown_size(minimum[target.nodes[place][0]])
+        size = flag_size(minimum[target.nodes[place][0]])
         flag = "--ram" if target.nodes[place][0] == RAM else "--gpu-memory"
         alone.append(f"--devices of {size} each" if target.is_imaginary and place else f"{flag} {size}")
         alone += filter(None, [] if is_fixed else [_smaller_tile(settings, config, target, needs)])
@@ -309,7 +310,7 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
     elif is_last_short:
         alone += _larger_last(target, needs)
     else:
-        alone.append(f"--ram {shown_size(max(minimum[RAM], int(1.1 * target.nodes[0][1])))}")
+        alone.append(f"--ram {flag_size(max(minimum[RAM], int(1.1 * target.nodes[0][1])))}")
     found = [change + more for change in alone]
     if is_last_short and target.is_imaginary:
         found += filter(None, [_smaller_minibatch(settings, config, target)])
@@ -323,7 +324,7 @@ def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: 
 
 def _larger_last(target: Target, needs: Needs) -> list[str]:
     """Flags that make the last tier large enough."""
-    size = shown_size(needs.last(target))
+    size = flag_size(needs.last(target))
     if target.is_imaginary:
         return [f"--disk {size}"] if target.storage else [f"--ram {size}", f"--disk {size}"]
     if target.storage:
@@ -393,9 +394,3 @@ def no_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def shown_size(nbytes: int) -> str:
-    """A size that the flags accept and that is no smaller, in whole MiB or GiB."""
-    unit, shift = ("GiB", 30) if nbytes >= 100 << 30 else ("MiB", 20)
-    return f"{-(-nbytes // (1 << shift))}{unit}"

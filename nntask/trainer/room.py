@@ -18,8 +18,9 @@ from tiles import TileTensor
 from ..autograd import no_grad
 from ..cache import KVCache
 from ..errors import DoesNotFit
+from ..sizes import flag_size
 from ..tiling import default_tiling
-from .fitting import Needs, needs_of, no_collections, shortage, shown_size, staged, untouched
+from .fitting import Needs, needs_of, no_collections, shortage, staged, untouched
 from .gpus import device_class, gpus_of
 from .places import RAM, Target, this_machine
 from .rules import disk_of
@@ -131,7 +132,7 @@ def _more(target: Target, needs: Needs, machine: MachineSettings, staging: int) 
     changes = []
     for at in short:
         name = target.nodes[at][0]
-        size = shown_size(minimum[name] + (staging if name == RAM else 0))
+        size = flag_size(minimum[name] + (staging if name == RAM else 0))
         disk = disk_of(machine.disk) if target.storage and at == target.last else None
         if disk is not None:
             changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk}) to at least {size}" + ("" if disk[1] else ", where as much is free"))

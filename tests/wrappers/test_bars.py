@@ -63,9 +63,9 @@ def test_few_bytes(part: int) -> None:
 
 
 def test_policies_pay() -> None:
-    """Two imaginary devices: with room `reuse` is within 15 % of the area bound; with a quarter it moves fewer bytes than eager and LRU.
+    """Two imaginary devices: with room `reuse` is within 15 % of the area bound; with a third and a quarter it moves fewer bytes than eager and LRU.
 
-    The claim's bar is half of their bytes; on GPT-2 XL it is six tenths, on a step of this size seven.
+    The claim's bar is half of their bytes; on GPT-2 XL it is seven tenths, on a step of this size nearly eight.
     """
     plan = step(8, 256)
 
@@ -75,7 +75,8 @@ def test_policies_pay() -> None:
 
     roomy = on(1 << 34, AUTO, "reuse", "next-use")
     assert roomy.seconds <= 1.15 * sum(roomy.busy_seconds) / 2
-    quarter = plan.needed_bytes() // 4 // 2
-    ours, theirs = (on(quarter, *how) for how in ((AUTO, "reuse", "next-use"), (SUBMISSION, "eager", "lru")))
-    assert sum(ours.moved_bytes.values()) <= 0.8 * sum(theirs.moved_bytes.values())
-    assert ours.seconds < theirs.seconds
+    ours, theirs = (
+        [on(plan.needed_bytes() // part // 2, *how) for part in (3, 4)] for how in ((AUTO, "reuse", "next-use"), (SUBMISSION, "eager", "lru"))
+    )
+    assert sum(sum(each.moved_bytes.values()) for each in ours) <= 0.8 * sum(sum(each.moved_bytes.values()) for each in theirs)
+    assert all(one.seconds < other.seconds for one, other in zip(ours, theirs, strict=True))
