@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, cast
@@ -173,23 +173,27 @@ def plan_order(
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {})
-    if order == AUTO:
-        found = candidates(plan, repeated)
-    else:
-        found = _asked_for(plan, order, repeated)
+    found = candidates(plan, repeated) if order == AUTO else _asked_for(plan, order, repeated)
     speed = None if pace is None else pace(plan)
     only_files = computes_on_last and reads_files(plan)
     smallest: dict[str, int] = {}
     forecasts: dict[str, Forecast] = {}
-    for name, positions in found.items():
-        each = _permuted(plan, positions, num_devices)  # one at a time: all of them together take more memory than the step itself
+
+    def look_at(name: str) -> None:
+        each = _permuted(plan, found[name], num_devices)  # one at a time: all of them together take more memory than the step itself
         smallest[name] = last_tier_bytes(each, computes=computes_on_last)
         forecasts[name] = _forecast(each, memory, num_devices, speed, only_files)
-    considered = [order]
-    if order == AUTO:
-        considered = [name for name in found if smallest[name] <= last] or [min(smallest, key=smallest.__getitem__)]
-        if plan.parts:
-            considered = [name for name in considered if _is_side_by_side(name, num_devices)] or considered
+
+    look_at(SUBMISSION)
+    for names in _pools(found, num_devices if plan.parts else 1) if order == AUTO else [[order]]:
+        for name in names:
+            if name not in forecasts:
+                look_at(name)
+        considered = [name for name in names if smallest[name] <= last or order != AUTO]
+        if considered:
+            break
+    else:
+        considered = [min(smallest, key=smallest.__getitem__)]
     least = min(forecasts[name].seconds for name in considered)
     order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
     chosen = _permuted(plan, found[order], num_devices)
@@ -261,9 +265,17 @@ def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, 
     return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
 
 
+def _pools(found: Iterable[str], num_devices: int) -> list[list[str]]:
+    """The names of candidates in pools: the first that has one that fits is chosen from. Of several devices, what runs side by side comes first."""
+    pools: tuple[list[str], list[str]] = ([], [])
+    for name in found:
+        pools[not _is_side_by_side(name, num_devices)].append(name)
+    return [*pools]
+
+
 def _is_side_by_side(name: str, num_devices: int) -> bool:
-    """Whether the order takes as many minibatches through each layer as there are devices, or a multiple."""
-    return name == "layers" or (name.startswith("layers:") and int(name.partition(":")[2]) % num_devices == 0)
+    """Whether the order takes as many minibatches through each layer as there are devices, or a multiple: one device, any order."""
+    return num_devices == 1 or name == "layers" or (name.startswith("layers:") and int(name.partition(":")[2]) % num_devices == 0)
 
 
 def _permuted(plan: StepPlan, positions: list[int], num_devices: int) -> StepPlan:

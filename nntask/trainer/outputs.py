@@ -155,7 +155,7 @@ def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_s
         **{f"{name}_around_steps": value for name, value in outside.items()},
         "tasks": stats["tasks"],
         "tasks_per_step": tasks_per_step,
-        "idle_us_per_task": own.idle_seconds / tasks * 1e6 if tasks else 0.0,
+        "task_overhead_us": own.idle_seconds / tasks * 1e6 if tasks else 0.0,
         "fallbacks": dict(fallbacks),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),

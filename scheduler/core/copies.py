@@ -28,9 +28,10 @@ class Copies:
     Attributes:
         moved_bytes: over each link (from, to), of all copies so far.
         num_writing: of each node, copies from there towards the last tier.
+        num_ended: of each node, copies that have come there and ended, so far.
     """
 
-    __slots__ = ("_by_target", "_last", "_num_on", "_queued", "moved_bytes", "num_writing")
+    __slots__ = ("_by_target", "_last", "_num_on", "_queued", "moved_bytes", "num_ended", "num_writing")
 
     def __init__(self, num_nodes: int, last: NodeId) -> None:
         self._last = last
@@ -39,6 +40,7 @@ class Copies:
         self._num_on: dict[tuple[NodeId, NodeId], int] = {}
         self.moved_bytes: dict[tuple[NodeId, NodeId], int] = {}
         self.num_writing = [0] * num_nodes
+        self.num_ended = [0] * num_nodes
 
     def __len__(self) -> int:
         return len(self._by_target)
@@ -91,6 +93,7 @@ class Copies:
         link = (source.node, target.node)
         self._queued[link] -= source.handle.nbytes
         self._num_on[link] -= 1
+        self.num_ended[target.node] += 1
         if self._is_down(link):
             self.num_writing[source.node] -= 1
         target.arriving = False

@@ -20,9 +20,7 @@ from itertools import islice
 from typing import Final
 
 from . import coherence
-from .dispatch import Dispatch
-from .events import CopyFinished, Event, StepStarted, TaskFinished
-from .records import RAM, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Task
+from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Task
 from .residency import Residency
 from .victims import is_dirty
 
@@ -33,8 +31,8 @@ PRESSED: Final = 2
 """The same while a task waits for room."""
 
 QUEUE: Final = 2
-"""The same over one link between memories: one that moves and one behind it. More would make what is urgent wait behind what is not. (Eight devices
-that all fetch from each other went 3 % faster than with six over any link, and moved less.) A disk serves several at once, sooner than one by one."""
+"""The same over one link between memories: one that moves and one behind it. Behind more, what a task asks for next would wait. A disk serves several
+at once, sooner than one by one."""
 
 WRITES: Final = 4
 """Copies from the node towards the last tier under way, beyond which nothing is written early."""
@@ -71,10 +69,15 @@ class Lookahead:
         self.residency = residency
         self.node = node
         self.is_only = is_only
+        memories = sum(not each.is_storage for each in residency.nodes)
+        self._most = READS if memories < len(residency.nodes) else min(READS, QUEUE * (memories - 1))  # prefetches under way
         self._is_quiet = False  # whether the last look for what to fetch found nothing to fetch or to wait for
         self._quiet_until = 0  # `order` of the next look
         self._looked_at = 0  # what the node had handed out at the last look for what to write back
         self._wanted = 0  # bytes to write back, as of then
+        self._passed = 0  # bytes that this look has passed over because their link is full
+        self._num_started = 0  # prefetches of this look
+        self._full_since = -1  # `Copies.num_ended` of the node as of the last look, if that found nothing but full links
         self._may_leave = False  # whether there may be more that will leave, as of then
 
     def run(self, *, blocked: bool) -> None:
@@ -85,14 +88,16 @@ class Lookahead:
         """
         if self.node == self.residency.last and not self.residency.num_files:
             return  # everything is where it belongs
-        self._prefetch(PRESSED if blocked else READS)
+        num_ended = self.residency.copies.num_ended[self.node]
+        if self.residency.horizon.order >= self._quiet_until and num_ended != self._full_since:
+            self._passed = self._num_started = 0
+            self._prefetch(PRESSED if blocked else READS if self.residency.num_files else self._most)
+            self._full_since = num_ended if self._passed and not self._num_started else -1
         self._write_back()
 
     def _prefetch(self, limit: int) -> None:
         residency, node = self.residency, self.node
         horizon = residency.horizon
-        if horizon.order < self._quiet_until:
-            return
         reading = residency.copies.num_arriving(node)
         budget = residency.nodes[node].budget // AHEAD
         num_seen, begin = 0, -horizon.replays[0].frontier  # planned tasks from now until a replay begins
@@ -136,7 +141,7 @@ class Lookahead:
         """Fetch what one task misses.
 
         Returns:
-            Copies started and bytes the task will add to the node; None when there was no room.
+            Copies started and bytes the task will add to the node; None when there was no room, beside what nearer tasks miss.
         """
         residency, node, num_started, nbytes = self.residency, self.node, 0, 0
         for handle, mode in task.accesses:
@@ -152,12 +157,16 @@ class Lookahead:
                     continue  # the same, over old data; or it would go at once for what is fetched next
                 self._is_quiet = False
                 if residency.copies.num_on(source.node, node) >= QUEUE and residency.is_memory(source.node):
+                    self._passed += handle.size
                     continue
                 if is_in_use(handle):
                     continue  # it may be written elsewhere just now: the program does
+                if self._passed and residency.free_bytes(node) < self._passed + handle.size:
+                    return None  # what is used sooner comes first
                 if not residency.prefetch(handle, node, distance):
                     return None
                 num_started += 1
+                self._num_started += 1
         return num_started, nbytes
 
     def _write_back(self) -> None:
@@ -190,53 +199,6 @@ class Lookahead:
                     residency.write_back(replica)
                     return
             self._may_leave = False
-
-
-class Lookaheads:
-    """The lookahead of every node that has one, and when each looks.
-
-    Args:
-        enabled: whether anything is moved ahead at all.
-
-    Attributes:
-        by_node: each of them.
-        part_nodes: where the parts of a step run, if it has as many: equal devices, and nothing runs elsewhere.
-    """
-
-    def __init__(self, dispatch: Dispatch, *, enabled: bool) -> None:
-        self.part_nodes: tuple[NodeId, ...] = ()
-        self._dispatch = dispatch
-        self._enabled = enabled
-        self.by_node: dict[NodeId, Lookahead] = {}
-
-    def settle(self) -> None:
-        """Decide which nodes look ahead, after a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
-        residency, crew = self._dispatch.residency, self._dispatch.crew
-        places = sorted({each.node for each in crew})
-        kinds = {each.kind for each in crew}
-        is_parted = self._dispatch.policy.keeps_parts and len(places) > 1 and RAM not in places and len(kinds) == 1
-        self.part_nodes = tuple(places) if is_parted else ()
-        if self._enabled and residency.has_several:
-            looking = [node for node in places if node != residency.last or residency.num_files]
-            looking = looking if is_parted or len(places) == 1 else []
-            self.by_node = {node: Lookahead(residency, node, is_only=len(places) == 1) for node in looking}
-
-    def run(self, event: Event) -> None:
-        """Let the node where something changed look ahead: all nodes when a step starts, the only one if memory was short or data is unread."""
-        nodes: Iterable[NodeId] = ()
-        if len(self.by_node) == 1:
-            residency = self._dispatch.residency
-            nodes = self.by_node if residency.num_evictions or residency.wanted or any(residency.copies.num_writing) else ()
-        elif isinstance(event, StepStarted):
-            nodes = self.by_node
-        elif isinstance(event, TaskFinished):
-            nodes = (event.task.node,)
-        elif isinstance(event, CopyFinished):
-            nodes = (event.target.node if event.target.node in self.by_node else event.source.node,)
-        for node in nodes:
-            lookahead = self.by_node.get(node)
-            if lookahead is not None:
-                lookahead.run(blocked=bool(self._dispatch.blocked[node]))
 
 
 def is_in_use(handle: HandleRecord) -> bool:

@@ -44,7 +44,7 @@ from .events import (
     WorkerJoined,
 )
 from .eviction import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
-from .lookahead import Lookaheads
+from .lookaheads import Lookaheads
 from .memory import MemoryNode
 from .policies import Policy
 from .records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker

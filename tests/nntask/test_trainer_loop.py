@@ -410,8 +410,8 @@ def test_stalls_are_not_what_a_task_costs():
     """summary.json says how long workers idle per task; waiting for data or room has a figure of its own, and no step is no time."""
     stats = {key: {} for key in ("peak_bytes", "budget_bytes", "moved_bytes", "busy_seconds")} | {"tasks": 200, "evictions": 0, "stall_seconds": 0.75}
     own = Totals(2, wait_seconds=1.0, stall_seconds=0.75)
-    assert summary_of(own, own, stats, 100, {})["idle_us_per_task"] == pytest.approx(1250)
-    assert summary_of(Totals(), Totals(), stats, 100, {})["idle_us_per_task"] == 0.0
+    assert summary_of(own, own, stats, 100, {})["task_overhead_us"] == pytest.approx(1250)
+    assert summary_of(Totals(), Totals(), stats, 100, {})["task_overhead_us"] == 0.0
 
 
 def test_a_journal_that_cannot_be_written_is_a_storage_error(tmp_path):

@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import BpeTokenizer, train_bpe
 from nntask.models.config import GPT2Config
+from nntask.sizes import flag_size
 from nntask.trainer.source import TextIds
 from wrappers.cli import main, perplexity
 from wrappers.cli.generate import TextSettings, _Text, prompts_of
@@ -254,17 +255,17 @@ def test_bad_input(here, capsys, argv, code, words):
 @pytest.mark.parametrize(
     ("machine", "flag", "change"),
     [
-        ([], "--ram={}", "; raise --ram (now 60KiB) to at least 1MiB, or add --disk DIR"),
-        (["--ncpu=0", "--sim-gpu=1"], "--ram={}", "; raise --ram (now 60KiB) to at least 1MiB, or add --disk DIR"),
-        (["--ram=100KiB"], "--disk=tier:{}", "; raise SIZE in --disk DIR:SIZE (now tier:60KiB) to at least 1MiB"),
+        ([], "--ram={}", "; raise --ram (now 60KiB) to at least {}, or add --disk DIR"),
+        (["--ncpu=0", "--sim-gpu=1"], "--ram={}", "; raise --ram (now 60KiB) to at least {}, or add --disk DIR"),
+        (["--ram=100KiB"], "--disk=tier:{}", "; raise SIZE in --disk DIR:SIZE (now tier:60KiB) to at least {}"),
     ],
 )
 def test_texts_that_find_no_room_are_refused_before_they_begin(here, capsys, machine, flag, change):
     """With the least budget, which is enough to the last token."""
     argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=40", *machine]
     code, err = refuse(capsys, [*argv, flag.format("60KiB")])
-    assert (code, change in err) == (3, True), err
     least = int(re.search(r"3 x \d+ tokens: the step needs ([\d,]+) B of", err)[1].replace(",", ""))
+    assert (code, change.format(flag_size(least)) in err) == (3, True), err
     assert refuse(capsys, [*argv, flag.format(least - 4096)])[0] == 3
     assert main([*argv, flag.format(least)]) == 0
 
@@ -274,8 +275,9 @@ def test_a_task_that_is_too_large_by_itself(here, capsys, machine, flag):
     """The message says how much it takes, and that is enough."""
     argv = ["generate", "gpt2", "--prompt=a", "--max-new-tokens=4", "--disk=tier:1MiB", *machine]
     code, err = refuse(capsys, [*argv, f"{flag}=8KiB"])
-    assert (code, f"raise {flag} (now 8KiB) to at least 1MiB" in err) == (3, True), err
-    assert main([*argv, f"{flag}=1MiB"]) == 0
+    found = re.search(rf"raise {flag} \(now 8KiB\) to at least (\S+)\n", err)
+    assert (code, found is not None) == (3, True), err
+    assert main([*argv, f"{flag}={found[1]}"]) == 0
 
 
 def test_flags_for_smaller_work_are_named_where_they_help(here, capsys):
@@ -305,10 +307,13 @@ def test_scoring_that_finds_no_room_names_every_budget_once(here, capsys, machin
     argv = [*SCORE, *machine]
     code, err = refuse(capsys, [*argv, *(f"{flag}={text.format('8KiB')}" for flag, text in budgets.items())])
     assert (code, "lower" in err) == (3, False), err
+    enough = []
     for flag, text in budgets.items():
         shown = f"SIZE in --disk DIR:SIZE (now {text.format('8KiB')})" if flag == "--disk" else f"{flag} (now 8KiB)"
-        assert f"{shown} to at least 1MiB" in err
-    assert main([*argv, *(f"{flag}={text.format('1MiB')}" for flag, text in budgets.items())]) == 0
+        found = re.search(rf"{re.escape(shown)} to at least ([^\s,]+)", err)
+        assert found is not None, err
+        enough.append(f"{flag}={text.format(found[1])}")
+    assert main([*argv, *enough]) == 0
 
 
 def test_scoring_is_refused_a_page_below_what_is_enough(here, capsys):

@@ -1,0 +1,57 @@
+"""Which nodes look ahead, and when: where something has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .dispatch import Dispatch
+from .events import CopyFinished, Event, StepStarted, TaskFinished
+from .lookahead import Lookahead
+from .records import RAM, NodeId
+
+
+class Lookaheads:
+    """The lookahead of every node that has one, and when each looks.
+
+    Args:
+        enabled: whether anything is moved ahead at all.
+
+    Attributes:
+        by_node: each of them.
+        part_nodes: where the parts of a step run, if it has as many: equal devices, and nothing runs elsewhere.
+    """
+
+    def __init__(self, dispatch: Dispatch, *, enabled: bool) -> None:
+        self.part_nodes: tuple[NodeId, ...] = ()
+        self._dispatch = dispatch
+        self._enabled = enabled
+        self.by_node: dict[NodeId, Lookahead] = {}
+
+    def settle(self) -> None:
+        """Decide which nodes look ahead, after a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
+        residency, crew = self._dispatch.residency, self._dispatch.crew
+        places = sorted({each.node for each in crew})
+        kinds = {each.kind for each in crew}
+        is_parted = self._dispatch.policy.keeps_parts and len(places) > 1 and RAM not in places and len(kinds) == 1
+        self.part_nodes = tuple(places) if is_parted else ()
+        if self._enabled and residency.has_several:
+            looking = [node for node in places if node != residency.last or residency.num_files]
+            looking = looking if is_parted or len(places) == 1 else []
+            self.by_node = {node: Lookahead(residency, node, is_only=len(places) == 1) for node in looking}
+
+    def run(self, event: Event) -> None:
+        """Let the node where something changed look ahead: all nodes when a step starts, the only one if memory was short or data is unread."""
+        nodes: Iterable[NodeId] = ()
+        if len(self.by_node) == 1:
+            residency = self._dispatch.residency
+            nodes = self.by_node if residency.num_evictions or residency.wanted or any(residency.copies.num_writing) else ()
+        elif isinstance(event, StepStarted):
+            nodes = self.by_node
+        elif isinstance(event, TaskFinished):
+            nodes = (event.task.node,)
+        elif isinstance(event, CopyFinished):
+            nodes = (event.target.node if event.target.node in self.by_node else event.source.node,)
+        for node in nodes:
+            lookahead = self.by_node.get(node)
+            if lookahead is not None:
+                lookahead.run(blocked=bool(self._dispatch.blocked[node]))
