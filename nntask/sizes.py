@@ -53,22 +53,24 @@ def parse_size(text: str, what: str) -> int:
     return nbytes
 
 
-def format_size(nbytes: float) -> str:
-    """`nbytes` in the largest binary unit that leaves at least 1, two or three digits."""
+def _scaled(nbytes: float) -> tuple[float, str]:
+    """`nbytes` in the largest binary unit that leaves at least 1, and that unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
+            return nbytes, unit
         nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
+    return nbytes, "TiB"
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` in the largest binary unit that leaves at least 1, two or three digits."""
+    size, unit = _scaled(nbytes)
+    return f"{size:.3g} {unit}"
 
 
 def format_least(nbytes: int) -> str:
     """`nbytes` as `format_size` says it but rounded up, so that `parse_size` reads no less: for budgets that people type back."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1000:
-            break
-        size, unit = size / 1024, larger
+    size, unit = _scaled(nbytes)
     scale = 100 if size < 10 else 10 if size < 100 else 1
     return f"{math.ceil(size * scale) / scale:.15g} {unit}"
 

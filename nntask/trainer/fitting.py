@@ -6,7 +6,7 @@ The step is captured (`scheduler.capture`); what each memory must hold at least 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,17 +17,18 @@ from scheduler.core.orders import arrange, repetition
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import FILE
 from scheduler.core.steps import RecordedTask, StepPlan
-from scheduler.drivers.disk import staging_nbytes
 from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
 from tiles import TileTensor
 
 from ..errors import DoesNotFit, UsageError
 from ..hf.directory import ModelDirectory
 from ..models.interface import ModelConfig
-from ..sizes import flag_size
+from ..sizes import flag_size, parse_size
 from ..tiling import ModelTiling
 from .base import Base
 from .gpus import gpus_of
+from .imagined import format_devices
+from .needs import Needs, shortage
 from .places import RAM, Target, pace_on, this_machine
 from .prepare import TILE_FLAGS
 from .recorded import build_model, build_optimizer, emit_training_step
@@ -39,6 +40,8 @@ MOST_TRIED: Final = 100_000
 """Changes that make more tasks of a minibatch are not tried: capturing them takes many seconds."""
 TASKS_PER_WORK: Final = 6
 """Tasks per product of a weight tile and a tile of activations (`work_of`), at least: forward, two backward, and what lies between them."""
+MOST_ENLARGED: Final = 8
+"""Larger devices that are tried, where tiles follow their memory."""
 _TILES: Final = {
     "head": ("vocab_tile", "embd_tile"),
     "embedding": ("vocab_tile", "embd_tile"),
@@ -49,52 +52,6 @@ _TILES: Final = {
 }
 """Word in a task's name -> tile flags that make it smaller, the first one first."""
 _OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Bytes without which a step cannot run.
-
-    Attributes:
-        task: that the hungriest task touches.
-        tile: of the largest piece of data.
-        total: of the last tier, if tasks run there.
-        passive: of the last tier, if none do.
-        persistent: of what outlives the step and does not stay in files.
-        hungriest: that task.
-        reading: of host memory besides, for those who read files.
-    """
-
-    task: int
-    tile: int
-    total: int
-    passive: int
-    persistent: int
-    hungriest: RecordedTask
-    reading: int = 0
-
-    def last(self, target: Target) -> int:
-        """Least budget of the last tier of a machine."""
-        return self.total if target.last in target.places else self.passive
-
-    def minimum(self, target: Target) -> dict[str, int]:
-        """Least budget of each node of a machine."""
-        found = {}
-        for at, (name, _) in enumerate(target.nodes):
-            passing = self.task if at in target.places else self.tile
-            found[name] = max(passing, self.last(target)) if at == target.last else passing
-        found[target.nodes[0][0]] += self.reading
-        return found
-
-    def fit(self, target: Target) -> bool:
-        """Whether a machine has as much; a task runs where it fits, so the largest place counts."""
-        return self.fits_task(target) and all(
-            budget >= self.minimum(target)[name] for at, (name, budget) in enumerate(target.nodes) if at == target.last or at not in target.places
-        )
-
-    def fits_task(self, target: Target) -> bool:
-        """Whether some memory holds the hungriest task."""
-        return any(target.nodes[at][1] - (0 if at else self.reading) >= self.task for at in target.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +90,7 @@ def check_fit(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling,
         needs = least_needs(found.plan, settings, target, reading=found.reading)
         if not needs.fit(target):
             changes = advice(settings, config, target, needs)
-            raise DoesNotFit(f"{shortage(target, needs, staged(settings, target))}; it would fit with {', or '.join(changes)}")
+            raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
         return found, choose_order(found.plan, settings, target.without(found.reading))
 
 
@@ -154,8 +111,7 @@ def sketch(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling, nu
     """
     size = settings.tiling.minibatch
     count = count_minibatches(settings) if num_minibatches is None else num_minibatches
-    num_tasks = TASKS_PER_WORK * count * work_of(settings, config)
-    if num_tasks > MOST_TASKS:
+    if (num_tasks := TASKS_PER_WORK * count * work_of(settings, config)) > MOST_TASKS:
         raise UsageError(
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {settings.model.seq_len:,} "
             "tokens in these tiles; lower --batch or enlarge the tiles"
@@ -269,84 +225,104 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
     )
 
 
-def staged(settings: TrainSettings, target: Target) -> int:
-    """Bytes of --ram that this machine keeps for copies between its disk tier and its GPUs, so that its budget of host memory lacks them."""
-    return 0 if target.is_imaginary else staging_nbytes(len(gpus_of(settings)[0].parts), has_tier=target.storage)
-
-
-def shortage(target: Target, needs: Needs, staging: int = 0) -> str:
-    """Which budget is too small.
+def advice(
+    settings: TrainSettings,
+    config: ModelConfig,
+    target: Target,
+    needs: Needs,
+    *,
+    full: str = "",
+    anew: Callable[[Target], TrainSettings] | None = None,
+) -> list[str]:
+    """Changes of which each would make the step fit, checked where that is quick; of a resumed run, of what is not its checkpoint's.
 
     Args:
-        staging: see `staged`; counted, so that what is said to be needed is what --ram must be.
+        full: the memory that was too small all the same, where the machine has what the step needs at least.
+        anew: settings of the step on a machine with larger devices, if its tiles follow them.
     """
+    is_fixed, is_given_room = bool(settings.checkpoints.resume), not (short := needs.short(target))
+    if is_given_room:
+        at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
+        short = [(at, int(1.1 * target.budgets[target.nodes[at][0]]))]
+    found = [_raised(target, _enough(short, config, target, anew))]
+    is_last_short = not is_given_room and any(at == target.last for at, _ in short)
+    if is_last_short and not target.storage:
+        other = target.with_empty_disk()
+        found.append(_raised(other, needs.short(other), is_new=True))
+    if is_fixed:
+        return found
     if not needs.fits_task(target):
-        data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)
-        return (
-            f"{needs.hungriest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_place:,} B of the largest memory "
-            "where it may run" + (f" without the {needs.reading:,} B of RAM that readers of files take" if needs.reading else "")
-        )
-    minimum = needs.minimum(target)
-    short = [(name, budget) for name, budget in target.nodes if budget < minimum[name]]
-    name, budget = next((each for each in short if each[0] == target.nodes[target.last][0]), short[0])
-    besides = staging if name == RAM else 0
-    return f"the step needs {minimum[name] + besides:,} B of {name} at least, more than its budget of {budget + besides:,} B"
-
-
-def advice(settings: TrainSettings, config: ModelConfig, target: Target, needs: Needs) -> list[str]:
-    """Changes of which each would make the step fit, checked where that is quick; of a resumed run, of what is not its checkpoint's."""
-    minimum, is_fixed = needs.minimum(target), bool(settings.checkpoints.resume)
-    minimum[RAM] += staged(settings, target)
-    place = max(target.places, key=lambda at: target.nodes[at][1])
-    is_last_short = needs.last(target) > target.nodes[target.last][1]
-    more, alone = "", list[str]()  # what every change must bring besides, and those that are enough with it
-    if not needs.fits_task(target):
-        size = flag_size(minimum[target.nodes[place][0]])
-        flag = "--ram" if target.nodes[place][0] == RAM else "--gpu-memory"
-        alone.append(f"--devices of {size} each" if target.is_imaginary and place else f"{flag} {size}")
-        alone += filter(None, [] if is_fixed else [_smaller_tile(settings, config, target, needs)])
-        if is_last_short and place != target.last:
-            more = f" and {_larger_last(target, needs)[0]}"
-    elif is_last_short:
-        alone += _larger_last(target, needs)
-    else:
-        alone.append(f"--ram {flag_size(max(minimum[RAM], int(1.1 * target.nodes[0][1])))}")
-    found = [change + more for change in alone]
-    if is_last_short and target.is_imaginary:
+        found += filter(None, [_smaller_tile(settings, config, target, needs)])
+    if is_last_short:
         found += filter(None, [_smaller_minibatch(settings, config, target)])
-    if is_last_short and settings.model.recompute == "none" and not is_fixed:
-        resources = replace(settings.resources, order=AUTO if settings.resources.order != SUBMISSION else SUBMISSION)
-        changed = replace(settings, model=replace(settings.model, recompute="block"), resources=resources)
-        if least_needs(capture(changed, config, tiling_of(changed), min(2, count_minibatches(changed))), changed, target).fit(target):
+    if is_last_short and settings.model.recompute == "none":
+        changed = with_free_order(replace(settings, model=replace(settings.model, recompute="block")))
+        if not _short(changed, config, target):
             found.append("--recompute block")
     return found
 
 
-def _larger_last(target: Target, needs: Needs) -> list[str]:
-    """Flags that make the last tier large enough."""
-    size = flag_size(needs.last(target))
-    if target.is_imaginary:
-        return [f"--disk {size}"] if target.storage else [f"--ram {size}", f"--disk {size}"]
-    if target.storage:
-        return [f"--disk DIR:{size} in a directory with as much room"]
-    return [f"--ram {size}", f"--disk DIR with {size} free there"]
+def _raised(target: Target, short: Sequence[tuple[int, int]], *, is_new: bool = False) -> str:
+    """Flags that give some nodes of a machine so many bytes.
+
+    Args:
+        is_new: whether the machine has no disk tier yet.
+    """
+    flags: dict[str, None] = {}  # in order, each once
+    for at, nbytes in short:
+        name, size = target.nodes[at][0], flag_size(nbytes)
+        if name == RAM:
+            flags[f"--ram {size}"] = None
+        elif at != target.last:
+            device = "" if target.rates is None else format_devices(target.num_devices, nbytes, target.rates["sim"].flops)
+            flags[f"--devices {device}" if device else f"--gpu-memory {size}"] = None
+        elif target.is_imaginary:
+            flags[f"--disk {size}"] = None
+        else:
+            flags[f"--disk DIR with {size} free there" if is_new else f"--disk DIR:{size} in a directory with as much room"] = None
+    return " and ".join(flags)
+
+
+def _enough(
+    short: list[tuple[int, int]], config: ModelConfig, target: Target, anew: Callable[[Target], TrainSettings] | None
+) -> list[tuple[int, int]]:
+    """What to raise nodes to, as messages round it, so that the step fits in the tiles that it then has."""
+    for _ in range(MOST_ENLARGED):
+        rounded = {at: parse_size(flag_size(nbytes), "") for at, nbytes in short}
+        larger = target.enlarged(rounded)
+        if anew is None or larger.largest_place == target.largest_place or _is_long(changed := anew(larger), config):
+            break
+        if not (more := _short(changed, config, larger)):
+            break
+        short = sorted({**dict(short), **dict(more)}.items())
+    return short
+
+
+def _short(settings: TrainSettings, config: ModelConfig, target: Target) -> list[tuple[int, int]]:
+    """Nodes that a step leaves short, see `Needs.short`; in two minibatches at most, since more of them need no more room."""
+    found = sketch(settings, config, tiling_of(settings), min(2, count_minibatches(settings)))
+    return least_needs(found.plan, settings, target, reading=found.reading).short(target)
+
+
+def with_free_order(settings: TrainSettings) -> TrainSettings:
+    """The settings for a step other than the one that --order was given for: of its orders, unless nothing is to be reordered."""
+    order = SUBMISSION if settings.resources.order == SUBMISSION else AUTO
+    return replace(settings, resources=replace(settings.resources, order=order))
 
 
 def _smaller_minibatch(settings: TrainSettings, config: ModelConfig, target: Target) -> str:
-    """--minibatch of one tile, or of one sequence, if that makes the last tier large enough; "" if it does not."""
+    """--minibatch of one tile, or of one sequence and tiles of one, if that makes the machine large enough; "" if it does not."""
     cut = settings.tiling
     tile = cut.minibatch_tile or 1
-    size = tile if tile < cut.minibatch else 1
-    resources = replace(settings.resources, order=AUTO if settings.resources.order != SUBMISSION else SUBMISSION)
-    changed = replace(settings, tiling=replace(cut, minibatch=size, minibatch_tile=size), resources=resources)
-    if size == cut.minibatch or _is_long(changed, config):
-        return ""
-    plan = capture(changed, config, tiling_of(changed), min(2, count_minibatches(changed)))
-    return f"--minibatch {size}" if least_needs(plan, changed, target).fit(target) else ""
+    for size in sorted({size for size in (tile, 1) if size < cut.minibatch}, reverse=True):
+        changed = with_free_order(replace(settings, tiling=replace(cut, minibatch=size, minibatch_tile=size)))
+        if not (_is_long(changed, config) or _short(changed, config, target)):
+            return f"--minibatch {size}" + (f" --minibatch-tile {size}" if size != tile else "")
+    return ""
 
 
 def _smaller_tile(settings: TrainSettings, config: ModelConfig, target: Target, needs: Needs) -> str:
-    """Tile flags halved, one after another, until the hungriest task fits; "" if that does not help."""
+    """Tile flags halved, one after another, until the hungriest task fits, and what must be raised besides; "" if that does not help."""
     name = needs.hungriest.name
     changed, flags = settings, dict[str, int]()
     for _ in range(8):
@@ -369,14 +345,19 @@ def _smaller_tile(settings: TrainSettings, config: ModelConfig, target: Target, 
         after, changed, flag, size = best
         flags[flag], name = size, after.hungriest.name
         if after.task <= target.largest_place:
-            return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items())
+            besides = _raised(target, _short(with_free_order(changed), config, target))
+            return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items()) + (f" and {besides}" if besides else "")
     return ""
+
+
+def has_too_many_tasks(settings: TrainSettings, config: ModelConfig) -> bool:
+    """Whether a step would be refused for its number of tasks."""
+    return TASKS_PER_WORK * count_minibatches(settings) * work_of(settings, config) > MOST_TASKS
 
 
 def _is_long(settings: TrainSettings, config: ModelConfig) -> bool:
     """Whether a step would have too many tasks, or one of its minibatches more than are looked at for advice."""
-    num_tasks = TASKS_PER_WORK * work_of(settings, config)
-    return num_tasks > MOST_TRIED or num_tasks * count_minibatches(settings) > MOST_TASKS
+    return TASKS_PER_WORK * work_of(settings, config) > MOST_TRIED or has_too_many_tasks(settings, config)
 
 
 def tiling_of(settings: TrainSettings) -> ModelTiling:

@@ -1,26 +1,25 @@
-"""Machines that a step is planned for: this one with its budgets, or an imaginary one; and how long tasks and copies take there.
+"""Machines that a step is planned for: this one with its budgets, or an imaginary one (`imagined`); and how long tasks and copies take there.
 
 This machine: workers, budgets and policy as `open_runtime` would choose them; durations and link rates from the models of earlier runs, and for
-what nobody has measured the cost function over the measured peak of matrix products and of memory. An imaginary one (``8x80GiB@150TF``): devices
-that reach their peak, links of the given rate, and host memory without workers. Nothing here is written, and no memory is taken but for measuring.
+what nobody has measured the cost function over the measured peak of matrix products and of memory. Nothing here is written, and no memory is taken
+but for measuring.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import numpy as np
 
 from scheduler.core.forecast import Pace
-from scheduler.core.perf import DISK_LINK, Models, Rate, footprint
+from scheduler.core.perf import Models, Rate, footprint
 from scheduler.core.policies import choose
 from scheduler.core.records import NodeId, Task, WorkerKind
 from scheduler.core.steps import RecordedTask, StepPlan
@@ -32,13 +31,11 @@ from scheduler.storage.limits import memory_budgets
 from scheduler.storage.perfstore import PerfStore, machine_fingerprint
 from tiles.kernels.cpu import kernel_versions
 
-from ..errors import DoesNotFit, UsageError
-from ..models.interface import ModelConfig
-from ..sizes import format_size, parse_size
-from ..tiling import divisors, even, whole_groups
+from ..errors import DoesNotFit
+from ..sizes import parse_size
 from .flops import gemm_peak
 from .gpus import gpus_of, num_cpu_workers
-from .rules import disk_of, imaginary_disk_of
+from .rules import disk_of
 from .settings import ResourceSettings, TrainSettings
 
 RAM: Final = "ram"
@@ -48,22 +45,6 @@ DEVICE_BANDWIDTH: Final = 2e12
 """Bytes per second that such a device reads and writes of its own memory."""
 DEVICE_FLOPS: Final = 1e14
 """Flop/s of an imaginary device that does not say, and of a real one before it has been measured."""
-DEFAULT_LINK: Final = "25GB/s"
-"""Between host memory and each imaginary device, in each direction."""
-DEFAULT_DISK_RATE: Final = "1.6GB/s"
-"""From and to the disk of an imaginary machine, all requests in flight and both directions together."""
-BOUNDLESS: Final = 1 << 50
-"""Bytes of an imaginary RAM or disk that does not say."""
-
-COARSE_SHARE: Final = 128
-"""A weight tile of an imaginary device takes at most this fraction of its memory."""
-COARSE_VOCAB: Final = 8
-"""Vocabulary tiles there, at least: minibatches add to the gradient of each in turn, so with one tile they would go through the head one by one."""
-COARSE_TOKENS: Final = 8192
-"""Tokens per tile there, at most."""
-
-_DEVICES: Final = re.compile(r"\s*(?:(\d+)\s*x\s*)?([\d.]+\s*[a-z]+)\s*(?:@\s*(\d+(?:\.\d+)?)\s*([gtp])(?:f|flops?|flop/s)?)?\s*", re.IGNORECASE)
-_SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
 _BUFFER: Final = 1 << 24
 _BANDWIDTH_SECONDS: Final = 0.05
 
@@ -78,6 +59,7 @@ class Target:
         storage: whether the last node is a disk tier.
         models: durations and links that are known.
         rates: of a worker of each kind, for tasks that nobody has measured; None to measure this machine.
+        staging: bytes of host memory besides, that copies between the disk tier and GPUs keep of its budget.
     """
 
     workers: tuple[tuple[WorkerKind, int, int], ...]
@@ -85,6 +67,17 @@ class Target:
     storage: bool
     models: Models
     rates: Mapping[WorkerKind, Rate] | None = None
+    staging: int = 0
+
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """Bytes of each node, as flags give them."""
+        return {name: nbytes + (0 if at else self.staging) for at, (name, nbytes) in enumerate(self.nodes)}
+
+    @property
+    def num_devices(self) -> int:
+        """Memories beside that of the host."""
+        return len(self.memories) - 1
 
     @property
     def places(self) -> list[int]:
@@ -123,7 +116,8 @@ class Target:
 
     @property
     def link_rate(self) -> float:
-        """Bytes per second of each link between host memory and a device, in each direction."""
+        """Bytes per second of each link between host memory and a device, in each direction; of a machine that has a device."""
+        assert self.num_devices, "no links without devices"
         return self.models.links[NodeId(0), NodeId(1)].bandwidth
 
     @property
@@ -138,11 +132,24 @@ class Target:
     def with_budget(self, node: int, nbytes: int) -> Target:
         """The same machine with another budget on one node."""
         nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
-        return Target(self.workers, nodes, self.storage, self.models, self.rates)
+        return replace(self, nodes=nodes)
 
     def without(self, nbytes: int) -> Target:
         """The same machine with so much less host memory."""
         return self.with_budget(0, self.nodes[0][1] - nbytes) if nbytes else self
+
+    def enlarged(self, nbytes: Mapping[int, int]) -> Target:
+        """The same machine with these budgets as flags would give them, by node; of all its devices, if of one."""
+        found, devices = self, max((size for at, size in nbytes.items() if 0 < at <= self.num_devices), default=0)
+        for at in range(len(self.nodes)):
+            size = devices if 0 < at <= self.num_devices else nbytes.get(at, 0) - (0 if at else self.staging)
+            found = found.with_budget(at, max(size, self.nodes[at][1]))
+        return found
+
+    def with_empty_disk(self) -> Target:
+        """A machine without a disk tier with one of no bytes, to see how large it must be."""
+        staging = staging_nbytes(sum(kind == "cuda" for kind, _, _ in self.workers), has_tier=True)
+        return replace(self.without(staging), nodes=(*self.without(staging).nodes, (DISK, 0)), storage=True, staging=staging)
 
 
 def this_machine(settings: TrainSettings) -> Target:
@@ -162,8 +169,8 @@ def this_machine(settings: TrainSettings) -> Target:
     except MemoryError as error:
         raise cannot_reserve(resources, error) from error
     disk = disk_of(resources.disk)
-    ram -= staging_nbytes(len(gpus.parts), has_tier=disk is not None)
-    nodes = [(RAM, ram), *((f"sim:{at}", device) for at in range(resources.sim_gpu))]
+    staging = staging_nbytes(len(gpus.parts), has_tier=disk is not None)
+    nodes = [(RAM, ram - staging), *((f"sim:{at}", device) for at in range(resources.sim_gpu))]
     nodes += [(f"cuda:{at}", gpus.nbytes) for at in range(len(gpus.parts))]
     if disk is not None:
         nodes.append((DISK, _tier_bytes(*disk)))
@@ -174,7 +181,7 @@ def this_machine(settings: TrainSettings) -> Target:
     open_store([name for name, _ in nodes], gpus.names).load(models)
     bandwidth = float(parse_size(resources.sim_bandwidth, "--sim-bandwidth")) if resources.sim_bandwidth else None
     models.declare_links(len(nodes), storage=disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
-    return Target(tuple(workers), tuple(nodes), disk is not None, models)
+    return Target(tuple(workers), tuple(nodes), disk is not None, models, staging=staging)
 
 
 def cannot_reserve(resources: ResourceSettings, error: Exception) -> DoesNotFit:
@@ -182,79 +189,6 @@ def cannot_reserve(resources: ResourceSettings, error: Exception) -> DoesNotFit:
     given = (("--ram", resources.ram), ("--gpu-memory", resources.gpu_memory))
     flags = " and ".join(f"{flag} {text}" for flag, text in given if text) or "the default --ram"
     return DoesNotFit(f"{flags} cannot be reserved: {error}")
-
-
-def imaginary(devices: str, settings: TrainSettings, link: str = "", disk_rate: str = "") -> Target:
-    """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them.
-
-    Args:
-        devices: ``[COUNTx]MEMORY[@FLOPS]``, for example ``8x80GiB@150TF``.
-        link: bytes per second of each link, for example ``55GB/s``.
-        disk_rate: bytes per second of the disk tier, all requests in flight together.
-
-    Raises:
-        UsageError: a text is not of its form, or there is no disk.
-    """
-    count, memory, flops = parse_devices(devices)
-    bandwidth = parse_rate(link or DEFAULT_LINK, "--link")
-    of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
-    resources = settings.resources
-    if disk_rate and not resources.disk:
-        raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it")
-    ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
-    nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
-    disk = imaginary_disk_of(resources.disk)
-    if disk is not None:
-        nodes.append((DISK, disk[1] or BOUNDLESS))
-    workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]
-    workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
-    models = Models()
-    models.declare_links(len(nodes), storage=disk is not None, given=(1e-5, bandwidth), disk=(DISK_LINK[0], of_disk / THREADS))
-    return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
-
-
-def with_coarse_tiles(settings: TrainSettings, config: ModelConfig, target: Target, factor: int = 1) -> TrainSettings:
-    """Resolved settings with large tiles, as accelerators like them, and `factor` times as large, where no tile flag was given."""
-    cut, length = settings.tiling, settings.model.seq_len or config.n_positions
-    elements = factor * target.largest_place // COARSE_SHARE // 4  # of an fp32 tile
-    width = even(config.n_embd, max(1, int(elements**0.5)))
-    rows = max(1, elements // width)
-    coarse: dict[str, Any] = {
-        "minibatch_tile": max((n for n in divisors(cut.minibatch) if n * length <= COARSE_TOKENS), default=1),
-        "seq_tile": length,
-        "embd_tile": width,
-        "inner_tile": even(config.inner_size, rows),
-        "head_tile": whole_groups(config, rows // config.head_size),
-        "vocab_tile": even(config.vocab_size, min(rows, -(-config.vocab_size // COARSE_VOCAB))),
-    }
-    return replace(settings, tiling=replace(cut, **{name: size for name, size in coarse.items() if getattr(cut, name) is None}))
-
-
-def parse_devices(text: str) -> tuple[int, int, float]:
-    """Number of devices, bytes of each and flop/s of each.
-
-    Raises:
-        UsageError: `text` is not [COUNTx]MEMORY[@FLOPS].
-    """
-    match = _DEVICES.fullmatch(text)
-    if match is None or match[1] == "0":
-        raise UsageError(f"--devices must be [COUNTx]MEMORY[@FLOPS], got {text!r}; for example 8x80GiB@150TF")
-    flops = DEVICE_FLOPS if match[3] is None else float(match[3]) * _SCALE[match[4].upper()]
-    if flops <= 0:
-        raise UsageError(f"--devices must be able to compute, got {text!r}; for example 8x80GiB@150TF")
-    return int(match[1] or 1), parse_size(match[2], "--devices"), flops
-
-
-def parse_rate(text: str, flag: str) -> float:
-    """Bytes per second of a text such as ``55GB/s``.
-
-    Raises:
-        UsageError: it is no such text.
-    """
-    try:
-        return float(parse_size(text.strip().removesuffix("/s"), flag))
-    except UsageError:
-        raise UsageError(f"{flag} must be bytes per second, got {text!r}; for example 55GB/s") from None
 
 
 def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:
@@ -275,7 +209,7 @@ def _tier_bytes(directory: Path, asked: int | None) -> int:
     """
     free = free_bytes(directory)
     if asked is not None and asked > free:
-        raise DoesNotFit(f"--disk {directory}: SIZE is {format_size(asked)}, and {format_size(free)} are free there; lower it, or free some room")
+        raise DoesNotFit(f"--disk {directory}: SIZE is {asked:,} B, and {free:,} B are free there; lower it, or free some room")
     return asked or free
 
 

@@ -15,8 +15,9 @@ from scheduler.core import errors as scheduler_errors
 from scheduler.core.records import SCRATCH, DataClass, W
 from scheduler.core.steps import StepPlan
 from scheduler.drivers.virtual import Simulation, simulate
-from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder
+from scheduler.ordering import AUTO, PlannedOrder
 
+from ..errors import DoesNotFit
 from ..lora import largest_rank
 from ..models.config import PRESETS
 from ..models.interface import ModelConfig
@@ -24,19 +25,20 @@ from ..tiling import ModelTiling
 from .base import base_to_start_from
 from .fitting import (
     MOST_TASKS,
-    TASKS_PER_WORK,
-    Needs,
     advice,
     capture,
     choose_order,
     count_minibatches,
+    has_too_many_tasks,
     least_needs,
     no_collections,
-    shortage,
     sketch,
+    with_free_order,
     work_of,
 )
-from .places import Target, durations, this_machine, with_coarse_tiles
+from .imagined import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, format_devices, with_coarse_tiles
+from .needs import Needs, shortage
+from .places import Target, durations, this_machine
 from .prepare import TILE_FLAGS, with_tiles
 from .rules import check_rank, rank_of, resolve
 from .settings import TrainSettings
@@ -63,19 +65,18 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
 
     Raises:
         UsageError: a rule is broken, or the step has no such order.
+        DoesNotFit: imaginary devices are so small that a step in their tiles cannot be looked at.
     """
-    settings = resolve(settings, config)
-    check_rank(settings, largest_rank(config))
-    if target is not None:
-        settings = _with_few_tasks(settings, config, target)
-    settings, tiling = with_tiles(settings, config)
+    asked = resolve(settings, config)
+    check_rank(asked, largest_rank(config))
+    settings, tiling = with_tiles(asked if target is None else _with_few_tasks(asked, config, target), config)
     target = this_machine(settings) if target is None else target
     with no_collections():
         found = sketch(settings, config, tiling, base=base_to_start_from(settings, None))
         plan = found.plan
         order = choose_order(plan, settings, target.without(found.reading))
         needs = least_needs(plan, settings, target, order, reading=found.reading)
-        simulation, refusal = _simulate(order, settings, target, needs)
+        simulation, refusal, full = _simulate(order, settings, target, needs)
         num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
         figures = _figures(settings, config, tiling, target, order, needs, num_trained)
         if simulation is not None:
@@ -84,27 +85,42 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
             figures.update(forecast_bytes=None, forecast_seconds=None)
         figures["feasible"] = simulation is not None
         figures["refusal"] = refusal
-        figures["advice"] = [] if simulation is not None else advice(settings, config, target, needs)
+        anew = (lambda larger: with_tiles(_with_few_tasks(asked, config, larger), config)[0]) if target.is_imaginary else None
+        figures["advice"] = [] if simulation is not None else advice(settings, config, target, needs, full=full, anew=anew)
         if reach:
             figures.update(_reach(settings, config, target, len(plan.tasks)))
     return figures
 
 
 def _with_few_tasks(settings: TrainSettings, config: ModelConfig, target: Target) -> TrainSettings:
-    """Coarse tiles for the memory of imaginary devices, larger where it would take very many: of devices far too small, a plan says what would do."""
-    count = count_minibatches(settings)
-    most = min(MANY_TASKS, MOST_TASKS // count)
-    for factor in (4**exponent for exponent in range(8)):
+    """Coarse tiles for the memory of imaginary devices, larger ones where a step of these would be refused for its number of tasks.
+
+    Raises:
+        DoesNotFit: of tiles that such devices can have there are too many; says which devices have fewer.
+    """
+    factor = 1
+    while factor * LARGEST_SHARE <= COARSE_SHARE:
         coarse = with_coarse_tiles(settings, config, target, factor)
-        if TASKS_PER_WORK * work_of(with_tiles(coarse, config)[0], config) <= most:
+        if not has_too_many_tasks(with_tiles(coarse, config)[0], config):
             return coarse
-    return with_coarse_tiles(settings, config, target)
+        factor *= 2
+    enough = target.largest_place
+    while enough <= BOUNDLESS:
+        enough *= 2
+        larger = target.enlarged(dict.fromkeys(target.places, enough))
+        if target.rates is not None and not has_too_many_tasks(with_tiles(with_coarse_tiles(settings, config, larger), config)[0], config):
+            flops = target.rates["sim"].flops
+            raise DoesNotFit(
+                f"tiles for devices of {target.largest_place:,} B would make more than {MOST_TASKS:,} tasks of a step; look at devices that have "
+                f"fewer, such as --devices {format_devices(target.num_devices, enough, flops)}, or lower --batch"
+            )
+    return with_coarse_tiles(settings, config, target)  # the tiles that were given are too small: `sketch` says so
 
 
-def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, needs: Needs) -> tuple[Simulation | None, str]:
-    """What the step costs, the memory of those who read files beside it; or why it cannot run."""
+def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, needs: Needs) -> tuple[Simulation | None, str, str]:
+    """What the step costs, the memory of those who read files beside it; or why it cannot run, and the node without room if it has the least."""
     if not needs.fit(target):
-        return None, shortage(target, needs)
+        return None, shortage(target, needs), ""
     target = target.without(needs.reading)
     resources = settings.resources
     is_short, has_devices = order.plan.needed_bytes() > target.memory, max(target.places) > 0
@@ -125,13 +141,13 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
             ahead=not once,
         )
     except scheduler_errors.DoesNotFit as error:
-        return None, str(error).partition("; raise the budget")[0]
+        return None, str(error).partition("; raise the budget")[0], error.node
     nbytes, data_class = _largest_output(order.plan)
     for at, (node, budget) in enumerate(target.memories):
         workers = sum(place == at or at == 0 for _, place, _ in target.workers)  # what devices make comes to host memory, too
         _raise_peak(found, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - found.peak_bytes[node]))
     _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
-    return found, ""
+    return found, "", ""
 
 
 def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
@@ -166,7 +182,7 @@ def _figures(
         "seconds_per_step": None,
         "parameters": config.num_parameters,
         "trained_parameters": num_trained,
-        "budget_bytes": dict(target.nodes),
+        "budget_bytes": dict(target.budgets),
         "needed_bytes": order.plan.needed_bytes(),
         "bytes_by_class": _by_class(order.plan),
         "order": order.name,
@@ -225,8 +241,7 @@ def _costs(found: Simulation, settings: TrainSettings) -> dict[str, Any]:
 def _reach(settings: TrainSettings, config: ModelConfig, target: Target, num_tasks: int) -> dict[str, Any]:
     """The largest preset and the largest minibatch that fit this machine with these flags; None where that would take long to find out."""
     per_minibatch = num_tasks / count_minibatches(settings)
-    if settings.resources.order != SUBMISSION:  # other steps have other orders
-        settings = replace(settings, resources=replace(settings.resources, order=AUTO))
+    settings = with_free_order(settings)  # other steps have other orders
     return {
         "largest_model": _largest_model(settings, target, per_minibatch / work_of(settings, config)),
         "largest_minibatch": None if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(settings, config, target),

@@ -20,8 +20,9 @@ from ..cache import KVCache
 from ..errors import DoesNotFit
 from ..sizes import flag_size
 from ..tiling import default_tiling
-from .fitting import Needs, needs_of, no_collections, shortage, staged, untouched
+from .fitting import needs_of, no_collections, untouched
 from .gpus import device_class, gpus_of
+from .needs import Needs, shortage
 from .places import RAM, Target, this_machine
 from .rules import disk_of
 from .settings import MachineSettings, ResourceSettings, TrainSettings
@@ -32,14 +33,16 @@ if TYPE_CHECKING:
     from .source import ModelSource
 
 
-def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSettings, *, batch: int, length: int, shortest: int) -> None:
+def check_room(
+    source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSettings, *, batch: int, length: int, prompt_length: int
+) -> None:
     """Check that texts can be written to their ends; takes no memory, and 0.3 s for gpt2-large.
 
     Args:
         dtype: see `ModelSource.build`.
         batch: texts at a time.
         length: tokens of the longest, in the cache.
-        shortest: the same with a single new token.
+        prompt_length: tokens of the longest prompt, which are what the cache has with a single new token.
 
     Raises:
         DoesNotFit: a budget is too small; says by how much.
@@ -55,7 +58,7 @@ def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Ma
     def needs(batch: int, length: int) -> Needs:
         return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
 
-    _check(machine, needs, batch, length, {"--max-new-tokens": (batch, shortest), "--batch": (1, length)})
+    _check(machine, needs, batch, length, {"--max-new-tokens": (batch, prompt_length), "--batch": (1, length)})
 
 
 def check_scoring(source: ModelSource, dtype: str, machine: MachineSettings, *, batch: int, length: int) -> None:
@@ -118,26 +121,21 @@ def _check(machine: MachineSettings, needs: Callable[[int, int], Needs], batch: 
     if found.fit(target):
         return
     flags = " or ".join(flag for flag, size in smaller.items() if size != (batch, length) and needs(*size).fit(target))
-    staging = staged(settings, target)
-    more = _more(target, found, machine, staging)
-    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found, staging)}; {f'lower {flags}, or ' if flags else ''}{more}")
+    more = _more(target, found, machine)
+    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
 
 
-def _more(target: Target, needs: Needs, machine: MachineSettings, staging: int) -> str:
+def _more(target: Target, needs: Needs, machine: MachineSettings) -> str:
     """What to raise, all of it; or the disk tier that would hold what host memory cannot."""
-    minimum, fits_task = needs.minimum(target), needs.fits_task(target)
-    largest = max(target.places, key=lambda at: target.nodes[at][1])
-    must = [at for at, (name, budget) in enumerate(target.nodes) if budget < minimum[name] and (at == target.last or at not in target.places)]
-    short = sorted({*must, *([] if fits_task else [largest])})
     changes = []
-    for at in short:
-        name = target.nodes[at][0]
-        size = flag_size(minimum[name] + (staging if name == RAM else 0))
+    for at, nbytes in needs.short(target):
+        size = flag_size(nbytes)
         disk = disk_of(machine.disk) if target.storage and at == target.last else None
         if disk is not None:
             changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk}) to at least {size}" + ("" if disk[1] else ", where as much is free"))
         else:
-            flag, now = ("--ram", machine.ram) if name == RAM else ("--gpu-memory", machine.gpu_memory)
+            flag, now = ("--ram", machine.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.gpu_memory)
             changes.append(f"{flag} (now {now or 'the default'}) to at least {size}")
-    is_full = fits_task and not target.storage  # else no room elsewhere helps
-    return f"raise {' and '.join(changes)}" + (", or add --disk DIR" if is_full else "")
+    with_disk = None if target.storage else target.with_empty_disk()
+    is_enough = with_disk is not None and all(at == with_disk.last for at, _ in needs.short(with_disk))
+    return f"raise {' and '.join(changes)}" + (", or add --disk DIR" if is_enough else "")

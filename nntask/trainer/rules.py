@@ -286,16 +286,16 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
     return Path(directory), parse_size(size, "--disk")
 
 
-def imaginary_disk_of(text: str) -> tuple[str, int | None] | None:
-    """What --disk says of a machine that nobody has: the directory, of which nothing is asked, and the size in bytes; None for no disk tier.
+def imaginary_disk_of(text: str) -> int | None:
+    """Bytes that --disk says of a machine that nobody has, 0 where it only names a directory; None for no disk tier.
 
     Raises:
         UsageError: it names a size that is none.
     """
     if _is_size(text):
-        return "", parse_size(text, "--disk")
+        return parse_size(text, "--disk")
     disk = disk_of(text)
-    return None if disk is None else (str(disk[0]), disk[1])
+    return None if disk is None else disk[1] or 0
 
 
 def _is_size(text: str) -> bool:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nntask.errors import UsageError
+from nntask.errors import DoesNotFit, UsageError
 from nntask.models.config import GPT2Config
 from nntask.sizes import format_least, parse_size
-from nntask.trainer import fitting, planning
+from nntask.tiling import ModelTiling
+from nntask.trainer import fitting, places, planning
+from nntask.trainer.imagined import LARGEST_SHARE, format_devices, imaginary, parse_devices, parse_rate, with_coarse_tiles
 from nntask.trainer.machine import open_runtime
-from nntask.trainer.places import imaginary, open_store, parse_devices, parse_rate, this_machine
+from nntask.trainer.places import open_store, this_machine
 from nntask.trainer.prepare import with_tiles
 from nntask.trainer.rules import resolve
-from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.trainer.settings import CheckpointSettings, ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.orders import candidates, repetition
 from scheduler.core.perf import Models
+from scheduler.core.records import NodeId
 from scheduler.crew import SIM_DEPTH
 from scheduler.ordering import EQUAL
 
@@ -61,7 +67,7 @@ def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     target, plan = this_machine(small), fitting.capture(small, CONFIG, tiling)
     order = fitting.choose_order(plan, small, target)
     needs = fitting.least_needs(plan, small, target, order)
-    (alone, _), (beside, _) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
+    (alone, *_), (beside, *_) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
     assert alone is not None
     assert beside is not None
     assert beside.peak_bytes["ram"] == alone.peak_bytes["ram"] + 3 * PAGE
@@ -165,36 +171,114 @@ def test_imaginary_machines() -> None:
     assert not plan_run(tight, CONFIG, imaginary("2x64MiB", tight))["feasible"]
 
 
-def test_devices_far_too_small_are_told_what_they_need() -> None:
-    """Tiles cut for so little memory would be more tasks than a step may have: larger ones say how much memory would do."""
+def with_advice(asked: TrainSettings, change: str) -> tuple[TrainSettings, dict[str, str]]:
+    """Settings with the flags of a change as they are printed, and those that are none of theirs."""
+    others = {}
+    for flag, value in re.findall(r"--([a-z-]+) (\S+)", change):
+        name = flag.replace("-", "_")
+        if hasattr(asked.tiling, name):
+            asked = replace(asked, tiling=replace(asked.tiling, **{name: int(value)}))
+        elif hasattr(asked.resources, name):
+            asked = replace(asked, resources=replace(asked.resources, **{name: value}))
+        elif hasattr(asked.model, name):
+            asked = replace(asked, model=replace(asked.model, **{name: value}))
+        else:
+            others[flag] = value
+    return asked, others
+
+
+def all_advice_helps(asked: TrainSettings, config: GPT2Config, devices: str) -> list[str]:
+    """Each change that is advised, typed alone as it is printed, makes the step fit."""
+    refused = plan_run(asked, config, imaginary(devices, asked))
+    assert not refused["feasible"]
+    for change in refused["advice"]:
+        changed, others = with_advice(asked, change)
+        assert plan_run(changed, config, imaginary(others.get("devices", devices), changed))["feasible"], change
+    return list(refused["advice"])
+
+
+def test_devices_far_too_small_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles cut for so little memory would be more tasks than a step may have: larger ones say how much memory would do, and that is true."""
+    monkeypatch.setattr(fitting, "MOST_TASKS", 60_000)
     wide = replace(CONFIG, n_embd=512, vocab_size=10_000)
     asked = settings(ncpu=None, ram="")
     asked = replace(asked, tiling=replace(asked.tiling, batch=1))
-    plan = plan_run(asked, wide, imaginary("2x16KiB", asked))
-    assert not plan["feasible"]
-    assert plan["tasks_per_step"] < 4 * planning.MANY_TASKS
-    least = plan["advice"][0].removeprefix("--devices of ").removesuffix(" each")
-    asked = replace(asked, tiling=replace(asked.tiling, **plan["tiles"]))
-    assert plan_run(asked, wide, imaginary(f"2x{least}", asked))["feasible"]
+    advice = all_advice_helps(asked, wide, "2x256KiB")
+    assert advice[0].startswith("--devices 2x")
+    with pytest.raises(DoesNotFit, match=r"more than .* tasks of a step; look at devices that have fewer, such as --devices 2x") as refused:
+        plan_run(asked, wide, imaginary("2x1KiB", asked))
+    _, others = with_advice(asked, str(refused.value))
+    plan_run(asked, wide, imaginary(others["devices"].rstrip(","), asked))
 
 
-def test_a_smaller_minibatch_is_advised_where_it_helps() -> None:
-    """Where an imaginary RAM is too small for the activations of the whole batch."""
+def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of an imaginary device are those of its memory up to the limit of tasks; beyond it they grow, to a 16th of its memory at most."""
+    wide = replace(CONFIG, n_embd=512, vocab_size=10_000)
+    asked = resolve(settings(ncpu=None, ram=""), wide)
+    target = imaginary("1x1MiB", asked)
+    coarse = with_coarse_tiles(asked, wide, target)
+    num_tasks = fitting.TASKS_PER_WORK * 4 * fitting.work_of(with_tiles(coarse, wide)[0], wide)
+    for most, grows in ((num_tasks, False), (num_tasks - 1, True)):
+        monkeypatch.setattr(fitting, "MOST_TASKS", most)
+        found = planning._with_few_tasks(asked, wide, target)
+        assert (found != coarse) == grows
+    largest = found.tiling.inner_tile * found.tiling.embd_tile * 4
+    assert largest <= (1 << 20) // LARGEST_SHARE
+
+
+def test_advice_for_devices_can_be_typed() -> None:
+    """Where one memory is short or several are, with --devices in its own form and its flop/s, and with the tiles that larger devices have."""
     asked = settings(ncpu=None, ram="")
-    asked = replace(asked, tiling=replace(asked.tiling, minibatch=4, minibatch_tile=4))
-    least = [
-        plan_run(replace(asked, tiling=replace(asked.tiling, minibatch=size, minibatch_tile=size)), CONFIG, imaginary("1x4MiB", asked))
-        for size in (1, 4)
-    ]
-    needs = [plan["minimum_budget_bytes"]["ram"] for plan in least]
-    assert needs[0] < needs[1]
-    asked = replace(asked, resources=replace(asked.resources, ram=str(needs[0])))
-    refused = plan_run(asked, CONFIG, imaginary("1x4MiB", asked))
-    assert "--minibatch 1" in refused["advice"]
+    assert all_advice_helps(asked, WIDE, "2x16KiB@3TF")[0].startswith("--devices 2x")
+    tight = settings(ncpu=None, ram="4KiB", disk="4KiB")
+    both = all_advice_helps(tight, CONFIG, "1x4MiB")[0]
+    assert re.fullmatch(r"--ram \S+ and --disk \S+", both)
+    assert "@3TF" in plan_run(asked, WIDE, imaginary("2x16KiB@3TF", asked))["advice"][0]
+    all_advice_helps(settings(ncpu=None, ram="4KiB"), CONFIG, "1x4MiB")
+
+
+def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a machine has what a step needs at least and it stops all the same, what is to be larger is the memory that had no room."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise NoRoom("adam needs 5 B at once on node gpu:0; raise the budget", "gpu:0")
+
+    monkeypatch.setattr(planning, "simulate", full)
+    asked = settings(ncpu=None, ram="")
+    refused = plan_run(asked, CONFIG, imaginary("2x4MiB@150TF", asked))
+    assert refused["advice"] == ["--devices 2x4.4MiB@150TF"]
+
+
+@pytest.mark.parametrize("tiling", [{"minibatch": 4, "minibatch_tile": 4}, {"minibatch": 4, "minibatch_tile": 1}, {"minibatch": 4}])
+def test_a_smaller_minibatch_is_advised_where_it_helps(tiling: dict[str, int]) -> None:
+    """With --minibatch-tile where that must change; on an imaginary machine and on this one; not to a run whose checkpoint has its tiling."""
+    asked = settings(ncpu=None, ram="")
+    asked = replace(asked, tiling=replace(asked.tiling, **tiling))
+    one = replace(asked, tiling=replace(asked.tiling, minibatch=1, minibatch_tile=1))
+    for devices in ("1x4MiB", ""):
+        first, all_of_them = (plan_run(each, CONFIG, *([imaginary(devices, each)] if devices else [])) for each in (one, asked))
+        least = first["minimum_budget_bytes"]["ram"]
+        assert least < all_of_them["minimum_budget_bytes"]["ram"]
+        tight = replace(asked, resources=replace(asked.resources, ram=str(least)))
+        refused = plan_run(tight, CONFIG, *([imaginary(devices, tight)] if devices else []))
+        (change,) = (change for change in refused["advice"] if "--minibatch" in change)
+        tile = all_of_them["tiles"]["minibatch_tile"]
+        assert change == ("--minibatch 1" if tile == 1 else "--minibatch 1 --minibatch-tile 1")
+        changed, _ = with_advice(tight, change)
+        assert plan_run(changed, CONFIG, *([imaginary(devices, changed)] if devices else []))["feasible"]
+        needs = fitting.needs_of(fitting.capture(*resolved(tight)))
+        kept = replace(resolved(tight)[0], checkpoints=CheckpointSettings(resume="run"))
+        assert not any("--minibatch" in change for change in fitting.advice(kept, CONFIG, this_machine(kept), needs))
+
+
+def resolved(asked: TrainSettings) -> tuple[TrainSettings, GPT2Config, ModelTiling]:
+    """As `fitting.capture` takes them."""
+    found, tiling = with_tiles(resolve(asked, CONFIG), CONFIG)
+    return found, CONFIG, tiling
 
 
 @pytest.mark.parametrize("devices", ["1x24MiB@1TF", "2x24MiB@1TF"])
-def test_the_order_is_chosen_by_the_disk_where_ram_is_short(devices: str) -> None:
+def test_the_forecast_is_of_the_disk_where_ram_is_short(devices: str) -> None:
     """Imaginary devices over a RAM that cannot hold what lives: the forecast is of the disk, too, near virtual time; with room, of links."""
     large = replace(CONFIG, n_embd=512)
 
@@ -238,6 +322,31 @@ def test_least_sizes_as_text(nbytes: int) -> None:
     assert nbytes <= parse_size(format_least(nbytes), "--ram") <= 1.02 * nbytes + 1
     assert format_least(8 << 20) == "8 MiB"
     assert format_least(8_392_704) == "8.01 MiB"
+
+
+@pytest.mark.parametrize("devices", ["1x1.5MiB", "8x80GiB@150TF", "2x4MiB@1.5PF", "3x7B@0.25GF"])
+def test_devices_as_they_are_advised(devices: str) -> None:
+    """What is printed is read as the same devices."""
+    assert format_devices(*parse_devices(devices)).replace(" ", "") == devices
+
+
+def test_the_rate_of_an_imaginary_disk_is_that_of_large_tiles() -> None:
+    """Of tiles of a mebibyte, on a disk of 1.6 and of 100 GB/s, within a quarter."""
+    asked = settings(ncpu=None, ram="1GiB", disk="1GiB")
+    for rate in ("1.6GB/s", "100GB/s"):
+        target = imaginary("1x4MiB", asked, disk_rate=rate)
+        seconds = target.models.transfer_seconds(NodeId(0), NodeId(target.last), 1 << 20) / target.channels
+        assert 0.75 * target.disk_rate <= (1 << 20) / seconds <= target.disk_rate
+
+
+def test_what_is_free_on_a_disk_is_said_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIZE that is above what is free is refused with one that is not."""
+    monkeypatch.setattr(places, "free_bytes", lambda _: 123_456_789)
+    with pytest.raises(DoesNotFit, match="SIZE is 200,000,000 B, and 123,456,789 B are free there") as refused:
+        this_machine(settings(disk=f"{tmp_path}:200MB"))
+    free = re.search(r"and ([\d,]+ B) are free", str(refused.value))
+    assert free is not None
+    assert this_machine(settings(disk=f"{tmp_path}:{free[1]}")).budgets["disk"] == 123_456_789
 
 
 def test_rates_as_text() -> None:

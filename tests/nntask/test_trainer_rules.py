@@ -145,12 +145,7 @@ def test_a_size_is_no_directory(tmp_path, monkeypatch):
         check_values(settings("--disk=500GiB"))
     check_values(settings("--disk=500GiB"), is_imaginary=True)
     assert disk_of("./500GiB") == (Path("500GiB"), None)
-    assert [imaginary_disk_of(text) for text in ("500GiB", "scratch:1GB", "scratch", "")] == [
-        ("", 500 << 30),
-        ("scratch", 10**9),
-        ("scratch", None),
-        None,
-    ]
+    assert [imaginary_disk_of(text) for text in ("500GiB", "scratch:1GB", "scratch", "")] == [500 << 30, 10**9, 0, None]
     Path("500GiB").mkdir()
     assert disk_of("500GiB") == (Path("500GiB"), None)
 

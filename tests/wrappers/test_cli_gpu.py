@@ -111,6 +111,28 @@ def test_the_ram_that_is_asked_for_is_enough_beside_staging(cards: EmulatedCards
 
 
 @needs_compiler
+def test_the_memory_of_a_gpu_that_is_advised_is_enough(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """Typed back as it is printed, the run trains."""
+    assert main([*TRAIN, "--steps=1", "--run-dir=a", "--gpu-memory=8KiB"]) == 3
+    advised = re.search(r"it would fit with --gpu-memory ([\d.]+\w+)", capsys.readouterr().err)
+    assert advised is not None
+    assert main([*TRAIN, "--steps=1", "--run-dir=a", f"--gpu-memory={advised[1]}"]) == 0
+
+
+@needs_compiler
+def test_the_least_ram_of_a_plan_counts_staging(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """With GPUs over a disk, what the table says of RAM is enough for the plan and for the run; the table's budget is what was typed."""
+    flags = [*TRAIN[1:-1], "--steps=1", "--gpu-memory=256KiB", "--disk=scratch:64MiB"]
+    assert main(["plan", *flags, "--ram=64MiB"]) == 0
+    row = re.search(r"^ram +budget 64 MiB, at least ([\d.]+ \w+)", capsys.readouterr().out, re.MULTILINE)
+    assert row is not None
+    least = row[1].replace(" ", "")
+    assert main(["plan", *flags, f"--ram={least}"]) == 0
+    assert main(["train", *flags, f"--ram={least}", "--run-dir=a"]) == 0
+    assert main(["plan", *flags, f"--ram={staging_nbytes(1, has_tier=True) + 1}"]) == 3
+
+
+@needs_compiler
 def test_a_lost_device_ends_with_six_and_a_whole_checkpoint(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """The run goes on from it where the device works."""
     assert main([*TRAIN, "--steps=2", "--save-every=1", "--run-dir=run"]) == 0
@@ -160,7 +182,6 @@ def test_a_kernel_that_cannot_start(
         ("--gpu-memory=7GiB", 3, "--gpu-memory 7GiB is 7 GiB a part, above the 5,905,580,032 B that GPU 0 (Emulated) has free"),
         ("--gpu-memory=1.0", 3, "--gpu-memory 1.0 is 8 GiB a part, above the 5,905,580,032 B"),
         ("--gpu-memory=0.0", 2, "--gpu-memory must be a size, or a fraction of the card above 0 and up to 1.0, got 0.0"),
-        ("--gpu-memory=8KiB", 3, "it would fit with --gpu-memory 1MiB"),
         ("--split-gpu=12", 3, "too little for 12 parts"),
         ("--split-gpu=0", 2, "--split-gpu must be at least 1, got 0"),
         ("--split-gpu=17", 2, "--split-gpu must be at most 16"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scheduler.core.orders import candidates
@@ -96,7 +97,7 @@ def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[st
     assert main(["plan", config, "--devices=many"]) == 2
     capsys.readouterr()
     assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=2", "--gpu-memory=1MiB", "--sim-bandwidth=1GB"]) == 2
-    assert "--sim-gpu 2, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine" in capsys.readouterr().err
+    assert "--sim-gpu 2 is about this machine, and --devices 2x4MiB is another one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))
@@ -157,7 +158,7 @@ def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytes
 @pytest.mark.parametrize(
     ("flags", "helps"),
     [
-        (["--devices=1x64KiB"], ["--devices of"]),
+        (["--devices=1x64KiB"], ["--devices"]),
         (["--devices=1x4MiB", "--ram=300KiB"], ["--ram", "--disk"]),
         (["--devices=1x4MiB", "--ram=300KiB", "--disk=200KiB"], ["--disk"]),
     ],
@@ -174,10 +175,34 @@ def test_what_an_imaginary_machine_lacks(config: str, flags: list[str], helps: l
 
 @pytest.mark.parametrize("flag", ["--ngpu=1", "--gpu-memory=1GiB", "--restrict=cpu", "--split-gpu=2"])
 def test_devices_of_this_machine_say_nothing_of_another(config: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are refused beside --devices, with what to give instead; --ncpu 0 is what such a machine has anyway."""
+    """They are refused beside --devices, with what to give instead, typed or in the TOML file; --ncpu 0 and --ngpu 0 are what such a machine has."""
+    words = "about this machine, and --devices 1x4MiB is another one; give its devices, and their memory, with --devices"
     assert main(["plan", config, "--devices=1x4MiB", "--ncpu=0", flag]) == 2
-    assert "about this machine, and --devices 1x4MiB is another one; give its devices, and their memory, with --devices" in capsys.readouterr().err
-    assert main(["plan", config, "--devices=1x4MiB", "--ncpu=0"]) == 0
+    assert words in capsys.readouterr().err
+    name, _, value = flag.removeprefix("--").partition("=")
+    Path("run.toml").write_text(f"{name.replace('-', '_')} = {value if value.isdigit() else json.dumps(value)}\n")
+    assert main(["plan", config, "--devices=1x4MiB", "--config=run.toml"]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["plan", config, "--devices=1x4MiB", "--ncpu=0", "--ngpu=0", "--sim-gpu=0"]) == 0
+
+
+def test_the_environment_is_about_this_machine(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPUs and their memory say nothing of imaginary devices, and are no mistake of whoever asks for these."""
+    for name, value in (("NNTASK_GPU_MEMORY", "1GiB"), ("STARPU_NCUDA", "0")):
+        monkeypatch.setenv(name, value)
+        assert main(["plan", config, "--devices=1x4MiB"]) == 0
+        assert main(["plan", config, "--devices=1x4MiB", "--gpu-memory=1GiB"]) == 2
+
+
+def test_a_resumed_run_is_planned_on_other_devices(config: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The devices that it had are no mistake there, and those that are typed are one."""
+    data = ["--dataset=train.bin", "--dataset-path=.", "--sample-tokens=0"]
+    np.random.default_rng(0).integers(0, SMALL["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
+    assert main(["train", config, *data, "--steps=1", "--batch=1", "--sim-gpu=1", "--ncpu=0", "--gpu-memory=4MiB", "--run-dir=run"]) == 0
+    assert main(["plan", "--resume=run", "--devices=1x4MiB"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--resume=run", "--devices=1x4MiB", "--gpu-memory=1GiB"]) == 2
+    assert "--gpu-memory 1GiB is about this machine, and --devices 1x4MiB is another one" in capsys.readouterr().err
 
 
 def test_bench_evict() -> None:
@@ -230,7 +255,7 @@ def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tm
     assert "disk 1 GiB" in out
 
 
-@pytest.mark.parametrize("command", [["bench", "links", "--size=64MiB"], ["devices"], ["train", "--dry-run"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["bench", "links", "--size=64MiB"], ["devices"], ["train", "--dry-run"], ["plan"]], ids=" ".join)
 def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One rule for all commands: --disk makes a directory, not its parents, which may be mistyped; nothing is left behind."""
     assert main([*command, "--disk=new/a/b"]) == 2

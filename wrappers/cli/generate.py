@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
     if asked.cache and longest <= source.context:
         length = min(source.context, longest + asked.max_new_tokens - 1)
-        check_room(source, tiling, asked.dtype, settings.machine, batch=batch, length=length, shortest=longest)
+        check_room(source, tiling, asked.dtype, settings.machine, batch=batch, length=length, prompt_length=longest)
     with runtime_of(settings.machine, "--batch" if batch > 1 else "") as runtime:
         model = source.build(runtime, tiling, asked.dtype)
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)

@@ -33,6 +33,7 @@ class Request:
         resumed: the checkpoint to continue from, if any.
         extra: values of flags beside the settings.
         sources: where a flag that was not typed has its value from, in words.
+        stated: names of the flags with values that are typed or in the TOML file.
     """
 
     settings: TrainSettings
@@ -40,6 +41,7 @@ class Request:
     resumed: Checkpoint | None
     extra: Mapping[str, Any]
     sources: Mapping[str, str]
+    stated: frozenset[str]
 
 
 @contextmanager
@@ -79,7 +81,9 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
     besides = {name: typed.pop(name, kind()) for name, kind in extra.items()}
     explicit: dict[str, Any] = _read_config(file, table) if file else {}
     sources = {name: f"{name.replace('-', '_')} in {file}" for name in explicit}
+    stated = {*explicit, *typed}
     for name, (text, variable) in flags_from(environ).items():
+        stated -= {name} - typed.keys()
         explicit[name] = table[name].convert(text, variable)
         sources[name] = variable
     for sentence in unknown_variables(environ):
@@ -95,7 +99,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
         check_values(settings, is_imaginary=bool(besides.get("devices")))
-        return Request(settings, model_config(settings, explicit, resumed), resumed, besides, sources)
+        return Request(settings, model_config(settings, explicit, resumed), resumed, besides, sources, frozenset(stated))
 
 
 def _read_config(file: str, table: Table) -> dict[str, Any]:

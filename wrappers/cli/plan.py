@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from nntask.trainer.settings import ResourceSettings, TrainSettings
 
 from .help import show_help
 from .layers import naming, request
+
+OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str}
+"""What ``nntask plan`` takes beside the flags of ``nntask train``."""
+_OF_DEVICES: Final = {"sim-gpu": 0, "sim-bandwidth": "", "ngpu": 0, "split-gpu": 1, "gpu-memory": "", "restrict": "none"}
+"""Flags about the devices of this machine, each with the value that asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,11 @@ def run(argv: Sequence[str]) -> int:
     if any(token in ("-h", "--help") for token in argv):
         show_help(_Help, "nntask plan")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    asked = request(argv, os.environ, extra={"json": bool, "devices": str, "link": str, "disk-rate": str})
+    asked = request(argv, os.environ, extra=OWN_FLAGS)
     from nntask.errors import DoesNotFit, UsageError
-    from nntask.trainer.places import imaginary
+    from nntask.trainer.imagined import imaginary
     from nntask.trainer.planning import plan_run
-    from nntask.trainer.prepare import open_tiles
+    from nntask.trainer.prepare import check_disk, open_tiles
 
     devices, link, disk_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate"))
     if link and not devices:
@@ -59,53 +64,50 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(
             f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
         )
+    settings = asked.settings
     with naming(asked.sources):
-        if devices and asked.resumed is None:
-            _check_another_machine(asked.settings.resources, devices)
-        if asked.settings.tiling.auto_tile == "measured" and open_tiles(asked.settings):
+        if devices:
+            settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
+        else:
+            check_disk(settings.resources.disk)
+        if settings.tiling.auto_tile == "measured" and open_tiles(settings):
             raise UsageError(
                 "--auto-tile measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with "
                 "nntask train --dry-run --auto-tile measured"
             )
-        target = imaginary(devices, asked.settings, link, disk_rate) if devices else None
-        figures = plan_run(asked.settings, asked.config, target)
+        target = imaginary(devices, settings, link, disk_rate) if devices else None
+        figures = plan_run(settings, asked.config, target)
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
     if not figures["feasible"]:
         raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")
     return 0
 
 
-def _check_another_machine(resources: ResourceSettings, devices: str) -> None:
-    """Flags about devices of this machine say nothing of an imaginary one.
+def _of_another_machine(resources: ResourceSettings, stated: Collection[str], devices: str) -> ResourceSettings:
+    """Resources without the devices of this machine, which the environment or a resumed run may name.
+
+    Args:
+        stated: names of the flags that are typed or in the TOML file: there they are mistakes.
 
     Raises:
-        UsageError: there is one.
+        UsageError: one of these flags asks for something.
     """
     from nntask.errors import UsageError
 
-    if resources.sim_gpu:
-        raise UsageError(
-            f"--sim-gpu {resources.sim_gpu}, its --gpu-memory and --sim-bandwidth are about simulated devices of this machine, and --devices "
-            f"{devices} is another machine; give memory and rate with --devices and --link, or drop these"
-        )
-    given = {
-        "--ngpu": resources.ngpu,
-        "--split-gpu": resources.split_gpu if resources.split_gpu > 1 else None,
-        "--gpu-memory": resources.gpu_memory or None,
-        "--restrict": resources.restrict if resources.restrict != "none" else None,
-    }
-    for flag, value in given.items():
-        if value is not None:
+    for name, nothing in _OF_DEVICES.items():
+        value = getattr(resources, name.replace("-", "_"))
+        if name in stated and value not in (nothing, None):
             raise UsageError(
-                f"{flag} {value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with --devices, "
-                "or drop it"
+                f"--{name} {value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
+                "--devices, the rate of their links with --link, or drop it"
             )
+    return replace(resources, sim_gpu=0, sim_bandwidth="", ngpu=None, split_gpu=1, gpu_memory="", restrict="none")
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
     from nntask.sizes import format_least, format_size
-    from nntask.trainer.places import BOUNDLESS
+    from nntask.trainer.imagined import BOUNDLESS
 
     yield f"parameters          {figures['parameters']:,}"
     if figures["trained_parameters"] != figures["parameters"]:

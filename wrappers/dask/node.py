@@ -214,7 +214,8 @@ class Node:
             DoesNotFit: a budget of this node is too small.
         """
         from nntask.errors import DoesNotFit
-        from nntask.trainer.fitting import needs_of, shortage
+        from nntask.trainer.fitting import needs_of
+        from nntask.trainer.needs import shortage
         from nntask.trainer.places import this_machine
 
         target, needs = this_machine(self._settings), needs_of(self._engine.order.plan)

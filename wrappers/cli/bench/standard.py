@@ -8,7 +8,8 @@ from typing import Final
 from nntask.models.config import PRESETS
 from nntask.models.interface import ModelConfig
 from nntask.trainer.fitting import capture
-from nntask.trainer.places import Target, with_coarse_tiles
+from nntask.trainer.imagined import with_coarse_tiles
+from nntask.trainer.places import Target
 from nntask.trainer.prepare import with_tiles
 from nntask.trainer.rules import resolve
 from nntask.trainer.settings import ModelSettings, TilingSettings, TrainSettings
