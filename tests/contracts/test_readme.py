@@ -17,6 +17,7 @@ from nntask.models.config import PRESETS
 from nntask.trainer.settings import ModelSettings, TrainSettings
 from wrappers.cli import COMMANDS
 from wrappers.cli.flags import table_of
+from wrappers.cli.plan import OWN_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,9 +33,6 @@ BLOCKS = [
 ]
 OTHER_FLAGS = {
     "help",
-    "devices",
-    "link",
-    "disk-rate",
     "check",
     "rounds",
     "steps",
@@ -121,10 +119,16 @@ def test_tiling_flags() -> None:
     assert sorted(named) == sorted(flag.name for flag in table_of(TrainSettings).values() if flag.group == "tiling")
 
 
+def test_flags_of_plan() -> None:
+    """The table of the flags of `nntask plan` lists those that only it takes."""
+    table = README.partition("| flag of `plan` | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `--([a-z-]+)` \|", table, re.MULTILINE) == [name for name in OWN_FLAGS if name != "json"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_exist(page: Path) -> None:
     """Flags a page names in code are flags that are accepted."""
-    known = {*table_of(TrainSettings), *OTHER_FLAGS, "config"}
+    known = {*table_of(TrainSettings), *OWN_FLAGS, *OTHER_FLAGS, "config"}
     shell = " ".join(re.findall(r"`[^`]+`|```(?:sh|text)?\n.*?```", page.read_text(), re.DOTALL))
     named = {flag.removeprefix("no-") if flag.removeprefix("no-") in known else flag for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", shell)}
     assert named <= known, f"{page.name} names flags that nothing accepts: {sorted(named - known)}"
