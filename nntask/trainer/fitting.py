@@ -248,7 +248,8 @@ def advice(
     is_last_short = not is_given_room and any(at == target.last for at, _ in short)
     if is_last_short and not target.storage:
         other = target.with_empty_disk()
-        found.append(_raised(other, needs.short(other), is_new=True))
+        follow = None if anew is None else lambda larger: with_free_order(anew(larger))  # nothing is known of the links of that disk
+        found.append(_raised(other, _enough(needs.short(other), config, other, follow), is_new=True))
     if is_fixed:
         return found
     if not needs.fits_task(target):

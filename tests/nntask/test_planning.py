@@ -235,6 +235,7 @@ def test_advice_for_devices_can_be_typed() -> None:
     assert re.fullmatch(r"--ram \S+ and --disk \S+", both)
     assert "@3TF" in plan_run(asked, WIDE, imaginary("2x16KiB@3TF", asked))["advice"][0]
     all_advice_helps(settings(ncpu=None, ram="4KiB"), CONFIG, "1x4MiB")
+    all_advice_helps(settings(ncpu=None, ram="4KiB", order="layers"), WIDE, "2x16KiB@3TF")
 
 
 def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
