@@ -33,7 +33,6 @@ after the embedding of minibatch 1 has, forces the backward passes one after ano
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -106,11 +105,13 @@ def named(plan: StepPlan, found: Repetition, name: str) -> list[int] | None:
         return arrange(plan, found.updates, lambda position: (position,))
     if name == "layers":
         return banded(plan, found)
-    if found.num_minibatches and (match := re.fullmatch(r"layers:([1-9]\d*)", name)):
-        return banded(plan, found, group=int(match[1]))
-    if found.windows and (match := re.fullmatch(rf"turn:([1-{TURNS - 1}])/{TURNS}", name)):
-        return banded(plan, found, window=found.windows[int(match[1]) * len(found.windows) // TURNS])
-    if found.windows and name == "forward":
+    kind, _, size = name.partition(":")
+    if kind == "layers" and size.isdecimal() and int(size) and found.num_minibatches:
+        return banded(plan, found, group=int(size))
+    turns = [f"{part}/{TURNS}" for part in range(1, TURNS)]
+    if kind == "turn" and size in turns and found.windows:
+        return banded(plan, found, window=found.windows[(1 + turns.index(size)) * len(found.windows) // TURNS])
+    if name == "forward" and found.windows:
         return banded(plan, found, window=(0, found.windows[0][1]))
     return None
 
