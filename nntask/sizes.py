@@ -1,4 +1,4 @@
-"""Byte sizes and durations as people write them."""
+"""Byte sizes, rates and durations as people write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _UNITS: Final = {
 }
 _BY_LOWER: Final = {unit.lower(): unit for unit in _UNITS}
 _WORDS: Final = "B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
-_SIZE: Final = re.compile(r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_NUMBER: Final = r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)\s*"
+_SIZE: Final = re.compile(_NUMBER + r"([A-Za-z]*)\s*")
+_BITS: Final = re.compile(_NUMBER + r"([KMGTkmgt][Ii]?)b(?:its?)?(?:/s|ps)?\s*")
 
 
 def parse_size(text: str, what: str) -> int:
@@ -51,6 +53,28 @@ def parse_size(text: str, what: str) -> int:
     if nbytes < 1:
         raise UsageError(f"{what} must be at least 1 byte, got {text!r}; for example 2GiB")
     return nbytes
+
+
+def parse_rate(text: str, what: str) -> float:
+    """Bytes per second that `text` stands for, e.g. "55GB/s": a size with its unit, with or without the /s. A lower-case b is a bit.
+
+    Args:
+        what: the flag, for the message.
+
+    Raises:
+        UsageError: it is no rate, has no unit, or counts bits.
+    """
+    rule = f"{what} must be bytes per second, got {text!r}"
+    if bits := _BITS.fullmatch(text):
+        number, unit = float(bits[1].replace(",", "")), bits[2]
+        raise UsageError(f"{rule}; bits? {number:.15g} {unit}b/s are {number / 8:.15g}{unit.upper().replace('I', 'i')}B/s")
+    size = text.strip().removesuffix("/s").rstrip()
+    if size[-1:].isdigit():
+        raise UsageError(f"{rule}, which has no unit; for example {size}GB/s")
+    try:
+        return float(parse_size(size, what))
+    except UsageError:
+        raise UsageError(f"{rule}; for example 55GB/s") from None
 
 
 def _scaled(nbytes: float) -> tuple[float, str]:

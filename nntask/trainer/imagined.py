@@ -14,7 +14,7 @@ from scheduler.drivers.disk import THREADS
 
 from ..errors import UsageError
 from ..models.interface import ModelConfig
-from ..sizes import flag_size, parse_size
+from ..sizes import flag_size, parse_rate, parse_size
 from ..tiling import divisors, even, whole_groups
 from .places import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, Target
 from .rules import imaginary_disk_of
@@ -107,15 +107,3 @@ def format_devices(count: int, nbytes: int, flops: float) -> str:
     scale, unit = next(((scale, unit) for unit, scale in reversed(_SCALE.items()) if flops >= scale), (1e9, "G"))
     rate = f"{flops / scale:.9f}".rstrip("0").rstrip(".")
     return f"{count}x{flag_size(nbytes)}" + ("" if flops == DEVICE_FLOPS else f"@{rate}{unit}F")
-
-
-def parse_rate(text: str, flag: str) -> float:
-    """Bytes per second of a text such as ``55GB/s``.
-
-    Raises:
-        UsageError: it is no such text.
-    """
-    try:
-        return float(parse_size(text.strip().removesuffix("/s"), flag))
-    except UsageError:
-        raise UsageError(f"{flag} must be bytes per second, got {text!r}; for example 55GB/s") from None

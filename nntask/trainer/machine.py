@@ -17,7 +17,7 @@ from tiles.kernels.cpu import kernel_versions
 from tiles.kernels.cuda.compiling import KernelBuildError
 
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
-from ..sizes import parse_size
+from ..sizes import parse_rate, parse_size
 from .gpus import close_gpus, gpus_of, num_cpu_workers, open_gpus
 from .places import DISK, cannot_reserve
 from .rules import disk_of
@@ -69,7 +69,7 @@ def open_runtime(settings: TrainSettings, trace: Trace | None = None) -> Runtime
                 sim_gpus=resources.sim_gpu,
                 gpus=gpus,
                 gpu_memory=plan.nbytes or _size(resources.gpu_memory, "--gpu-memory"),
-                sim_bandwidth=_size(resources.sim_bandwidth, "--sim-bandwidth"),
+                sim_bandwidth=parse_rate(resources.sim_bandwidth, "--sim-bandwidth") if resources.sim_bandwidth else None,
                 ram=_size(resources.ram, "--ram"),
                 disk=disk,
                 sched=resources.sched,

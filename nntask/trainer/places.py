@@ -32,7 +32,7 @@ from scheduler.storage.perfstore import PerfStore, machine_fingerprint
 from tiles.kernels.cpu import kernel_versions
 
 from ..errors import DoesNotFit
-from ..sizes import parse_size
+from ..sizes import parse_rate, parse_size
 from .flops import gemm_peak
 from .gpus import gpus_of, num_cpu_workers
 from .rules import disk_of
@@ -179,7 +179,7 @@ def this_machine(settings: TrainSettings) -> Target:
     workers += [("cuda", 1 + at, SIM_DEPTH) for at in range(len(gpus.parts))]
     models = Models()
     open_store([name for name, _ in nodes], gpus.names).load(models)
-    bandwidth = float(parse_size(resources.sim_bandwidth, "--sim-bandwidth")) if resources.sim_bandwidth else None
+    bandwidth = parse_rate(resources.sim_bandwidth, "--sim-bandwidth") if resources.sim_bandwidth else None
     models.declare_links(len(nodes), storage=disk is not None, given=None if bandwidth is None else (0.0, bandwidth))
     return Target(tuple(workers), tuple(nodes), disk is not None, models, staging=staging)
 

@@ -15,7 +15,7 @@ from scheduler.drivers.cuda_cupy import MOST_PARTS
 
 from ..errors import UsageError
 from ..models.interface import ModelConfig
-from ..sizes import LARGEST, parse_size
+from ..sizes import LARGEST, parse_rate, parse_size
 from .cluster_rules import check_cluster
 from .gpus import fraction_of, gpus_of
 from .settings import TrainSettings
@@ -129,7 +129,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
     _check_combinations(settings)
     _check_adapters(settings)
     resources = settings.resources
-    for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory"), (resources.sim_bandwidth, "--sim-bandwidth")):
+    for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory")):
         is_share = flag == "--gpu-memory" and text and fraction_of(text) is not None
         if is_share and resources.sim_gpu:
             raise UsageError(f"--gpu-memory must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB")
@@ -141,8 +141,6 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
             f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
             f"got {resources.order!r}; use --order auto"
         )
-    if resources.sim_bandwidth and not resources.sim_gpu:
-        raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
     trace_range(settings.observe.trace_steps)
     if not is_imaginary:
         _check_devices(settings)
@@ -151,6 +149,10 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
 def _check_devices(settings: TrainSettings) -> None:
     """Flags that need a device need one; looks for GPUs only where such a flag is there."""
     resources = settings.resources
+    if resources.sim_bandwidth:
+        parse_rate(resources.sim_bandwidth, "--sim-bandwidth")
+        if not resources.sim_gpu:
+            raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
     if resources.ncpu == 0 and not resources.sim_gpu and not gpus_of(settings)[0].parts:
         raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
     gpus = {

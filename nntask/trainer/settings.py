@@ -208,7 +208,7 @@ class MachineSettings:
     """budget of each GPU or simulated device, e.g. 1GiB, or for GPUs a fraction such as 0.25 (default: 0.9 of what is free on the card, divided by
     its parts; of simulated ones as much as RAM, or what RAM leaves)"""
     sim_bandwidth: str = ""
-    """bytes per second of each link of a simulated device, e.g. 8GB (default: as fast as memory copies)"""
+    """bytes per second of each link of a simulated device, e.g. 8GB/s (default: as fast as memory copies)"""
     ram: str = ""
     """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free); below what the model needs, --disk takes the rest"""
     disk: str = ""

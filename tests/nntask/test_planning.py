@@ -16,7 +16,7 @@ from nntask.models.config import GPT2Config
 from nntask.sizes import format_least, parse_size
 from nntask.tiling import ModelTiling
 from nntask.trainer import fitting, places, planning
-from nntask.trainer.imagined import LARGEST_SHARE, format_devices, imaginary, parse_devices, parse_rate, with_coarse_tiles
+from nntask.trainer.imagined import LARGEST_SHARE, format_devices, imaginary, parse_devices, with_coarse_tiles
 from nntask.trainer.machine import open_runtime
 from nntask.trainer.places import open_store, this_machine
 from nntask.trainer.prepare import with_tiles
@@ -348,13 +348,6 @@ def test_what_is_free_on_a_disk_is_said_to_the_byte(tmp_path: Path, monkeypatch:
     free = re.search(r"and ([\d,]+ B) are free", str(refused.value))
     assert free is not None
     assert this_machine(settings(disk=f"{tmp_path}:{free[1]}")).budgets["disk"] == 123_456_789
-
-
-def test_rates_as_text() -> None:
-    """Bytes per second, with or without the /s."""
-    assert parse_rate("55GB/s", "--link") == parse_rate("55 GB", "--link") == 55e9
-    with pytest.raises(UsageError, match="--link must be bytes per second"):
-        parse_rate("fast", "--link")
 
 
 def test_the_machine_is_the_one_that_a_run_would_use() -> None:

@@ -81,7 +81,9 @@ def test_rules_between_values(argv, words):
         (["--gpu-memory=0.5"], "about GPUs, and none is used; drop it"),
         (["--gpu-memory=0.5", "--sim-gpu=1"], "must be bytes for simulated devices, got 0.5, a share of a card"),
         (["--split-gpu=2"], "--split-gpu 2 is about GPUs, and none is used; drop it"),
-        (["--sim-gpu=1", "--sim-bandwidth=fast"], "--sim-bandwidth must be a size"),
+        (["--sim-gpu=1", "--sim-bandwidth=fast"], "--sim-bandwidth must be bytes per second, got 'fast'; for example 55GB/s"),
+        (["--sim-gpu=1", "--sim-bandwidth=8"], "--sim-bandwidth must be bytes per second, got '8', which has no unit; for example 8GB/s"),
+        (["--sim-gpu=1", "--sim-bandwidth=8Gb/s"], "--sim-bandwidth must be bytes per second, got '8Gb/s'; bits? 8 Gb/s are 1GB/s"),
         (["--sim-bandwidth=5GB"], "add --sim-gpu 1"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 from nntask.environment import flags_from, unknown_variables
 from nntask.errors import UsageError
-from nntask.sizes import format_count, format_duration, format_size, parse_size
+from nntask.sizes import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.trainer.settings import TrainSettings
 from nntask.trainer.text import to_toml
 from wrappers.cli.flags import ELSEWHERE, build, from_toml, merge, scan, table_of
@@ -131,6 +131,33 @@ def test_sizes_that_are_none(text):
     """The message names the flag and gives an example."""
     with pytest.raises(UsageError, match=r"--ram must be .*for example"):
         parse_size(text, "--ram")
+
+
+@pytest.mark.parametrize("text", ["55GB/s", "55 GB", " 55gB /s ", "55,000,000,000 B/s", "55000000000B"])
+def test_rates(text):
+    """Sizes with a unit, with or without the /s."""
+    assert parse_rate(text, "--link") == 55e9
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fast", "; for example 55GB/s"),
+        ("55GB/h", "; for example 55GB/s"),
+        ("25", ", which has no unit; for example 25GB/s"),
+        ("25/s", ", which has no unit; for example 25GB/s"),
+        ("25Gb/s", "; bits? 25 Gb/s are 3.125GB/s"),
+        ("25 Gbit/s", "; bits? 25 Gb/s are 3.125GB/s"),
+        ("100mbps", "; bits? 100 mb/s are 12.5MB/s"),
+        ("1,000Kib", "; bits? 1000 Kib/s are 125KiB/s"),
+    ],
+)
+def test_rates_that_are_none(text, words):
+    """A rate says its unit, in bytes; what is said of bits is a rate."""
+    with pytest.raises(UsageError) as error:
+        parse_rate(text, "--link")
+    assert str(error.value) == f"--link must be bytes per second, got {text!r}{words}"
+    assert parse_rate(words.split()[-1], "--link") > 0
 
 
 def test_numbers_for_people():

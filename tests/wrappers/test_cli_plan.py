@@ -98,6 +98,8 @@ def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=2", "--gpu-memory=1MiB", "--sim-bandwidth=1GB"]) == 2
     assert "--sim-gpu 2 is about this machine, and --devices 2x4MiB is another one" in capsys.readouterr().err
+    assert main(["plan", config, "--devices=2x4MiB", "--sim-bandwidth=1GB/s"]) == 2
+    assert "--sim-bandwidth 1GB/s is about this machine, and --devices 2x4MiB is another one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))

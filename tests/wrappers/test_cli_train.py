@@ -182,7 +182,7 @@ def test_a_trace_of_some_steps_holds_their_tasks_and_no_others(here, capsys, fir
     [
         "--ram=2MiB --disk=tier:1GiB --evict=lru --order=layers",
         "--ram=2MiB --disk=tier --evict=next-use --order=eager-update --no-prefetch",
-        "--sim-gpu=1 --ncpu=0 --gpu-memory=1MiB --sim-bandwidth=500MB --evict=fifo --order=submission",
+        "--sim-gpu=1 --ncpu=0 --gpu-memory=1MiB --sim-bandwidth=500MB/s --evict=fifo --order=submission",
     ],
 )
 def test_resources_change_no_loss(here, capsys, flags):

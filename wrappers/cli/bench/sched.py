@@ -78,8 +78,9 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     from nntask.models.config import PRESETS
     from nntask.models.interface import ModelConfig
     from nntask.models.registry import config_from_json
+    from nntask.sizes import parse_rate
     from nntask.trainer.fitting import order_on
-    from nntask.trainer.imagined import imaginary, parse_rate
+    from nntask.trainer.imagined import imaginary
     from nntask.trainer.places import durations
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
     from scheduler.bounds import lower_bounds
