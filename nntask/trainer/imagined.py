@@ -37,7 +37,11 @@ COARSE_VOCAB: Final = 8
 COARSE_TOKENS: Final = 8192
 """Tokens per tile there, at most."""
 
-_DEVICES: Final = re.compile(r"\s*(?:(\d+)\s*x\s*)?([\d.]+\s*[a-z]+)\s*(?:@\s*(\d+(?:\.\d+)?)\s*([gtp])(?:f|flops?|flop/s)?)?\s*", re.IGNORECASE)
+_FORMS: Final = {"--devices": ("[COUNTx]MEMORY[@FLOPS]", "8x80GiB@150TF"), "--device": ("MEMORY[@FLOPS]", "80GiB@150TF")}
+"""How flags describe devices, with an example."""
+_DEVICES: Final = re.compile(
+    r"\s*(?:(\d+)\s*x\s*)?([\d.]+)\s*([a-wyz]*)\s*(?:@\s*(\d+(?:\.\d+)?)\s*(?:([gtp])(?:f|flops?|flop/s)?)?)?\s*", re.IGNORECASE
+)
 _SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
 
 
@@ -87,19 +91,28 @@ def with_coarse_tiles(settings: TrainSettings, config: ModelConfig, target: Targ
     return replace(settings, tiling=replace(cut, **{name: size for name, size in coarse.items() if getattr(cut, name) is None}))
 
 
-def parse_devices(text: str) -> tuple[int, int, float]:
+def parse_devices(text: str, flag: str = "--devices") -> tuple[int, int, float]:
     """Number of devices, bytes of each and flop/s of each.
 
+    Args:
+        flag: one of `_FORMS`.
+
     Raises:
-        UsageError: `text` is not [COUNTx]MEMORY[@FLOPS].
+        UsageError: `text` is not of the form that the flag has.
     """
+    form, example = _FORMS[flag]
+    rule = f"{flag} must be {form}, got {text!r}"
     match = _DEVICES.fullmatch(text)
-    if match is None or match[1] == "0":
-        raise UsageError(f"--devices must be [COUNTx]MEMORY[@FLOPS], got {text!r}; for example 8x80GiB@150TF")
-    flops = DEVICE_FLOPS if match[3] is None else float(match[3]) * _SCALE[match[4].upper()]
+    if match is None or int(match[1] or 1) < 1 or (match[1] and "COUNT" not in form):
+        raise UsageError(f"{rule}; for example {example}")
+    count, memory, unit, rate, scale = match.groups()
+    for part, has_unit in (("MEMORY", unit), ("FLOPS", scale or not rate)):
+        if not has_unit:
+            raise UsageError(f"{rule}, whose {part} has no unit; for example {example}")
+    flops = float(rate) * _SCALE[scale.upper()] if rate else DEVICE_FLOPS
     if flops <= 0:
-        raise UsageError(f"--devices must be able to compute, got {text!r}; for example 8x80GiB@150TF")
-    return int(match[1] or 1), parse_size(match[2], "--devices"), flops
+        raise UsageError(f"{flag} must be able to compute, got {text!r}; for example {example}")
+    return int(count or 1), parse_size(memory + unit, f"{flag} must be {form}, and MEMORY"), flops
 
 
 def format_devices(count: int, nbytes: int, flops: float) -> str:

@@ -317,6 +317,28 @@ def test_devices_that_are_none(text: str) -> None:
         parse_devices(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8x", "got '8x'; for example 8x80GiB@150TF"),
+        ("8x80", "got '8x80', whose MEMORY has no unit; for example 8x80GiB@150TF"),
+        ("8x80 @150TF", "got '8x80 @150TF', whose MEMORY has no unit; for"),
+        ("8x80GiB@150", "got '8x80GiB@150', whose FLOPS has no unit; for"),
+        ("8x80QB", "and MEMORY must be a size in B, KB, KiB, MB, MiB, GB, GiB, TB or TiB, got '80QB'; for example 80GiB"),
+    ],
+)
+def test_what_is_wrong_with_devices(text: str, words: str) -> None:
+    """The form, what was typed, and which unit is missing; the same for one device where another flag counts them."""
+    with pytest.raises(UsageError) as many:
+        parse_devices(text)
+    assert str(many.value).startswith("--devices must be [COUNTx]MEMORY[@FLOPS], ")
+    assert words in str(many.value)
+    with pytest.raises(UsageError) as one:
+        parse_devices(text.removeprefix("8x"), "--device")
+    assert str(one.value).startswith("--device must be MEMORY[@FLOPS], ")
+    assert words.replace("8x", "") in str(one.value)
+
+
 @given(st.integers(1, 1 << 50))
 def test_least_sizes_as_text(nbytes: int) -> None:
     """What is printed is read as no less, and as hardly more."""

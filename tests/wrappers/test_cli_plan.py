@@ -272,6 +272,9 @@ def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, cap
         (["bench", "speed"], "unknown benchmark 'speed'"),
         (["bench", "evict", "--budgets=a"], "--budgets must be whole numbers"),
         (["bench", "evict", "--model=gpt5"], "--model must be one of"),
+        (["bench", "sched", "--device=80"], "--device must be MEMORY[@FLOPS], got '80', whose MEMORY has no unit; for example 80GiB@150TF"),
+        (["bench", "sched", "--device=8x80GiB"], "--device must be MEMORY[@FLOPS], got '8x80GiB'; for example 80GiB@150TF"),
+        (["bench", "sched", "--model=tiny", "--link=55"], "--link must be bytes per second, got '55', which has no unit; for example 55GB/s"),
         (["bench", "sched", "--counts=0"], "--counts must be whole numbers"),
         (["bench", "sched", "--policies=best"], "--policies must be some of"),
         (

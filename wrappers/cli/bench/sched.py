@@ -30,7 +30,7 @@ class SchedSettings:
     counts: str = "1,2,4,8"
     """numbers of devices"""
     device: str = "80GiB@150TF"
-    """memory and flop/s of each device"""
+    """MEMORY[@FLOPS] of each device"""
     link: str = "55GB/s"
     """bytes per second of each link"""
     ram: str = ""
@@ -51,6 +51,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
         DataError: the config cannot be read.
     """
     from nntask.errors import UsageError
+    from nntask.trainer.imagined import parse_devices
     from scheduler.core.eviction import EVICTION_POLICIES
     from scheduler.core.policies import POLICIES
 
@@ -60,6 +61,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
         counts = []
     if not counts or min(counts) < 1:
         raise UsageError(f"--counts must be whole numbers with commas, got {settings.counts!r}; for example --counts 1,2,4,8")
+    parse_devices(settings.device, "--device")
     policies = settings.policies.split(",") if settings.policies else list(POLICIES)
     if set(policies) - set(POLICIES):
         raise UsageError(f"--policies must be some of {', '.join(POLICIES)}, got {settings.policies!r}; for example --policies dmdas,reuse")
