@@ -24,7 +24,7 @@ class EvictSettings:
     batch: int = 8
     """minibatches of one sequence"""
     seq_len: int | None = None
-    """tokens per sequence, at most 1024"""
+    """tokens per sequence (default: 1024, or as many as the model takes)"""
     budgets: str = "2,4,8"
     """RAM in parts of what the step needs"""
     bound: bool = True
@@ -38,6 +38,7 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
         UsageError: a flag is wrong.
     """
     from nntask.errors import UsageError
+    from nntask.trainer.rules import check_values
     from scheduler.core.orders import candidates
 
     from .standard import captured, named
@@ -48,9 +49,9 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
         parts = []
     if not parts or min(parts) < 1:
         raise UsageError(f"--budgets must be whole numbers with commas, got {settings.budgets!r}; for example --budgets 2,4,8")
-    if settings.batch < 1:
-        raise UsageError(f"--batch must be at least 1, got {settings.batch}; use --batch 8")
-    plan = captured(named(settings.model, settings.batch, seq_len=settings.seq_len))
+    train = named(settings.model, settings.batch, seq_len=settings.seq_len)
+    check_values(train)
+    plan = captured(train)
     needed, positions = plan.needed_bytes(), candidates(plan)
     rows = [row for part in parts for row in _rows(plan, part, positions, settings.bound)]
     figures = {"needed_bytes": needed, "tasks": len(plan.tasks), "model": settings.model, "batch": settings.batch, "rows": rows}

@@ -84,6 +84,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     from nntask.trainer.fitting import order_on
     from nntask.trainer.imagined import imaginary
     from nntask.trainer.places import durations
+    from nntask.trainer.rules import check_values
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
     from scheduler.bounds import lower_bounds
     from scheduler.core.errors import SchedulerError
@@ -100,6 +101,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),
         resources=ResourceSettings(ram=settings.ram),
     )
+    check_values(train, is_imaginary=True)
     target = imaginary(f"{count}x{settings.device}", train, settings.link)
     gc.disable()  # plans are large and hold no garbage
     try:

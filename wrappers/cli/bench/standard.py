@@ -41,7 +41,10 @@ def captured(settings: TrainSettings, config: ModelConfig | None = None, target:
 
 
 def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None) -> TrainSettings:
-    """The standard job with another preset or batch; another preset's tiles come from the table.
+    """The standard job with another preset, batch or length; another preset's tiles come from the table.
+
+    Args:
+        seq_len: None for the standard one, or as many as the model takes.
 
     Raises:
         UsageError: there is no such preset.
@@ -50,6 +53,6 @@ def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None
 
     if model not in PRESETS:
         raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {model!r}; use --model gpt2")
-    length = min(seq_len or 1024, PRESETS[model].n_positions)
+    length = min(1024, PRESETS[model].n_positions) if seq_len is None else seq_len
     tiling = STANDARD.tiling if model == "gpt2" else TilingSettings(minibatch_tile=1)
     return replace(STANDARD, model=ModelSettings(model=model, seq_len=length), tiling=replace(tiling, batch=batch, minibatch=minibatch))
