@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nntask.trainer import places
 from scheduler.core.orders import candidates
+from scheduler.storage import limits
 from tiles.kernels.cpu import onednn
 from wrappers.cli import main
 from wrappers.cli.bench import BENCHMARKS
@@ -287,6 +289,7 @@ def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, cap
         ),
         (["bench", "links", "--size=1MiB"], "--size must be at least 64MiB"),
         (["bench", "links", "--size=64MiB", "--disk=tier:64MiB"], "--disk must be a directory here, got 'tier:64MiB'; use --disk tier, and --size"),
+        (["bench", "links", "--disk=64MiB"], "--disk must be a directory here, got '64MiB'; use --disk scratch, and --size for the space to use"),
         (["bench", "overhead", "--tasks=1"], "--tasks must be at least 100"),
     ],
 )
@@ -294,6 +297,24 @@ def test_mistakes_end_with_2(argv: list[str], words: str, capsys: pytest.Capture
     """One sentence names the flag and what would do."""
     assert main(argv) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "words"),
+    [
+        ((128 << 20) - 1, 64 << 20, "--size 64MiB takes twice that in memory, 134,217,728 B, and this process may use 134,217,727 B; lower it"),
+        (128 << 20, (64 << 20) - 1, "--size 64MiB is 67,108,864 B, and 67,108,863 B are free in tier; lower it, or name another --disk"),
+    ],
+)
+def test_bench_links_takes_what_there_is(
+    limit: int, free: int, words: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the memory or the disk has no room for is refused before any of it is taken."""
+    monkeypatch.setattr(limits, "memory_limit", lambda: limit)
+    monkeypatch.setattr(places, "free_bytes", lambda _: free)
+    assert main(["bench", "links", "--disk=tier", "--size=64MiB"]) == 3
+    assert words in capsys.readouterr().err
+    assert not (folder / "tier").exists()
 
 
 def test_devices_say_how_bf16_is_computed() -> None:

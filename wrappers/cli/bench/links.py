@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ class LinksSettings:
     repeats: int = 5
     """copies per size"""
     size: str = "256MiB"
-    """memory and disk space to use, at least 64MiB"""
+    """disk space to use, at least 64MiB; twice this in memory"""
 
 
 def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
@@ -39,23 +40,34 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
 
     Raises:
         UsageError: a flag is wrong.
+        DoesNotFit: there is less memory, or less room on the disk.
         StorageError: the directory cannot be written, or the disk is full.
     """
-    from nntask.errors import StorageError, UsageError
+    from nntask.errors import DoesNotFit, StorageError, UsageError
     from nntask.sizes import parse_size
+    from nntask.trainer.places import free_bytes
     from nntask.trainer.prepare import check_disk
     from nntask.trainer.rules import disk_of
+    from scheduler.storage.limits import memory_limit
 
     if settings.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {settings.repeats}; use --repeats 5")
     nbytes = parse_size(settings.size, "--size")
     if nbytes < 4 * max(SIZES):
         raise UsageError(f"--size must be at least 64MiB, got {settings.size}; use --size 256MiB")
-    check_disk(settings.disk)
-    disk = disk_of(settings.disk)
+    try:
+        disk = disk_of(settings.disk)
+    except UsageError:
+        disk = Path("scratch"), 0  # a size, or more than one
     if disk is not None and disk[1] is not None:
         raise UsageError(f"--disk must be a directory here, got {settings.disk!r}; use --disk {disk[0]}, and --size for the space to use")
+    check_disk(settings.disk)
     directory = settings.disk or tempfile.gettempdir()
+    limit, free = memory_limit(), free_bytes(Path(directory))
+    if 2 * nbytes > limit:
+        raise DoesNotFit(f"--size {settings.size} takes twice that in memory, {2 * nbytes:,} B, and this process may use {limit:,} B; lower it")
+    if nbytes > free:
+        raise DoesNotFit(f"--size {settings.size} is {nbytes:,} B, and {free:,} B are free in {directory}; lower it, or name another --disk")
     try:
         figures = measure(directory, nbytes, settings.repeats)
     except OSError as error:
