@@ -285,6 +285,10 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
         return Path(text), None
     if not directory or not size:
         raise UsageError(f"--disk must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB")
+    if _is_size(directory.rpartition(":")[2]) and not Path(directory).exists():
+        raise UsageError(
+            f"--disk must be DIR or DIR:SIZE, got {text!r}, which has two sizes, and there is no directory {directory}; for example scratch:{size}"
+        )
     return Path(directory), parse_size(size, "--disk")
 
 

@@ -152,6 +152,17 @@ def test_a_size_is_no_directory(tmp_path, monkeypatch):
     assert disk_of("500GiB") == (Path("500GiB"), None)
 
 
+@pytest.mark.parametrize("directory", ["scratch:1GB", "1GB"])
+def test_a_disk_has_one_size(tmp_path, monkeypatch, directory):
+    """Two are a mistake, unless the first one ends the name of a directory that there is."""
+    monkeypatch.chdir(tmp_path)
+    words = f"got '{directory}:2GB', which has two sizes, and there is no directory {directory}; for example scratch:2GB"
+    with pytest.raises(UsageError, match=f"--disk must be DIR or DIR:SIZE, {words}"):
+        check_values(settings(f"--disk={directory}:2GB"))
+    Path(directory).mkdir()
+    assert disk_of(f"{directory}:2GB") == (Path(directory), 2 * 10**9)
+
+
 @pytest.mark.parametrize("order", ["auto", "submission", "layers", "layers:2", "eager-update", "turn:2/8", "forward"])
 def test_orders_are_accepted(order):
     """The words that --order takes."""
