@@ -259,6 +259,16 @@ def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tm
     assert "disk 1 GiB" in out
 
 
+@pytest.mark.parametrize("flags", [["--ram=5MiB"], ["--sim-gpu=1"], []], ids=" ".join)
+def test_devices_say_one_budget(flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of RAM is what its node has, given or by default."""
+    assert main(["devices", *flags]) == 0
+    out = capsys.readouterr().out
+    found = re.search(r"^nodes +ram ([\d.]+ \w+)", out, re.MULTILINE)
+    assert found is not None
+    assert f"budget   {found[1]} for tiles{'' if flags[:1] == ['--ram=5MiB'] else ' by default'} (--ram)\n" in out
+
+
 @pytest.mark.parametrize("command", [["bench", "links", "--size=64MiB"], ["devices"], ["train", "--dry-run"], ["plan"]], ids=" ".join)
 def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One rule for all commands: --disk makes a directory, not its parents, which may be mistyped; nothing is left behind."""

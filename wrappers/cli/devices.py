@@ -79,7 +79,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
     """
     from nntask.trainer.flops import gemm_peak
     from nntask.trainer.gpus import gpus_of
-    from nntask.trainer.places import memory_bandwidth, open_store, this_machine
+    from nntask.trainer.places import RAM, memory_bandwidth, open_store, this_machine
     from nntask.trainer.prepare import check_disk
     from nntask.trainer.rules import check_values
     from nntask.trainer.settings import ResourceSettings, TrainSettings
@@ -120,6 +120,8 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         "no_gpu_because": why_not,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "nodes": dict(target.nodes),
+        "ram_budget_bytes": target.budgets[RAM],
+        "ram_budget_is_given": bool(settings.ram),
         "gemm_peak_flops": gemm_peak(threads),
         "memory_bytes_per_second": memory_bandwidth(threads),
         "measured_on_threads": threads,
@@ -134,7 +136,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
 def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"cpu      {facts['cpu']}, {facts['cores']} cores for this process of {facts['machine_cores']}"
     yield f"ram      {format_size(facts['ram_bytes'])} in the machine, limit {format_size(facts['ram_limit_bytes'])}"
-    yield f"budget   {format_size(facts['default_ram_budget_bytes'])} for tiles by default (--ram)"
+    yield f"budget   {format_size(facts['ram_budget_bytes'])} for tiles{'' if facts['ram_budget_is_given'] else ' by default'} (--ram)"
     bf16 = facts["bf16"]
     yield f"fp32     products by {facts['fp32']['by']}"
     yield f"bf16     products by {bf16['by']}" if bf16["native"] else f"bf16     computed in fp32: {bf16['by']}"
