@@ -27,7 +27,7 @@ DEFAULT_DISK_RATE: Final = "1.6GB/s"
 LATENCY: Final = 1e-5
 """Seconds of a copy over such a link, or of a request to such a disk, before its bytes come."""
 BOUNDLESS: Final = 1 << 50
-"""Bytes of an imaginary RAM or disk that does not say."""
+"""Bytes of an imaginary RAM that does not say."""
 
 COARSE_SHARE: Final = 128
 """A weight tile of an imaginary device takes at most this fraction of its memory, or `LARGEST_SHARE` where a step would have too many tasks."""
@@ -66,7 +66,7 @@ def imaginary(devices: str, settings: TrainSettings, link: str = "", disk_rate: 
     nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
     disk = imaginary_disk_of(resources.disk)
     if disk is not None:
-        nodes.append((DISK, disk or BOUNDLESS))
+        nodes.append((DISK, disk))
     workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]
     workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
     models = Models()

@@ -293,15 +293,19 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
 
 
 def imaginary_disk_of(text: str) -> int | None:
-    """Bytes that --disk says of a machine that nobody has, 0 where it only names a directory; None for no disk tier.
+    """Bytes that --disk says of a machine that nobody has; None for no disk tier.
 
     Raises:
-        UsageError: it names a size that is none.
+        UsageError: it says none.
     """
     if _is_size(text):
         return parse_size(text, "--disk")
     disk = disk_of(text)
-    return None if disk is None else disk[1] or 0
+    if disk is None:
+        return None
+    if disk[1] is None:
+        raise UsageError(f"--disk must be SIZE or DIR:SIZE of an imaginary machine, got {text!r}; for example --disk 2TB")
+    return disk[1]
 
 
 def _is_size(text: str) -> bool:

@@ -147,7 +147,10 @@ def test_a_size_is_no_directory(tmp_path, monkeypatch):
         check_values(settings("--disk=500GiB"))
     check_values(settings("--disk=500GiB"), is_imaginary=True)
     assert disk_of("./500GiB") == (Path("500GiB"), None)
-    assert [imaginary_disk_of(text) for text in ("500GiB", "scratch:1GB", "scratch", "")] == [500 << 30, 10**9, 0, None]
+    assert [imaginary_disk_of(text) for text in ("500GiB", "scratch:1GB", "")] == [500 << 30, 10**9, None]
+    for text in ("scratch", "1XB"):
+        with pytest.raises(UsageError, match=rf"--disk must be SIZE or DIR:SIZE of an imaginary machine, got '{text}'; for example --disk 2TB"):
+            check_values(settings(f"--disk={text}"), is_imaginary=True)
     Path("500GiB").mkdir()
     assert disk_of("500GiB") == (Path("500GiB"), None)
 

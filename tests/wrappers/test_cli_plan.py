@@ -148,6 +148,8 @@ def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.
     assert "disk                budget 1.82 TiB, at least" in out
     assert main(["plan", config, "--disk=2TB"]) == 2
     assert "--disk must be DIR or DIR:SIZE, got '2TB', which is a size" in capsys.readouterr().err
+    assert main([*flags, "--disk=1XB"]) == 2
+    assert "--disk must be SIZE or DIR:SIZE of an imaginary machine, got '1XB'; for example --disk 2TB" in capsys.readouterr().err
 
 
 def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytest.CaptureFixture[str]) -> None:
