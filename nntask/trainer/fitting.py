@@ -356,6 +356,11 @@ def has_too_many_tasks(settings: TrainSettings, config: ModelConfig) -> bool:
     return TASKS_PER_WORK * count_minibatches(settings) * work_of(settings, config) > MOST_TASKS
 
 
+def most_tiles(settings: TrainSettings, config: ModelConfig) -> int:
+    """As many minibatches as these may be one, or one after another, in a step that is not refused for its number of tasks."""
+    return MOST_TASKS // (TASKS_PER_WORK * work_of(settings, config))
+
+
 def _is_long(settings: TrainSettings, config: ModelConfig) -> bool:
     """Whether a step would have too many tasks, or one of its minibatches more than are looked at for advice."""
     return TASKS_PER_WORK * work_of(settings, config) > MOST_TRIED or has_too_many_tasks(settings, config)

@@ -31,15 +31,17 @@ from .fitting import (
     count_minibatches,
     has_too_many_tasks,
     least_needs,
+    most_tiles,
     no_collections,
     sketch,
+    tiling_of,
     with_free_order,
     work_of,
 )
 from .imagined import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, format_devices, with_coarse_tiles
 from .needs import Needs, shortage
 from .places import Target, durations, this_machine
-from .prepare import TILE_FLAGS, with_tiles
+from .prepare import with_tiles
 from .rules import check_rank, rank_of, resolve
 from .settings import TrainSettings
 
@@ -52,8 +54,6 @@ IN_FLIGHT: Final = 2
 """Steps that training has under way."""
 MANY_TASKS: Final = 40_000
 """Other models and minibatches are not looked at when capturing one would take more tasks."""
-MOST_MINIBATCH: Final = 1 << 20
-"""Sequences in flight beyond which nobody asks."""
 
 
 def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None = None, *, reach: bool = True) -> dict[str, Any]:
@@ -198,6 +198,7 @@ def _figures(
         "tiles": {name: getattr(tiling, name) for name in tiling.__slots__},
         "largest_model": None,
         "largest_minibatch": None,
+        "largest_minibatch_is_of_tasks": False,
     }
 
 
@@ -242,9 +243,11 @@ def _reach(settings: TrainSettings, config: ModelConfig, target: Target, num_tas
     """The largest preset and the largest minibatch that fit this machine with these flags; None where that would take long to find out."""
     per_minibatch = num_tasks / count_minibatches(settings)
     settings = with_free_order(settings)  # other steps have other orders
+    largest, is_of_tasks = (None, False) if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(settings, config, target)
     return {
         "largest_model": _largest_model(settings, target, per_minibatch / work_of(settings, config)),
-        "largest_minibatch": None if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(settings, config, target),
+        "largest_minibatch": largest,
+        "largest_minibatch_is_of_tasks": is_of_tasks,
     }
 
 
@@ -265,19 +268,40 @@ def _largest_model(settings: TrainSettings, target: Target, tasks_per_work: floa
     return None
 
 
-def _largest_minibatch(settings: TrainSettings, config: ModelConfig, target: Target) -> int | None:
-    """Sequences in flight at once that fit, in whole tiles and with these tiles: what one more tile adds, added as often as there is room."""
-    step = settings.tiling.minibatch_tile or 1
-    needs = []
-    for size in (step, 2 * step):
-        changed = replace(settings, tiling=replace(settings.tiling, batch=size, minibatch=size))
-        tiling = ModelTiling(**{name: getattr(settings.tiling, name) for name in TILE_FLAGS}).resolve(config, size, settings.model.seq_len or 1)
-        needs.append(least_needs(capture(changed, config, tiling), changed, target))
-    first, second = needs
-    if not first.fit(target):
-        return 0
-    if not second.fit(target):
-        return step
-    growth = max(second.last(target) - first.last(target), 1)
-    room = target.nodes[target.last][1] - first.last(target)
-    return min((1 + room // growth) * step, MOST_MINIBATCH)
+def _largest_minibatch(settings: TrainSettings, config: ModelConfig, target: Target) -> tuple[int, bool]:
+    """Sequences in flight at once that fit, in whole tiles and with these tiles, and whether more would but for the tasks of their step.
+
+    A tile adds at most what it adds to each class of data. So often as there is room for that, tiles are added, and the step is looked at again
+    while that is quick: what is found fits.
+    """
+    step, last = settings.tiling.minibatch_tile or 1, target.nodes[target.last][0]
+
+    def look(size: int) -> tuple[Needs, int, int]:
+        """What a step of one such minibatch needs, the bytes of all classes, of inputs those of another step besides, and its tasks."""
+        changed = _with_minibatch(settings, size)
+        found = sketch(changed, config, tiling_of(changed).resolve(config, size, settings.model.seq_len or 1))
+        inputs = sum(handle.size for handle in found.plan.uses if handle.kind == "input")
+        nbytes = sum(_by_class(found.plan).values()) + inputs
+        return least_needs(found.plan, changed, target, reading=found.reading), nbytes, len(found.plan.tasks)
+
+    first, least, _ = look(step)
+    needs, nbytes, num_tasks = look(2 * step)
+    if not needs.fit(target):
+        return (step if first.fit(target) else 0), False
+    growth = max(nbytes - least, needs.last(target) - first.last(target), 1)
+    size, most, quick = 2 * step, most_tiles(_with_minibatch(settings, step), config) * step, MANY_TASKS // 2 // num_tasks * step
+    while size < most:
+        room = target.budgets[last] - needs.minimum(target)[last]
+        larger = min(size + room // growth * step, most)
+        if larger == size or size >= quick:
+            return larger, larger == most
+        larger = min(larger, quick)
+        found, more, _ = look(larger)
+        growth = max(growth, -(-max(more - nbytes, found.last(target) - needs.last(target)) * step // (larger - size)))
+        size, needs, nbytes = larger, found, more
+    return size, True
+
+
+def _with_minibatch(settings: TrainSettings, size: int) -> TrainSettings:
+    """The settings for one minibatch of so many sequences."""
+    return replace(settings, tiling=replace(settings.tiling, batch=size, minibatch=size))

@@ -132,7 +132,31 @@ def test_the_largest_model_and_minibatch() -> None:
         return bool(plan_run(replace(asked, tiling=tiling), CONFIG)["feasible"])
 
     assert fits(number)
-    assert not fits(number + 2 + number // 2)
+    assert not fits(number + 2)
+
+
+def test_the_largest_minibatch_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the gradients of a small minibatch hide what larger ones add, and where many tasks forbid to look; bound by the tasks of a step."""
+    asked = replace(settings(ram="12MiB"), tiling=TilingSettings(batch=2, minibatch=2, minibatch_tile=2))
+
+    def fits(number: int) -> bool:
+        return bool(plan_run(replace(asked, tiling=replace(asked.tiling, batch=number, minibatch=number)), CONFIG)["feasible"])
+
+    largest = plan_run(asked, CONFIG, reach=True)["largest_minibatch"]
+    assert (fits(largest), fits(largest + 2)) == (True, False)
+    monkeypatch.setattr(planning, "MANY_TASKS", 1200)
+    plan = plan_run(asked, CONFIG, reach=True)
+    assert plan["largest_minibatch"] <= largest
+    assert not plan["largest_minibatch_is_of_tasks"]
+    monkeypatch.setattr(fitting, "MOST_TASKS", 600)
+    plan = plan_run(asked, CONFIG, reach=True)
+    assert (plan["largest_minibatch_is_of_tasks"], fits(plan["largest_minibatch"])) == (True, True)
+    with pytest.raises(UsageError, match="a step must have at most 600 tasks"):
+        fits(plan["largest_minibatch"] + 2)
+
+
+def test_presets_in_a_usual_memory() -> None:
+    """The largest that fits."""
     assert plan_run(settings(), CONFIG, reach=True)["largest_model"] == "llama-tiny"
 
 

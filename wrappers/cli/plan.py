@@ -142,7 +142,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
         yield f"seconds per step    {pace}, simulated"
     if figures["largest_minibatch"] is not None:
-        yield f"largest minibatch   {figures['largest_minibatch']:,} sequences at once, with these tiles"
+        more = ", or more in larger ones: a step may have no more tasks" if figures["largest_minibatch_is_of_tasks"] else ""
+        yield f"largest minibatch   {figures['largest_minibatch']:,} sequences at once, with these tiles{more}"
     if figures["largest_model"] is not None:
         yield f"largest --model     {figures['largest_model']}" + ("" if figures["feasible"] else ", in tiles of its own, would fit instead")
     if figures["feasible"]:
