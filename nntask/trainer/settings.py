@@ -205,8 +205,7 @@ class MachineSettings:
     sim_gpu: int = 0
     """simulated devices: more workers, each with a memory of its own"""
     gpu_memory: str = ""
-    """budget of each GPU or simulated device, e.g. 1GiB, or for GPUs a fraction such as 0.25 (default: 0.9 of what is free on the card, divided by
-    its parts; of simulated ones as much as RAM, or what RAM leaves)"""
+    """budget of each GPU or simulated device, e.g. 1GiB, or of GPUs a share, e.g. 0.25 (default: 0.9 of what is free; simulated: as RAM)"""
     sim_bandwidth: str = ""
     """bytes per second of each link of a simulated device, e.g. 8GB/s (default: as fast as memory copies)"""
     ram: str = ""

@@ -1,5 +1,8 @@
 """Flags as text: the command line, TOML and the environment accept and refuse the same things."""
 
+import os
+import re
+
 import pytest
 
 from nntask.environment import flags_from, unknown_variables
@@ -7,6 +10,7 @@ from nntask.errors import UsageError
 from nntask.sizes import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.trainer.settings import TrainSettings
 from nntask.trainer.text import to_toml
+from wrappers.cli import main
 from wrappers.cli.flags import ELSEWHERE, build, from_toml, merge, scan, table_of
 
 TABLE = table_of(TrainSettings)
@@ -59,6 +63,20 @@ NNTILE = {
     *("dataset", "dataset-path", "dataset-select", "optimizer", "optimizer-eps", "weight-decay", "loss-reduction", "lr", "start-lr"),
     *("full-lr-iter", "nepochs", "nepochs-warmup", "logger", "logger-server-addr", "logger-server-port"),
 }
+
+
+@pytest.mark.parametrize("columns", [100, 180, 300])
+def test_help_has_one_column(columns, monkeypatch, capsys):
+    """Flags and their words stand at the same places in every line, however wide the terminal is, and no sentence is broken before its end."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert os.environ["COLUMNS"] == str(columns)
+    body = lines[next(at for at, line in enumerate(lines) if line.startswith("  -h, --help")) :]
+    assert all(re.match(r"(| \w+ options| -+|  -.*| {2}[A-Z].*\.| {24}\S.*)$", line) for line in body), body
+    assert all(after.endswith(" options") for line, after in zip(body, body[1:], strict=False) if not line)
+    assert "or of GPUs a share, e.g. 0.25 (default: 0.9 of what is free; simulated: as RAM)" in " ".join(" ".join(lines).split())
 
 
 def test_every_flag_of_the_nearest_relative_is_known():

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 from .flags import build, scan, table_of
+
+WIDEST: Final = 129
+"""Characters of a line of help: in 130 tyro has room for two columns."""
 
 S = TypeVar("S")
 
@@ -46,16 +51,30 @@ def show_help(settings: type[Any], program: str, words: Sequence[str] = ()) -> N
     import tyro
 
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit), _one_column():
         usage = " ".join([program, *words])
         tyro.cli(settings, prog=usage, args=["--help"], config=(tyro.conf.OmitArgPrefixes,), description=settings.__doc__)
     print(_without_none(text.getvalue()), end="")
     raise SystemExit(0)
 
 
+@contextlib.contextmanager
+def _one_column() -> Iterator[None]:
+    """Have tyro set the groups of flags one below the other: side by side, words that are taken out of one would shift the next."""
+    width, columns = os.environ.get("COLUMNS"), shutil.get_terminal_size().columns
+    os.environ["COLUMNS"] = str(min(columns, WIDEST))
+    try:
+        yield
+    finally:
+        if width is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = width
+
+
 def _without_none(text: str) -> str:
     """Help without the words that tyro has for unset values, and without the name of the outermost group."""
     text = re.sub(r"\{None\}\|(\S+)( *)", lambda match: match[1] + match[2] + " " * 7, text)
-    text = re.sub(r" *\(default:\s+(?:None|'')\)", "", text)
+    text = re.sub(r"\s*\(default:\s+(?:None|'')\)", "", text)
     text = re.sub(r"^ train\.(\w+ options)", r" \1", text, flags=re.MULTILINE)
     return "".join(line.rstrip() + "\n" for line in text.splitlines())
