@@ -102,9 +102,13 @@ def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
     assert asked["order"] == "submission"
     all_at_once = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", order="layers:2000"), CONFIG)  # more minibatches than there are
     assert all_at_once["forecast_bytes"]["layers:2000"] == nbytes["layers"]
-    one = replace(settings(ram=str(needed // 4), disk="scratch:1GiB", order="layers:2"), tiling=TilingSettings(batch=4, minibatch=4))
-    with pytest.raises(UsageError, match=r"--order layers:2: this step has no order .*--minibatch below --batch"):
-        plan_run(one, CONFIG)
+    one = {
+        name: replace(settings(ram=str(needed // 4), disk="scratch:1GiB", order=name), tiling=TilingSettings(batch=4, minibatch=4))
+        for name in ("layers", "layers:2", "forward")
+    }
+    assert plan_run(one["layers:2"], CONFIG)["forecast_bytes"]["layers:2"] == plan_run(one["layers"], CONFIG)["forecast_bytes"]["layers"]
+    with pytest.raises(UsageError, match=r"--order forward: this step has no order .*--minibatch below --batch"):
+        plan_run(one["forward"], CONFIG)
 
 
 def test_a_tile_too_large_is_named_with_a_size_that_fits() -> None:
