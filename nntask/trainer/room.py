@@ -8,7 +8,7 @@ A refusal names every budget that is too small with what it must be at least, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -126,9 +126,19 @@ def _check(machine: MachineSettings, needs: Callable[[int, int], Needs], batch: 
 
 
 def _more(target: Target, needs: Needs, machine: MachineSettings) -> str:
-    """What to raise, all of it; or the disk tier that would hold what host memory cannot."""
+    """What to raise, all of it; or the disk tier that would hold what host memory cannot, and what must be raised beside it."""
+    found = _raised(target, needs.short(target), machine)
+    if target.storage or all(at != target.last for at, _ in needs.short(target)):
+        return found
+    with_disk = target.with_empty_disk()
+    besides = [each for each in needs.short(with_disk) if each[0] != with_disk.last]
+    return f"{found}, or {f'{_raised(with_disk, besides, machine)} and ' if besides else ''}add --disk DIR"
+
+
+def _raised(target: Target, short: Sequence[tuple[int, int]], machine: MachineSettings) -> str:
+    """What to raise to have so many bytes of some nodes of a machine."""
     changes = []
-    for at, nbytes in needs.short(target):
+    for at, nbytes in short:
         size = flag_size(nbytes)
         disk = disk_of(machine.disk) if target.storage and at == target.last else None
         if disk is not None:
@@ -136,6 +146,4 @@ def _more(target: Target, needs: Needs, machine: MachineSettings) -> str:
         else:
             flag, now = ("--ram", machine.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.gpu_memory)
             changes.append(f"{flag} (now {now or 'the default'}) to at least {size}")
-    with_disk = None if target.storage else target.with_empty_disk()
-    is_enough = with_disk is not None and all(at == with_disk.last for at, _ in needs.short(with_disk))
-    return f"raise {' and '.join(changes)}" + (", or add --disk DIR" if is_enough else "")
+    return f"raise {' and '.join(changes)}"

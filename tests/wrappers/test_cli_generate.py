@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import BpeTokenizer, train_bpe
 from nntask.models.config import GPT2Config
-from nntask.sizes import flag_size
+from nntask.sizes import flag_size, parse_size
 from nntask.trainer.source import TextIds
 from wrappers.cli import main, perplexity
 from wrappers.cli.generate import TextSettings, _Text, prompts_of
@@ -278,6 +278,17 @@ def test_a_task_that_is_too_large_by_itself(here, capsys, machine, flag):
     found = re.search(rf"raise {flag} \(now 8KiB\) to at least (\S+)\n", err)
     assert (code, found is not None) == (3, True), err
     assert main([*argv, f"{flag}={found[1]}"]) == 0
+
+
+def test_a_disk_is_offered_beside_memory_for_the_largest_task(here, capsys):
+    """Where the budget of RAM is too small even for that, as much of it as tasks need, and a disk for the rest, is the other choice."""
+    argv = ["generate", "gpt2", "--prompt=a", "--max-new-tokens=4"]
+    code, err = refuse(capsys, [*argv, "--ram=5"])
+    found = re.search(r"raise --ram \(now 5\) to at least (\S+), or raise --ram \(now 5\) to at least (\S+) and add --disk DIR\n", err)
+    assert (code, found is not None) == (3, True), err
+    assert parse_size(found[2], "") < parse_size(found[1], "")
+    assert main([*argv, f"--ram={found[1]}"]) == 0
+    assert main([*argv, f"--ram={found[2]}", "--disk=tier"]) == 0
 
 
 def test_flags_for_smaller_work_are_named_where_they_help(here, capsys):
