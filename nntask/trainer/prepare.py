@@ -56,12 +56,7 @@ def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         UsageError: a rule is broken, or the run differs from the one it continues.
         DataError: data or a checkpoint is missing or broken, or a place cannot be written.
     """
-    try:
-        settings, tiling = with_tiles(with_tokenizer(resolve(settings, config)), config)
-    except UsageError:
-        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
-            raise _differs(resumed, found) from None
-        raise
+    settings, tiling = resolved(settings, config, resumed)
     check_rank(settings, largest_rank(config))
     make_schedule(
         settings.optimizer.schedule,
@@ -71,7 +66,6 @@ def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     )
     data = data_spec(settings, config)
     if resumed is not None:
-        _check_same(settings, config, resumed)
         run = _relative(run_of(resumed))
     else:
         run = Path(settings.checkpoints.run_dir) if settings.checkpoints.run_dir else default_run_dir(model_name(settings))
@@ -80,6 +74,23 @@ def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     _check_files(settings)
     check_spec(data)
     return Prepared(settings, config, tiling, data, run, resumed)
+
+
+def resolved(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None) -> tuple[TrainSettings, ModelTiling]:
+    """Every value and tile size of a run; of one that is continued they are those it has.
+
+    Raises:
+        UsageError: a rule is broken, or the run differs from the one it continues, which is said first.
+    """
+    try:
+        settings, tiling = with_tiles(with_tokenizer(resolve(settings, config)), config)
+    except UsageError:
+        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
+            raise _differs(resumed, found) from None
+        raise
+    if resumed is not None:
+        _check_same(settings, config, resumed)
+    return settings, tiling
 
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:

@@ -273,6 +273,8 @@ def test_resuming_another_run_names_every_difference(here, capsys):
         code, err = refuse(capsys, [*resume, *argv])
         assert code == 2
         assert all(word in err for word in words), err
+    for argv in (["--config-path=other.json"], ["--seq-len=8"], ["--batch=2"], ["--lr=1"]):
+        assert refuse(capsys, ["plan", "--resume=run", *argv]) == refuse(capsys, [*resume, *argv])
     assert (here / "run" / "metrics.jsonl").read_text() == before
     assert main([*resume, "--ncpu=2", "--sched=eager"]) == 0
     assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 4

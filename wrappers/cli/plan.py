@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     from nntask.errors import DoesNotFit, UsageError
     from nntask.trainer.imagined import imaginary
     from nntask.trainer.planning import plan_run
-    from nntask.trainer.prepare import check_disk, open_tiles
+    from nntask.trainer.prepare import check_disk, open_tiles, resolved
 
     devices, link, disk_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate"))
     if link and not devices:
@@ -66,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
         )
     settings = asked.settings
     with naming(asked.sources):
+        if asked.resumed is not None:
+            resolved(settings, asked.config, asked.resumed)
         if devices:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
