@@ -57,6 +57,13 @@ class PlannedOrder:
         found = self.forecasts.get(self.name)
         return 0.0 if found is None else found.seconds
 
+    @property
+    def moves_least_of_equals(self) -> bool:
+        """Whether another order that was considered counts as equally fast, and moves as much or more."""
+        own = self.forecasts.get(self.name)
+        others = (each for name, each in self.forecasts.items() if name != self.name)
+        return own is not None and any(each.seconds <= EQUAL * own.seconds and each.total >= own.total for each in others)
+
 
 def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
     """What the last tier must hold for a program around a recorded step: its minimum, and inputs of the same size for other steps (validation).

@@ -17,7 +17,7 @@ from ..models.interface import ModelConfig
 from ..sizes import flag_size, parse_rate, parse_size
 from ..tiling import divisors, even, whole_groups
 from .places import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, Target
-from .rules import imaginary_disk_of
+from .rules import check_most, imaginary_disk_of
 from .settings import TrainSettings
 
 DEFAULT_LINK: Final = "25GB/s"
@@ -57,6 +57,7 @@ def imaginary(devices: str, settings: TrainSettings, link: str = "", disk_rate: 
         UsageError: a text is not of its form, or there is no disk.
     """
     count, memory, flops = parse_devices(devices)
+    check_most("devices", count)
     bandwidth = parse_rate(link or DEFAULT_LINK, "--link")
     of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     resources = settings.resources

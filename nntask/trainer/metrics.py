@@ -170,6 +170,7 @@ class Journal:
     Attributes:
         whole: sums over all steps of the run, resumed ones included.
         own: over those that this process has added.
+        warm: over those of `own` but its first one, which compiles kernels and finds nothing where the steps before leave it.
         timed: over those of `own` after `timed_after`.
 
     Raises:
@@ -179,7 +180,7 @@ class Journal:
     def __init__(self, path: Path, keep_steps: int, timed_after: int = 0, events: EventFile | None = None, run: Path | None = None) -> None:
         self._run = run or path.parent
         self.path, self.timed_after, self._events = path, timed_after, events
-        self.whole, self.own, self.timed = Totals(), Totals(), Totals()
+        self.whole, self.own, self.warm, self.timed = Totals(), Totals(), Totals(), Totals()
         with self._storage_errors():
             with written_aside(path) as new, new.open("w", encoding="utf-8") as file:
                 for line in iter_metrics(path) if keep_steps and path.is_file() else ():
@@ -199,6 +200,8 @@ class Journal:
         """Append what is known of a step, under names of `StepRecord`; at least `step`."""
         line = finite(fields)
         self.whole.add(line)
+        if self.own.steps:
+            self.warm.add(line)
         self.own.add(line)
         if line["step"] > self.timed_after:
             self.timed.add(line)

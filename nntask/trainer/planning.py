@@ -144,6 +144,8 @@ def _simulate(order: PlannedOrder, settings: TrainSettings, target: Target, need
         return None, str(error).partition("; raise the budget")[0], error.node
     nbytes, data_class = _largest_output(order.plan)
     for at, (node, budget) in enumerate(target.memories):
+        if at and not found.peak_bytes[node]:  # no task was sent there
+            continue
         workers = sum(place == at or at == 0 for _, place, _ in target.workers)  # what devices make comes to host memory, too
         _raise_peak(found, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - found.peak_bytes[node]))
     _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
@@ -187,6 +189,7 @@ def _figures(
         "bytes_by_class": _by_class(order.plan),
         "order": order.name,
         "order_is_given": settings.resources.order != AUTO,
+        "order_moves_least_of_equals": settings.resources.order == AUTO and order.moves_least_of_equals,
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
         "link_bytes_per_second": target.link_rate if target.is_imaginary else None,

@@ -55,6 +55,7 @@ _COUNTS: Final = (
 _MOST: Final = {
     "ncpu": (1024, "each worker is a thread of one process"),
     "sim_gpu": (64, "each device has two threads and a memory"),
+    "devices": (64, "each has a memory and links that a plan goes through one by one"),
     "split_gpu": (MOST_PARTS, "each part has threads, a memory and libraries of its own"),
 }
 _OR_WHOLE: Final = (

@@ -366,7 +366,7 @@ def _close(running: Running, loop: Loop, journal: Journal) -> None:
         printer.say(f"Loss on the last batch: {timed.loss_last}")
     stats = running.runtime.stats()
     if is_worth_telling(journal.own, stats):
-        printer.say("\n".join(traffic_report(journal.own, stats)))
+        printer.say("\n".join(traffic_report(journal.warm if journal.warm.steps else journal.own, stats)))
     if settings.run.sample_tokens and not running.interrupts.pending():
         text = running.engine.sample(running.dataset, running.stream.length, running.interrupts.pending)
         printer.say(f"--- sample\n{text}\n---")

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from ..sizes import format_size
 from .metrics import Totals
+from .places import DISK
 
 LINKS: Final = 6
 """Lines about links, at most."""
@@ -21,7 +22,7 @@ def traffic_report(totals: Totals, stats: Mapping[str, Any]) -> list[str]:
     """Lines that say where the bytes went.
 
     Args:
-        totals: sums over the steps of this process, at least one.
+        totals: sums over steps of this process, at least one.
         stats: counters of its runtime.
     """
     steps, seconds = totals.steps, max(totals.seconds, 1e-9)
@@ -29,9 +30,10 @@ def traffic_report(totals: Totals, stats: Mapping[str, Any]) -> list[str]:
     if len(links) > LINKS:
         links = [*links[: LINKS - 1], (f"over {len(links) - LINKS + 1} other links", sum(nbytes for _, nbytes in links[LINKS - 1 :]))]
     lines = [f"moved {link}: {nbytes / steps / 1e9:.3f} GB a step, {nbytes / seconds / 1e9:.2f} GB/s" for link, nbytes in links]
-    peaks = ", ".join(f"{node} {format_size(nbytes)} of {format_size(stats['budget_bytes'][node])}" for node, nbytes in stats["peak_bytes"].items())
+    used = {node: f"{node} {format_size(nbytes)} of {format_size(stats['budget_bytes'][node])}" for node, nbytes in stats["peak_bytes"].items()}
+    peaks, reserved = ", ".join(text for node, text in used.items() if node != DISK), f"; reserved: {used[DISK]}" if DISK in used else ""
     share = totals.stall_seconds / (seconds * max(len(stats["busy_seconds"]), 1))
     waited = f"workers waited for data or room {share:.1%} of the time"
-    lines.append(f"peak: {peaks}")
+    lines.append(f"peak: {peaks}{reserved}")
     lines.append(f"evictions: {totals.evictions / steps:.0f} a step; {totals.hit_rate:.1%} of inputs were in place; {waited}")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -113,7 +114,8 @@ def test_lines_add_up_to_what_the_runtime_counted(devices: int, tmp_path: Path) 
     report = traffic_report(journal.own, stats)
     assert len(report) == min(len(moved), LINKS) + 2
     assert report[0].startswith("moved ")
-    assert report[-2].startswith("peak: ram ")
+    assert re.fullmatch(r"peak: ram .* of [^,;]*(, sim:0 .*, sim:1 .*)?; reserved: disk .* of .*", report[-2])
+    assert (journal.warm.steps, journal.warm.seconds) == (STEPS - 1, pytest.approx(sum(line["seconds"] for line in lines[1:])))
     assert " of inputs were in place; workers waited for data or room " in report[-1]
 
 

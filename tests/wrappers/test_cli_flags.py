@@ -1,5 +1,6 @@
 """Flags as text: the command line, TOML and the environment accept and refuse the same things."""
 
+import itertools
 import os
 import re
 
@@ -75,7 +76,7 @@ def test_help_has_one_column(columns, monkeypatch, capsys):
     assert os.environ["COLUMNS"] == str(columns)
     body = lines[next(at for at, line in enumerate(lines) if line.startswith("  -h, --help")) :]
     assert all(re.match(r"(| \w+ options| -+|  -.*| {2}[A-Z].*\.| {24}\S.*)$", line) for line in body), body
-    assert all(after.endswith(" options") for line, after in zip(body, body[1:], strict=False) if not line)
+    assert all(after.endswith(" options") for line, after in itertools.pairwise(body) if not line)
     assert "or of GPUs a share, e.g. 0.25 (default: 0.9 of what is free; simulated: as RAM)" in " ".join(" ".join(lines).split())
 
 

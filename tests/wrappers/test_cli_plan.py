@@ -51,7 +51,7 @@ def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tm
         "GB per step, simulated",
         "busy, simulated",
         "budget 300 KiB",
-        "(chosen)",
+        "(chosen",
         "seconds per step",
         "feasible            yes",
     ):
@@ -83,9 +83,42 @@ def test_the_least_budgets_of_the_table_are_enough(config: str, capsys: pytest.C
     """Typed back as they are printed, the step fits."""
     flags = ["plan", config, "--batch=4", "--devices=1x4MiB"]
     assert main([*flags, "--ram=16KiB", "--disk=100MB"]) == 0
-    least = dict(re.findall(r"^(ram|disk) +budget .*?, at least ([\d.]+ \w+)", capsys.readouterr().out, re.MULTILINE))
-    assert set(least) == {"ram", "disk"}
-    assert main([*flags, *(f"--{name}={size}" for name, size in least.items())]) == 0
+    found = re.findall(r"^(ram|disk) +budget .*?, at least ([\d.]+ \w+) \(([\d,]+ B)\)", capsys.readouterr().out, re.MULTILINE)
+    assert {name for name, *_ in found} == {"ram", "disk"}
+    for at in (1, 2):  # in large units, and to the byte
+        assert main([*flags, *(f"--{name}={sizes[at - 1]}" for name, *sizes in found)]) == 0
+
+
+def test_a_device_without_room_for_a_task_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By plan as by train, with the least that will do; one that has that much and is sent nothing peaks at nothing."""
+    flags = ["plan", config, "--batch=4", "--ncpu=1", "--sim-gpu=2", "--json"]
+    assert main([*flags, "--gpu-memory=60"]) == 3
+    found = re.search(
+        r"the smallest task of the step needs [\d,]+ B, more than the 60 B of sim:0, .* fit with (--gpu-memory) (\S+)\n", capsys.readouterr().err
+    )
+    assert found is not None
+    assert main([*flags, f"--gpu-memory={found[2]}"]) == 0
+    capsys.readouterr()
+    assert main([*flags, "--gpu-memory=1MiB", "--sched=prio", "--ncpu=1", "--order=submission"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    to_devices = {link.partition("->")[2] for link in plan["moved_bytes_per_step"]}
+    assert all(plan["peak_bytes"][node] == 0 for node in ("sim:0", "sim:1") if node not in to_devices)
+
+
+def test_devices_that_are_alike_share_a_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As workers and as memories; in --json each has its own figures. There are not more than a plan goes through in a minute."""
+    assert main(["plan", config, "--batch=4", "--minibatch=1", "--devices=4x4MiB@1TF"]) == 0
+    out = capsys.readouterr().out
+    assert "workers             4 x sim@gpu:0..3; policy" in out
+    assert (
+        re.findall(r"^gpu:\S* +budget 4 MiB, at least .*, peak at most ", out, re.MULTILINE)
+        == re.findall(r"^gpu:0\.\.3 .*at most ", out, re.MULTILINE)
+        != []
+    )
+    assert main(["plan", config, "--batch=4", "--devices=4x4MiB", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["budget_bytes"]) == ["ram", "gpu:0", "gpu:1", "gpu:2", "gpu:3"]
+    assert main(["plan", config, "--devices=1000x4MiB"]) == 2
+    assert "--devices must be at most 64, because each has a memory and links" in capsys.readouterr().err
 
 
 def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,11 +178,25 @@ def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.
     assert main([*flags, "--disk=2TB"]) == 0
     out = capsys.readouterr().out
     assert "ram                 budget boundless, at least" in out
-    assert "disk                budget 1.82 TiB, at least" in out
+    assert re.search(r"^disk                budget 1\.82 TiB, at least .*, reserved ", out, re.MULTILINE)
     assert main(["plan", config, "--disk=2TB"]) == 2
     assert "--disk must be DIR or DIR:SIZE, got '2TB', which is a size" in capsys.readouterr().err
     assert main([*flags, "--disk=1XB"]) == 2
     assert "--disk must be SIZE or DIR:SIZE of an imaginary machine, got '1XB'; for example --disk 2TB" in capsys.readouterr().err
+
+
+def test_a_choice_among_equally_fast_orders_is_explained(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where copies take no time the bytes decide, and the table says so; not of an order that was given."""
+    found = []
+    for order in ("auto", "layers"):
+        flags = ["plan", config, "--batch=4", "--minibatch=1", "--devices=1x192KiB@0.001GF", f"--order={order}"]
+        assert main([*flags, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert main(flags) == 0
+        words = "; of equally fast ones it moves least)"
+        assert (words in capsys.readouterr().out) == plan["order_moves_least_of_equals"]
+        found.append(plan["order_moves_least_of_equals"])
+    assert found == [True, False]
 
 
 def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytest.CaptureFixture[str]) -> None:

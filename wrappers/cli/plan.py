@@ -110,13 +110,18 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
     from nntask.sizes import format_least, format_size
     from nntask.trainer.imagined import BOUNDLESS
+    from nntask.trainer.places import DISK
 
     yield f"parameters          {figures['parameters']:,}"
     if figures["trained_parameters"] != figures["parameters"]:
         yield f"trained             {figures['trained_parameters']:,} weights of adapters"
     yield f"tasks per step      {figures['tasks_per_step']:,}"
     yield "tiles               " + ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
-    yield "workers             " + ", ".join(f"{count} x {name}" for name, count in figures["workers"].items()) + f"; policy {figures['policy']}"
+    yield (
+        "workers             "
+        + ", ".join(f"{sum(figures['workers'][one] for one in each)} x {name}" for name, each in _alike(figures["workers"]).items())
+        + f"; policy {figures['policy']}"
+    )
     if figures["link_bytes_per_second"] is not None:
         disk = figures["disk_bytes_per_second"]
         text = f"{figures['link_bytes_per_second'] / 1e9:.3g} GB/s between RAM and each device, in each direction"
@@ -125,14 +130,18 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"needed              {format_size(figures['needed_bytes'])} at once where nothing moves, in order {figures['order']}; most of each kind "
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
-    for node, budget in figures["budget_bytes"].items():
-        peak = figures["peak_bytes"].get(node) if figures["feasible"] else None
+    least = figures["minimum_budget_bytes"]
+    for name, nodes in _alike({node: (budget, least[node]) for node, budget in figures["budget_bytes"].items()}).items():
+        budget, nbytes = figures["budget_bytes"][nodes[0]], least[nodes[0]]
         shown = "boundless" if budget == BOUNDLESS else format_size(budget)
+        peaks = [figures["peak_bytes"][node] for node in nodes if node in figures["peak_bytes"]] if figures["feasible"] else []
+        word = "reserved" if name == DISK else "peak"
         yield (
-            f"{node:19} budget {shown}, at least {format_least(figures['minimum_budget_bytes'][node])}"
-            + (f", peak {format_size(peak)}" if peak is not None else "")
+            f"{name:19} budget {shown}, at least {format_least(nbytes)} ({nbytes:,} B)"
+            + (f", {word}{' at most' if len(peaks) > 1 else ''} {format_size(max(peaks))}" if peaks else "")
         )
-    mark = " (given)" if figures["order_is_given"] else " (chosen)"
+    why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
+    mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] else "")
@@ -154,6 +163,14 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         yield "feasible            no: " + figures["refusal"]
         for change in figures["advice"]:
             yield f"it would fit with   {change}"
+
+
+def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
+    """Names of one kind (``gpu:0``) with equal values together, under a name for all of them (``gpu:0..7``)."""
+    groups: dict[tuple[str, object], list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault((name.partition(":")[0], value), []).append(name)
+    return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups.values()}
 
 
 def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:
