@@ -160,7 +160,8 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
         plan = StepPlan([plan.tasks[at] for at in eager], plan.owned, idle=plan.idle)
     total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
-    return Needs(task, tile, total, passive, persistent, hungriest, reading)
+    least = min((_touched(each) for each in plan.tasks if each.kinds[0] != "host"), default=0)
+    return Needs(task, tile, total, passive, persistent, hungriest, least, reading)
 
 
 def least_needs(plan: StepPlan, settings: TrainSettings, target: Target, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:

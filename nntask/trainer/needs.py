@@ -21,6 +21,7 @@ class Needs:
         passive: of the last tier, if none do.
         persistent: of what outlives the step and does not stay in files.
         hungriest: that task.
+        least: that the task touches which touches least of those that devices run; a device without as much would stay idle.
         reading: of host memory besides, for those who read files.
     """
 
@@ -30,6 +31,7 @@ class Needs:
     passive: int
     persistent: int
     hungriest: RecordedTask
+    least: int = 0
     reading: int = 0
 
     def last(self, target: Target) -> int:
@@ -48,13 +50,18 @@ class Needs:
     def short(self, target: Target) -> list[tuple[int, int]]:
         """Nodes of a machine whose budgets must be raised, all of them, each with the least that would do.
 
-        A task runs where it fits, so of the memories where tasks run the largest counts.
+        A task runs where it fits, so of the memories where tasks run the largest counts; a device that no task fits into is a mistake.
         """
         minimum, budgets = self.minimum(target), target.budgets
         short = {at for at, (name, _) in enumerate(target.nodes) if budgets[name] < minimum[name] and (at == target.last or at not in target.places)}
         if not self.fits_task(target):
             short.add(max(target.places, key=lambda at: target.nodes[at][1]))
-        return [(at, minimum[target.nodes[at][0]]) for at in sorted(short)]
+        idle = {at for at in self.idle(target) if at not in short} if self.fits_task(target) else set()
+        return [(at, self.least if at in idle else minimum[target.nodes[at][0]]) for at in sorted(short | idle)]
+
+    def idle(self, target: Target) -> list[int]:
+        """Devices of a machine whose memory no task fits into."""
+        return [at for at in target.places if at and target.nodes[at][1] < self.least]
 
     def fit(self, target: Target) -> bool:
         """Whether a machine has as much."""
@@ -73,6 +80,11 @@ def shortage(target: Target, needs: Needs) -> str:
             f"{needs.hungriest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_place:,} B of the largest memory "
             "where it may run" + (f" without the {needs.reading:,} B of RAM that readers of files take" if needs.reading else "")
         )
-    at, nbytes = max(needs.short(target), key=lambda each: each[0] == target.last)
+    short = needs.short(target)
+    if [at for at, _ in short] == needs.idle(target):
+        at, nbytes = short[0]
+        name = target.nodes[at][0]
+        return f"the smallest task of the step needs {nbytes:,} B, more than the {target.budgets[name]:,} B of {name}, which would stay idle"
+    at, nbytes = max(short, key=lambda each: each[0] == target.last)
     name = target.nodes[at][0]
     return f"the step needs {nbytes:,} B of {name} at least, more than its budget of {target.budgets[name]:,} B"

@@ -69,6 +69,7 @@ def refuse(capsys, argv: list[str]) -> tuple[int, str]:
         (["--val-path=empty", "--dataset=text", "--tokenizer=bytes"], 4, "--val-path empty holds no text"),
         (["--dataset-select=3"], 2, "--dataset-select 3 leaves fewer sequences than --batch 4"),
         (["--prompt=Once", "--sample-tokens=0"], 2, "--sample-tokens 0 asks for none; drop one of them"),
+        (["--sim-gpu=2", "--gpu-memory=60"], 3, "B, more than the 60 B of sim:0, which would stay idle; it would fit with --gpu-memory "),
         (["--disk=tier:1000TiB"], 3, "--disk tier: SIZE is 1,099,511,627,776,000 B, and"),
         (["--trace=t.json", "--trace-steps=1:3"], 2, "--trace-steps must lie within steps 1 to 2 of this run, got 1:3"),
         (["--save-checkpoint=small.json"], 2, "--save-checkpoint small.json exists and is no safetensors file"),
