@@ -25,7 +25,11 @@ WINDOW: Final = 256
 """Tasks ahead of the oldest unfinished one that may run where memory is short, per device."""
 
 EQUAL: Final = 1.02
-"""Orders whose seconds differ by less than this factor count as equally fast; of these the one that moves least is taken."""
+"""Orders whose seconds differ by less than this factor count as equally fast; of these one that moves least is taken."""
+
+CLOSE: Final = 1.1
+"""Orders whose bytes differ by less than this factor count as moving the same, for forecasts are off by as much; of these the first and simplest
+candidate is taken."""
 
 TILE: Final = 1 << 20
 """Bytes of a copy by which the rate of a link is judged."""
@@ -58,11 +62,10 @@ class PlannedOrder:
         return 0.0 if found is None else found.seconds
 
     @property
-    def moves_least_of_equals(self) -> bool:
-        """Whether another order that was considered counts as equally fast, and moves as much or more."""
+    def has_equals(self) -> bool:
+        """Whether another order that was considered counts as equally fast: bytes have decided between them, or which is the simpler one."""
         own = self.forecasts.get(self.name)
-        others = (each for name, each in self.forecasts.items() if name != self.name)
-        return own is not None and any(each.seconds <= EQUAL * own.seconds and each.total >= own.total for each in others)
+        return own is not None and any(each.seconds <= EQUAL * own.seconds for name, each in self.forecasts.items() if name != self.name)
 
 
 def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
@@ -202,7 +205,9 @@ def plan_order(
     else:
         considered = [min(smallest, key=smallest.__getitem__)]
     least = min(forecasts[name].seconds for name in considered)
-    order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
+    equals = [name for name in considered if forecasts[name].seconds <= EQUAL * least]
+    fewest = min(forecasts[name].total for name in equals)
+    order = next(name for name in equals if forecasts[name].total <= CLOSE * fewest)
     chosen = _permuted(plan, found[order], num_devices)
     if not computes_on_last:  # nothing is written back from there
         _foresee(chosen, memory, num_devices)
