@@ -60,6 +60,9 @@ anything until then, and each task passed takes as long as many events, its reco
 changes what can be fetched: each walks at every event of its own."""
 
 
+_TO_COME: Final = ("waiting", "ready", "blocked")
+
+
 class Lookahead:
     """Prefetching and early write-back for one node.
 
@@ -139,7 +142,7 @@ class Lookahead:
         while self._at is not None and limit > 0:
             replay, position = self._at
             task = replay.tasks[position]
-            if task.state == "waiting" or task.state == "ready" or task.state == "blocked":
+            if not replay.done[position] and task.state in _TO_COME:
                 outcome = self._prefetch_for(task, self._distance(replay, position), limit)
                 if outcome is None:
                     return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from scheduler.core import eventlog
-from scheduler.core.records import SCRATCH, Agenda, NodeId, R, Replay, W
+from scheduler.core.lookahead import Lookahead
+from scheduler.core.records import RW, SCRATCH, Agenda, NodeId, R, Replay, Task, W
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
 RAM, SIM = NodeId(0), NodeId(1)
@@ -111,3 +114,36 @@ def test_a_log_that_forgets_what_leaves_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(eventlog, "_agenda", forgetful)
     with pytest.raises((Wrong, KeyError)):  # it differs, or a copy ends that nobody began
         driver.check_log()
+
+
+class Checking(Lookahead):
+    """Knows what its walk must not come to."""
+
+    num_fetched_for = 0
+
+    def _prefetch_for(self, task: Task, distance: int, limit: int) -> tuple[int, int] | None:
+        assert task.step is not None
+        assert not task.step.done[task.position]
+        assert distance >= 0
+        self.num_fetched_for += 1
+        return super()._prefetch_for(task, distance, limit)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_walk_that_goes_on_passes_over_what_has_ended_meanwhile(seed: int) -> None:
+    """It may stand at a task for want of room until that has run, or until its whole replay is over and the next one is under way."""
+    chance = random.Random(seed)
+    driver = FakeDriver((12, 400), [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=True)
+    handles = [driver.handle(chance.randint(1, 4), f"x{at}") for at in range(10)]
+    for handle in handles:
+        driver.submit((handle, W))
+    tasks = [[(handle, chance.choice([R, RW])) for handle in chance.sample(handles, 2)] for _ in range(16)]
+    step = driver.record(tasks, {})
+    driver.drain()
+    lookahead = driver.machine.lookaheads.by_node[RAM] = Checking(driver.machine.residency, RAM, is_only=True)
+    for _ in range(2):
+        step.replay()
+        step.replay()
+        driver.drain(chance.randrange)
+    assert lookahead.num_fetched_for
+    driver.check()
