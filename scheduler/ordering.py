@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, cast
 
-from .core.forecast import Forecast, Pace, Spill, departures, forecast
+from .core.forecast import SHARE_BESIDE, Forecast, Pace, Spill, departures, forecast
 from .core.machine import Machine
 from .core.orders import Repetition, candidates, named, repetition
 from .core.perf import Models
@@ -25,11 +25,7 @@ WINDOW: Final = 256
 """Tasks ahead of the oldest unfinished one that may run where memory is short, per device."""
 
 EQUAL: Final = 1.02
-"""Orders whose seconds differ by less than this factor count as equally fast; of these one that moves least is taken."""
-
-CLOSE: Final = 1.1
-"""Orders whose bytes differ by less than this factor count as moving the same, for forecasts are off by as much; of these the first and simplest
-candidate is taken."""
+"""Orders whose seconds differ by less than this factor count as equally fast; of these the one that moves least is taken."""
 
 TILE: Final = 1 << 20
 """Bytes of a copy by which the rate of a link is judged."""
@@ -62,10 +58,11 @@ class PlannedOrder:
         return 0.0 if found is None else found.seconds
 
     @property
-    def has_equals(self) -> bool:
-        """Whether another order that was considered counts as equally fast: bytes have decided between them, or which is the simpler one."""
+    def moves_least_of_equals(self) -> bool:
+        """Whether another order that was considered counts as equally fast, and moves as much or more."""
         own = self.forecasts.get(self.name)
-        return own is not None and any(each.seconds <= EQUAL * own.seconds for name, each in self.forecasts.items() if name != self.name)
+        others = (each for name, each in self.forecasts.items() if name != self.name)
+        return own is not None and any(each.seconds <= EQUAL * own.seconds and each.total >= own.total for each in others)
 
 
 def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
@@ -205,9 +202,7 @@ def plan_order(
     else:
         considered = [min(smallest, key=smallest.__getitem__)]
     least = min(forecasts[name].seconds for name in considered)
-    equals = [name for name in considered if forecasts[name].seconds <= EQUAL * least]
-    fewest = min(forecasts[name].total for name in equals)
-    order = next(name for name in equals if forecasts[name].total <= CLOSE * fewest)
+    order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
     chosen = _permuted(plan, found[order], num_devices)
     if not computes_on_last:  # nothing is written back from there
         _foresee(chosen, memory, num_devices)
@@ -252,7 +247,7 @@ def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
     leaves: dict[HandleRecord, set[int]] = {}
     for device in range(num_devices):
         share = _share(plan, num_devices, device)
-        for handle, places in departures(_only(plan, share), memory // num_devices).items():
+        for handle, places in departures(_only(plan, share), memory // num_devices, SHARE_BESIDE).items():
             leaves.setdefault(handle, set()).update(share[place] for place in places)
     plan.foresee(leaves)
 
@@ -273,7 +268,7 @@ def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, 
             excess = last_tier_bytes(plan, computes=False) - pace.spill.room
             room = max(0, last_tier_bytes(share, computes=False) - excess // num_devices)
             pace = replace(pace, spill=replace(pace.spill, room=room))
-    one = forecast(share, memory // num_devices, pace)
+    one = forecast(share, memory // num_devices, pace, share=SHARE_BESIDE)
     return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
 
 

@@ -271,6 +271,9 @@ class Step:
         instance = self._instances[which]
         for use in instance.replay.shared:
             if use.handle.lost is not None and use.needs_data:
+                other = self._waiters[1 - which]
+                if other is not None:
+                    other.wait()  # the replay that has lost it tells why when all of its tasks have ended
                 self._raise_unseen()
                 raise HandleLost(f"the step reads {use.handle!r}, which is lost because {use.handle.lost}; restore or overwrite it first")
         instance.replay.number = self._number

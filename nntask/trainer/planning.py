@@ -189,7 +189,7 @@ def _figures(
         "bytes_by_class": _by_class(order.plan),
         "order": order.name,
         "order_is_given": settings.resources.order != AUTO,
-        "order_has_equals": settings.resources.order == AUTO and order.has_equals,
+        "order_moves_least_of_equals": settings.resources.order == AUTO and order.moves_least_of_equals,
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
         "link_bytes_per_second": target.link_rate if target.is_imaginary else None,

@@ -72,7 +72,7 @@ def print_header(running: Running, order: PlannedOrder | None) -> None:
         say(
             f"order: {order.name}, expected{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
-            + ("; of equally fast ones that move about as little the simplest" if settings.resources.order == AUTO and order.has_equals else "")
+            + ("; of equally fast ones it moves least" if settings.resources.order == AUTO and order.moves_least_of_equals else "")
         )
     say(f"run: {prepared.run}" + (f", continued after step {prepared.resumed.step}" if prepared.resumed else ""))
     if prepared.resumed is not None:

@@ -27,7 +27,7 @@ from scheduler.core.orders import candidates, repetition
 from scheduler.core.perf import Models
 from scheduler.core.records import NodeId
 from scheduler.crew import SIM_DEPTH
-from scheduler.ordering import CLOSE, EQUAL
+from scheduler.ordering import EQUAL
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)
@@ -90,14 +90,13 @@ def test_minimum_budgets_are_enough_and_one_page_less_is_not() -> None:
 
 
 def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
-    """A quarter of what is needed: of the about equally fast orders the first that moves hardly more than the least; the budget is respected."""
+    """A quarter of what is needed: of the orders forecast about as fast as the fastest, the one that moves least; the budget is respected."""
     needed = plan_run(settings(), CONFIG)["needed_bytes"]
     plan = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB"), CONFIG)
     assert plan["feasible"]
     assert set(plan["moved_bytes_per_step"]) == {"ram->disk", "disk->ram"}
     seconds, nbytes = plan["forecast_seconds"], plan["forecast_bytes"]  # seconds are this machine's, as busy as it is now
-    equals = [name for name in seconds if seconds[name] <= EQUAL * min(seconds.values())]
-    assert plan["order"] == next(name for name in equals if nbytes[name] <= CLOSE * min(nbytes[each] for each in equals))
+    assert plan["order"] == min((name for name in seconds if seconds[name] <= EQUAL * min(seconds.values())), key=nbytes.__getitem__)
     assert plan["peak_bytes"]["ram"] <= needed // 4
     asked = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", order="submission"), CONFIG)
     assert asked["order"] == "submission"

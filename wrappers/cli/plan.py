@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, Final
 
 from nntask.trainer.settings import ResourceSettings, TrainSettings
@@ -141,7 +140,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
             f"{name:19} budget {shown}, at least {format_least(nbytes)} ({nbytes:,} B)"
             + (f", {word}{' at most' if len(peaks) > 1 else ''} {format_size(max(peaks))}" if peaks else "")
         )
-    why = "; of equally fast ones that move about as little the simplest" if figures["order_has_equals"] else ""
+    why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
     mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
@@ -167,9 +166,11 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
-    """Neighbours of one kind (``gpu:0``) with equal values together, under a name for all of them (``gpu:0..7``)."""
-    groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
-    return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
+    """Names of one kind (``gpu:0``) with equal values together, under a name for all of them (``gpu:0..7``)."""
+    groups: dict[tuple[str, object], list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault((name.partition(":")[0], value), []).append(name)
+    return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups.values()}
 
 
 def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:
