@@ -54,7 +54,7 @@ LEAVING: Final = 8
 """Dirty replicas, the first ones, among which one that will leave is looked for. What a step overwrites next, and data of other steps, stand before
 what it reads, but a policy that knows the plan has few of those: the share above writes them."""
 
-EVENTS: Final = 12
+EVENTS: Final = 6
 """Where tasks run on one node only, it walks from the first planned task again after so many events: as a rule nothing that it has passed misses
 anything until then, and each task passed takes as long as many events, its records being in no cache. Of several nodes, what others do
 changes what can be fetched: each walks at every event of its own."""
