@@ -216,7 +216,7 @@ def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[
         ValueError: the step has no order of that name.
     """
     repeated = repetition(plan) if repeated is None else repeated
-    positions = named(plan, replace(repeated, num_minibatches=repeated.num_minibatches or 1), order)  # where nothing repeats it is one group
+    positions = named(plan, repeated, order)
     if positions is None:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(candidates(plan, repeated))}, and auto")
     return {SUBMISSION: list(range(len(plan.tasks))), order: positions}

@@ -262,18 +262,13 @@ class Step:
         self._runtime.check_stop()
         plan = self._planned()
         which = self._number % 2
-        previous = self._waiters[which]
-        if previous is not None:
-            previous.wait()
-            self._runtime.check_stop()  # a task of that replay may have asked for it
+        self._wait_for(which)
         if which == len(self._instances):
             self._instances.append(Instance(self._runtime, plan))
         instance = self._instances[which]
         for use in instance.replay.shared:
             if use.handle.lost is not None and use.needs_data:
-                other = self._waiters[1 - which]
-                if other is not None:
-                    other.wait()  # the replay that has lost it tells why when all of its tasks have ended
+                self._wait_for(1 - which)  # if it has lost the data, it tells why when all of its tasks have ended
                 self._raise_unseen()
                 raise HandleLost(f"the step reads {use.handle!r}, which is lost because {use.handle.lost}; restore or overwrite it first")
         instance.replay.number = self._number
@@ -282,6 +277,13 @@ class Step:
         self._number += 1
         self._runtime.start_replay(instance.replay, ticket)
         return ticket
+
+    def _wait_for(self, which: int) -> None:
+        """Wait until the replay of an instance, if it carries one, has ended; a task of it may have asked to stop."""
+        waiter = self._waiters[which]
+        if waiter is not None:
+            waiter.wait()
+            self._runtime.check_stop()
 
     def _raise_unseen(self) -> None:
         """Raise the first failure of an earlier replay that nobody has been told of."""

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Final
 
 from . import coherence
-from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Task
+from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay
 from .residency import Residency
 from .victims import is_dirty
 
@@ -141,9 +141,8 @@ class Lookahead:
         limit -= self.residency.copies.num_arriving(self.node)
         while self._at is not None and limit > 0:
             replay, position = self._at
-            task = replay.tasks[position]
-            if not replay.done[position] and task.state in _TO_COME:
-                outcome = self._prefetch_for(task, self._distance(replay, position), limit)
+            if not replay.done[position] and replay.tasks[position].state in _TO_COME:
+                outcome = self._prefetch_for(replay, position, limit)
                 if outcome is None:
                     return
                 num_started, nbytes = outcome
@@ -163,14 +162,14 @@ class Lookahead:
             distance += len(each.tasks)
         return distance
 
-    def _prefetch_for(self, task: Task, distance: int, limit: int) -> tuple[int, int] | None:
+    def _prefetch_for(self, replay: Replay, position: int, limit: int) -> tuple[int, int] | None:
         """Fetch what one task misses.
 
         Returns:
             Copies started and bytes the task will add to the node; None when there was no room, beside what nearer tasks miss.
         """
         residency, node, num_started, nbytes = self.residency, self.node, 0, 0
-        for handle, mode in task.accesses:
+        for handle, mode in replay.tasks[position].accesses:
             replica = handle.replicas.get(node)
             if replica is not None and replica.state != "reserved" and mode != SCRATCH:
                 continue
@@ -179,6 +178,7 @@ class Lookahead:
                 source = coherence.best_source(handle, None)
                 if source is None:
                     continue  # an earlier task has yet to write it
+                distance = self._distance(replay, position)
                 due, overwrites = residency.horizon.next_use(source)
                 if overwrites or due > distance:
                     continue  # the same, over old data; or it would go at once for what is fetched next

@@ -106,7 +106,7 @@ def named(plan: StepPlan, found: Repetition, name: str) -> list[int] | None:
     if name == "layers":
         return banded(plan, found)
     kind, _, size = name.partition(":")
-    if kind == "layers" and size.isdecimal() and int(size) and found.num_minibatches:
+    if kind == "layers" and size.isdecimal() and int(size):
         return banded(plan, found, group=int(size))
     turns = [f"{part}/{TURNS}" for part in range(1, TURNS)]
     if kind == "turn" and size in turns and found.windows:

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.core import eventlog
 from scheduler.core.lookahead import Lookahead
-from scheduler.core.records import RW, SCRATCH, Agenda, NodeId, R, Replay, Task, W
+from scheduler.core.records import RW, SCRATCH, Agenda, NodeId, R, Replay, W
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
 RAM, SIM = NodeId(0), NodeId(1)
@@ -121,12 +121,10 @@ class Checking(Lookahead):
 
     num_fetched_for = 0
 
-    def _prefetch_for(self, task: Task, distance: int, limit: int) -> tuple[int, int] | None:
-        assert task.step is not None
-        assert not task.step.done[task.position]
-        assert distance >= 0
+    def _prefetch_for(self, replay: Replay, position: int, limit: int) -> tuple[int, int] | None:
+        assert not replay.done[position]
         self.num_fetched_for += 1
-        return super()._prefetch_for(task, distance, limit)
+        return super()._prefetch_for(replay, position, limit)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -150,7 +150,7 @@ def test_an_order_that_is_asked_for_need_not_be_a_candidate() -> None:
     for name in ("layers:0", "layers:", "turn:8/8", "turn:1/4", "foo"):
         assert named(plan, found, name) is None
     one = toy_step(minibatches=1)
-    assert named(one, repetition(one), "layers:2") is None
+    assert named(one, repetition(one), "layers:2") == named(one, repetition(one), "layers")
 
 
 def test_forward_is_minibatch_major_up_to_the_loss() -> None:
