@@ -16,8 +16,9 @@ from ..errors import UsageError
 from ..models.interface import ModelConfig
 from ..sizes import flag_size, parse_rate, parse_size
 from ..tiling import divisors, even, whole_groups
+from .disks import imaginary_disk_of
 from .places import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, Target
-from .rules import check_most, imaginary_disk_of
+from .rules import check_most
 from .settings import TrainSettings
 
 DEFAULT_LINK: Final = "25GB/s"

@@ -18,9 +18,9 @@ from tiles.kernels.cuda.compiling import KernelBuildError
 
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from ..sizes import parse_rate, parse_size
+from .disks import disk_of
 from .gpus import close_gpus, gpus_of, num_cpu_workers, open_gpus
 from .places import DISK, cannot_reserve
-from .rules import disk_of
 from .settings import ResourceSettings, TrainSettings
 
 

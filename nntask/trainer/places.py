@@ -33,9 +33,9 @@ from tiles.kernels.cpu import kernel_versions
 
 from ..errors import DoesNotFit
 from ..sizes import parse_rate, parse_size
+from .disks import disk_of
 from .flops import gemm_peak
 from .gpus import gpus_of, num_cpu_workers
-from .rules import disk_of
 from .settings import ResourceSettings, TrainSettings
 
 RAM: Final = "ram"

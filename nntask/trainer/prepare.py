@@ -22,9 +22,10 @@ from ..tiling import ModelTiling, default_tiling
 from .base import Base
 from .claim import check_unclaimed
 from .cluster_rules import local_nodes
+from .disks import disk_of
 from .gpus import device_class
 from .outputs import check_new_run, check_writable, default_run_dir, versions
-from .rules import check_rank, disk_of, resolve
+from .rules import check_rank, resolve
 from .settings import TrainSettings, differences, from_dict
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")

@@ -20,11 +20,11 @@ from ..cache import KVCache
 from ..errors import DoesNotFit
 from ..sizes import flag_size
 from ..tiling import default_tiling
+from .disks import disk_of
 from .fitting import needs_of, no_collections, untouched
 from .gpus import device_class, gpus_of
 from .needs import Needs, shortage
 from .places import RAM, Target, this_machine
-from .rules import disk_of
 from .settings import MachineSettings, ResourceSettings, TrainSettings
 
 if TYPE_CHECKING:

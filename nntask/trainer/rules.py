@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from scheduler.drivers.cuda_cupy import MOST_PARTS
@@ -17,6 +16,7 @@ from ..errors import UsageError
 from ..models.interface import ModelConfig
 from ..sizes import LARGEST, parse_rate, parse_size
 from .cluster_rules import check_cluster
+from .disks import disk_of, imaginary_disk_of
 from .gpus import fraction_of, gpus_of
 from .settings import TrainSettings
 
@@ -55,6 +55,7 @@ _COUNTS: Final = (
 _MOST: Final = {
     "ncpu": (1024, "each worker is a thread of one process"),
     "sim_gpu": (64, "each device has two threads and a memory"),
+    "counts": (64, "each device has a memory and links that a plan goes through one by one"),
     "devices": (64, "each has a memory and links that a plan goes through one by one"),
     "split_gpu": (MOST_PARTS, "each part has threads, a memory and libraries of its own"),
 }
@@ -266,55 +267,6 @@ def check_rank(settings: TrainSettings, limit: int) -> None:
             f"--train lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter; "
             f"the nearest legal value is lora:{limit}"
         )
-
-
-def disk_of(text: str) -> tuple[Path, int | None] | None:
-    """Directory and size in bytes of --disk, None for no disk tier.
-
-    Raises:
-        UsageError: it names no directory, or a size that is none, or a size where the directory should stand.
-    """
-    if not text:
-        return None
-    directory, colon, size = text.rpartition(":")
-    if not colon or "/" in size:
-        if _is_size(text) and not Path(text).exists():
-            raise UsageError(
-                f"--disk must be DIR or DIR:SIZE, got {text!r}, which is a size and no directory that there is; "
-                f"for example scratch:{text}, or ./{text} for a directory of that name"
-            )
-        return Path(text), None
-    if not directory or not size:
-        raise UsageError(f"--disk must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB")
-    if _is_size(directory.rpartition(":")[2]) and not Path(directory).exists():
-        raise UsageError(
-            f"--disk must be DIR or DIR:SIZE, got {text!r}, which has two sizes, and there is no directory {directory}; for example scratch:{size}"
-        )
-    return Path(directory), parse_size(size, "--disk")
-
-
-def imaginary_disk_of(text: str) -> int | None:
-    """Bytes that --disk says of a machine that nobody has; None for no disk tier.
-
-    Raises:
-        UsageError: it says none.
-    """
-    if _is_size(text):
-        return parse_size(text, "--disk")
-    disk = disk_of(text)
-    if disk is None:
-        return None
-    if disk[1] is None:
-        raise UsageError(f"--disk must be SIZE or DIR:SIZE of an imaginary machine, got {text!r}; for example --disk 2TB")
-    return disk[1]
-
-
-def _is_size(text: str) -> bool:
-    try:
-        parse_size(text, "--disk")
-    except UsageError:
-        return False
-    return True
 
 
 def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | None:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from nntask.errors import DataError, UsageError
+from nntask.trainer.disks import disk_of, imaginary_disk_of
 from nntask.trainer.machine import does_not_fit
-from nntask.trainer.rules import check_values, disk_of, imaginary_disk_of, resolve
+from nntask.trainer.rules import check_values, resolve
 from nntask.trainer.settings import TrainSettings, differences, from_dict
 from scheduler.core.errors import DoesNotFit as NoRoom
 from wrappers.cli.flags import build, scan, table_of

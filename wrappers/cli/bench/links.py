@@ -45,9 +45,9 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     """
     from nntask.errors import DoesNotFit, StorageError, UsageError
     from nntask.sizes import parse_size
+    from nntask.trainer.disks import disk_of
     from nntask.trainer.places import free_bytes
     from nntask.trainer.prepare import check_disk
-    from nntask.trainer.rules import disk_of
     from scheduler.storage.limits import memory_limit
 
     if settings.repeats < 1:

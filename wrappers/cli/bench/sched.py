@@ -52,6 +52,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
     """
     from nntask.errors import UsageError
     from nntask.trainer.imagined import parse_devices
+    from nntask.trainer.rules import check_most
     from scheduler.core.eviction import EVICTION_POLICIES
     from scheduler.core.policies import POLICIES
 
@@ -61,6 +62,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
         counts = []
     if not counts or min(counts) < 1:
         raise UsageError(f"--counts must be whole numbers with commas, got {settings.counts!r}; for example --counts 1,2,4,8")
+    check_most("counts", max(counts))
     parse_devices(settings.device, "--device")
     policies = settings.policies.split(",") if settings.policies else list(POLICIES)
     if set(policies) - set(POLICIES):

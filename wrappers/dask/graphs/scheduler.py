@@ -20,7 +20,7 @@ from dask.callbacks import local_callbacks
 
 from nntask.errors import UsageError
 from nntask.sizes import parse_size
-from nntask.trainer.rules import disk_of
+from nntask.trainer.disks import disk_of
 from scheduler import usable_cores
 from scheduler.storage import DiskTier
 from scheduler.storage.limits import memory_budgets
