@@ -5,9 +5,10 @@
 
 The standard job is ``--model gpt2 --batch 8 --minibatch 1 --minibatch-tile 1 --vocab-tile 6283``, 1,024 tokens a sequence, no clipping, dropout as
 the preset has it. *Needed* is what one worker needs in submission order. Every variant is a process of its own (`job`), with two steps in flight as
-in training, and they take turns step by step: all but one are stopped, by a signal, in the middle of whatever they do. So each step is measured
-beside the others' steps of the same minutes, and the machine's own ups and downs, which last longer, fall on all. What is under way when a job is
-stopped looks long to its performance models, which leave out spikes. A variant's figure is the median of its steps.
+in training. The two sides of a comparison of speed take turns step by step: the other one is stopped, by a signal, in the middle of whatever it does.
+So each step is measured beside the other side's steps of the same minutes, and the machine's own ups and downs, which last longer, fall on both.
+There are two sides at a time, no more: tier files of other jobs would share the host's cache of the disk with this one. What is under way when a
+job is stopped looks long to its performance models, which leave out spikes. A side's figure is the median of its steps.
 """
 
 from __future__ import annotations
@@ -120,19 +121,29 @@ class Job:
             raise SystemExit(f"{' '.join(self.flags)} has computed while it was not its turn")
 
 
-def variants(needed: int) -> dict[str, tuple[list[str], bool]]:
-    """Name -> flags, and whether a disk tier lies below."""
-    ram = {part: f"--ram={needed // part}B" for part in (2, 4, 8)}
+def variants(needed: int, disk: str) -> dict[str, list[str]]:
+    """Name -> flags."""
+    below = f"--disk={disk}"
+    half, quarter, eighth = ([f"--ram={needed // part}B", below] for part in (2, 4, 8))
     return {
-        "unlimited": ([], False),
-        "half": ([ram[2]], True),
-        "quarter": ([ram[4]], True),
-        "eighth": ([ram[8]], True),
-        "eighth, blocking": ([ram[8], "--no-prefetch"], True),
-        "quarter, submission order": ([ram[4], "--order=submission"], True),
-        "quarter, eager + lru": ([ram[4], "--sched=eager", "--evict=lru"], True),
-        "quarter, eager + lru, submission order": ([ram[4], "--sched=eager", "--evict=lru", "--order=submission"], True),
+        "unlimited": [],
+        "half": half,
+        "quarter": quarter,
+        "eighth": eighth,
+        "eighth, blocking": [*eighth, "--no-prefetch"],
+        "quarter, submission order": [*quarter, "--order=submission"],
+        "quarter, eager + lru": [*quarter, "--sched=eager", "--evict=lru"],
+        "quarter, eager + lru, submission order": [*quarter, "--sched=eager", "--evict=lru", "--order=submission"],
     }
+
+
+SPEEDS: Final = (
+    ("half", "RAM at a half of needed + disk", "unlimited", "unlimited", ""),
+    ("quarter", "RAM at a quarter of needed + disk", "unlimited", "unlimited", "ratio >= 0.9"),
+    ("eighth", "RAM at an eighth of needed + disk", "unlimited", "unlimited", "ratio >= 0.85"),
+    ("eighth", "RAM at an eighth + disk", "eighth, blocking", "blocking copies, no prefetch", "ratio >= 1.15"),
+)
+"""Comparisons of speed: variant, what it is, the variant beside it, what that is, and the bar."""
 
 
 def moved(result: Result) -> int:
@@ -142,7 +153,19 @@ def moved(result: Result) -> int:
 
 def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """The standard job within a half, a quarter and an eighth of what it needs."""
-    runs = _chosen(args, disk)
+    needed = job(["--steps=1"], None)["needed_bytes"]
+    flags = variants(needed, disk)
+    chosen = args.only or list(flags)
+    rows, runs = [], {}
+    for name, what, peer, label, bar in SPEEDS:
+        if name in chosen:
+            found = in_turns({side: flags[side] for side in (name, peer)}, args.rounds)
+            ours, theirs = (TOKENS / statistics.median(found[side]["seconds"]) for side in (name, peer))
+            rows.append(common.compare(what, "tokens/s", ours, label, theirs, better="more", bar=bar))
+            print(rows[-1], file=sys.stderr, flush=True)
+            runs |= {f"{side}, beside {other}": found[side] for side, other in ((name, peer), (peer, name))}
+    alone = [name for name in chosen if all(name not in (speed[0], speed[2]) for speed in SPEEDS)]
+    runs |= {name: in_turns({name: flags[name]}, args.rounds)[name] for name in alone}
     gigabytes = {name: moved(found) / 1e9 for name, found in runs.items()}
     resident = {name: _resident(found) for name, found in runs.items()}
     is_equal = len({tuple(found["losses"]) for found in runs.values()}) == 1
@@ -152,25 +175,14 @@ def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
         megabytes = f"{found['resident_above_start'] / 1e6:,.0f} MB above start, allowed {found['allowed'] / 1e6:,.0f} MB"
         print(f"{name}: resident {megabytes}: {'within' if is_within else 'NOT WITHIN'}")
     return {
-        "needed_bytes": runs["unlimited"]["needed_bytes"],
+        "needed_bytes": needed,
         "orders": {name: found["order"] for name, found in runs.items()},
         "losses_equal": is_equal,
         "gigabytes_per_step": gigabytes,
         "resident": resident,
-        "comparisons": [*_speeds(runs), *_traffic(gigabytes)],
+        "comparisons": [*rows, *_traffic(gigabytes)],
         "runs": runs,
     }
-
-
-def _chosen(args: argparse.Namespace, disk: str) -> dict[str, Result]:
-    """Run the chosen variants in turns."""
-    needed = job(["--steps=1"], None)["needed_bytes"]
-    sides = {
-        name: [*flags, *([f"--disk={disk}"] if below else [])]
-        for name, (flags, below) in variants(needed).items()
-        if name == "unlimited" or name in args.only or not args.only
-    }
-    return in_turns(sides, args.rounds)
 
 
 def in_turns(sides: Mapping[str, list[str]], rounds: int) -> dict[str, Result]:
@@ -187,29 +199,14 @@ def in_turns(sides: Mapping[str, list[str]], rounds: int) -> dict[str, Result]:
         return {name: found.end() for name, found in jobs.items()}
 
 
-def _speeds(runs: dict[str, Result]) -> list[dict[str, Any]]:
-    """Tokens per second of the variants beside those they must not fall behind."""
-    speed = {name: TOKENS / statistics.median(found["seconds"]) for name, found in runs.items()}
-    rows = []
-    for name, what, peer, bar in (
-        ("half", "RAM at a half of needed + disk", "unlimited", ""),
-        ("quarter", "RAM at a quarter of needed + disk", "unlimited", "ratio >= 0.9"),
-        ("eighth", "RAM at an eighth of needed + disk", "unlimited", "ratio >= 0.85"),
-        ("eighth", "RAM at an eighth + disk", "eighth, blocking", "ratio >= 1.15"),
-    ):
-        if name in speed and peer in speed:
-            label = "blocking copies, no prefetch" if peer == "eighth, blocking" else peer
-            rows.append(common.compare(what, "tokens/s", speed[name], label, speed[peer], better="more", bar=bar))
-    return rows
-
-
 def _traffic(gigabytes: dict[str, float]) -> list[dict[str, Any]]:
     """Gigabytes a step of the planned order with next-use eviction, beside eager and LRU."""
+    ours = gigabytes.get("quarter, beside unlimited")
     rows = []
-    for name, bar in (("quarter, eager + lru", ""), ("quarter, eager + lru, submission order", "ratio <= 0.6")):
-        if name in gigabytes and "quarter" in gigabytes:
-            peer = name.partition(", ")[2]
-            rows.append(common.compare("bytes a step, RAM at a quarter", "GB", gigabytes["quarter"], peer, gigabytes[name], better="less", bar=bar))
+    for peer, bar in (("eager + lru", ""), ("eager + lru, submission order", "ratio <= 0.6")):
+        theirs = gigabytes.get(f"quarter, {peer}")
+        if ours is not None and theirs is not None:
+            rows.append(common.compare("bytes a step, RAM at a quarter", "GB", ours, peer, theirs, better="less", bar=bar))
     return rows
 
 
@@ -228,7 +225,7 @@ def main() -> None:
     """Run a suite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", nargs="*", default=[], help="variants besides unlimited")
+    parser.add_argument("--only", nargs="*", default=[], choices=variants(0, ""), metavar="VARIANT", help="some variants (default: all)")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     parser.add_argument("--output", default="memory", help="name of the result; empty writes nothing")
     args = parser.parse_args()
