@@ -183,30 +183,41 @@ def plan_order(
     found = candidates(plan, repeated) if order == AUTO else _asked_for(plan, order, repeated)
     speed = None if pace is None else pace(plan)
     only_files = computes_on_last and reads_files(plan)
-    smallest: dict[str, int] = {}
-    forecasts: dict[str, Forecast] = {}
 
-    def look_at(name: str) -> None:
+    def look_at(name: str) -> tuple[int, Forecast]:
         each = _permuted(plan, found[name], num_devices)  # one at a time: all of them together take more memory than the step itself
-        smallest[name] = last_tier_bytes(each, computes=computes_on_last)
-        forecasts[name] = _forecast(each, memory, num_devices, speed, only_files)
+        return last_tier_bytes(each, computes=computes_on_last), _forecast(each, memory, num_devices, speed, only_files)
 
-    look_at(SUBMISSION)
-    for names in _pools(found, num_devices if plan.parts else 1) if order == AUTO else [[order]]:
-        for name in names:
-            if name not in forecasts:
-                look_at(name)
-        considered = [name for name in names if smallest[name] <= last or order != AUTO]
-        if considered:
-            break
+    if order == AUTO:
+        forecasts, considered = _considered(_pools(found, num_devices if plan.parts else 1), look_at, last)
     else:
-        considered = [min(smallest, key=smallest.__getitem__)]
+        forecasts, considered = {name: look_at(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
     least = min(forecasts[name].seconds for name in considered)
     order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
     chosen = _permuted(plan, found[order], num_devices)
     if not computes_on_last:  # nothing is written back from there
         _foresee(chosen, memory, num_devices)
     return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])})
+
+
+def _considered(pools: Iterable[Sequence[str]], look_at: Callable[[str], tuple[int, Forecast]], last: int) -> tuple[dict[str, Forecast], list[str]]:
+    """The submission order and pools of orders in turn, until one has some whose data the last tier holds.
+
+    Args:
+        look_at: bytes of the last tier that an order of that name needs, and its forecast.
+        last: bytes of the last tier.
+
+    Returns:
+        Forecasts of all that were looked at; of the last pool, those whose data the tier holds; if no pool has any, what needs least of it.
+    """
+    looks = {SUBMISSION: look_at(SUBMISSION)}
+    considered: list[str] = []
+    for names in pools:
+        looks |= {name: look_at(name) for name in names if name not in looks}
+        considered = [name for name in names if looks[name][0] <= last]
+        if considered:
+            break
+    return {name: forecast for name, (_, forecast) in looks.items()}, considered or [min(looks, key=lambda name: looks[name][0])]
 
 
 def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[str, list[int]]:

@@ -53,11 +53,17 @@ class Needs:
         A task runs where it fits, so of the memories where tasks run the largest counts; a device that no task fits into is a mistake.
         """
         minimum, budgets = self.minimum(target), target.budgets
-        short = {at for at, (name, _) in enumerate(target.nodes) if budgets[name] < minimum[name] and (at == target.last or at not in target.places)}
-        if not self.fits_task(target):
-            short.add(max(target.places, key=lambda at: target.nodes[at][1]))
-        idle = {at for at in self.idle(target) if at not in short} if self.fits_task(target) else set()
-        return [(at, self.least if at in idle else minimum[target.nodes[at][0]]) for at in sorted(short | idle)]
+        if self.fits_task(target):
+            devices = dict.fromkeys(self.idle(target), self.least)
+        else:
+            largest = max(target.places, key=lambda at: target.nodes[at][1])
+            devices = {largest: minimum[target.nodes[largest][0]]}
+        others = {
+            at: minimum[name]
+            for at, (name, _) in enumerate(target.nodes)
+            if budgets[name] < minimum[name] and (at == target.last or at not in target.places)
+        }
+        return sorted({**devices, **others}.items())
 
     def idle(self, target: Target) -> list[int]:
         """Devices of a machine whose memory no task fits into."""

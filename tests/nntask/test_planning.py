@@ -256,14 +256,18 @@ def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.Monke
 
 def test_advice_for_devices_can_be_typed() -> None:
     """Where one memory is short or several are, with --devices in its own form and its flop/s, and with the tiles that larger devices have."""
+    shallow = replace(WIDE, n_layer=1, vocab_size=128)
     asked = settings(ncpu=None, ram="")
-    assert all_advice_helps(asked, WIDE, "2x16KiB@3TF")[0].startswith("--devices 2x")
+    asked = replace(asked, tiling=replace(asked.tiling, batch=2))
+    advice = all_advice_helps(asked, shallow, "2x64KiB@3TF")[0]
+    assert advice.startswith("--devices 2x")
+    assert advice.endswith("@3TF")
     tight = settings(ncpu=None, ram="4KiB", disk="4KiB")
     both = all_advice_helps(tight, CONFIG, "1x4MiB")[0]
     assert re.fullmatch(r"--ram \S+ and --disk \S+", both)
-    assert "@3TF" in plan_run(asked, WIDE, imaginary("2x16KiB@3TF", asked))["advice"][0]
     all_advice_helps(settings(ncpu=None, ram="4KiB"), CONFIG, "1x4MiB")
-    all_advice_helps(settings(ncpu=None, ram="4KiB", order="layers"), WIDE, "2x16KiB@3TF")
+    layers = settings(ncpu=None, ram="4KiB", order="layers")
+    all_advice_helps(replace(layers, tiling=asked.tiling), shallow, "2x64KiB@3TF")
 
 
 def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,21 @@ def test_bench_sched(capsys: pytest.CaptureFixture[str]) -> None:
     assert "x bound" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ("1000", "at most 64, because each device has a memory and links that a plan goes through one by one, got 1000"),
+        ("1,65", "one by one, got 65"),
+        ("0", "--counts must be whole numbers with commas"),
+        ("2,x", "--counts must be whole numbers with commas"),
+    ],
+)
+def test_bench_sched_refuses_other_counts(counts: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before it captures anything."""
+    assert main(["bench", "sched", f"--counts={counts}"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured rates are positive, and `nntask devices` reads them back; nothing is left in the directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

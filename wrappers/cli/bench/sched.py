@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nntask.models.interface import ModelConfig
+    from nntask.trainer.places import Target
+    from nntask.trainer.settings import TrainSettings
+    from scheduler.core.steps import StepPlan
+    from scheduler.drivers.virtual import Duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +86,15 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     import gc
 
     from nntask.errors import UsageError
-    from nntask.models.config import PRESETS
-    from nntask.models.interface import ModelConfig
-    from nntask.models.registry import config_from_json
     from nntask.sizes import parse_rate
     from nntask.trainer.fitting import order_on
-    from nntask.trainer.imagined import imaginary
     from nntask.trainer.places import durations
-    from nntask.trainer.rules import check_values
-    from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
     from scheduler.bounds import lower_bounds
-    from scheduler.core.errors import SchedulerError
     from scheduler.core.forecast import Pace
-    from scheduler.drivers.virtual import simulate
 
     from .standard import captured
 
-    if not settings.config_path and settings.model not in PRESETS:
-        raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {settings.model!r}; use --model gpt2")
-    config: ModelConfig = config_from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
-    train = TrainSettings(
-        model=ModelSettings(model=settings.model, seq_len=settings.seq_len),
-        tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),
-        resources=ResourceSettings(ram=settings.ram),
-    )
-    check_values(train, is_imaginary=True)
-    target = imaginary(f"{count}x{settings.device}", train, settings.link)
+    train, config, target = _setting(settings, count)
     gc.disable()  # plans are large and hold no garbage
     try:
         plan = captured(train, config, target)
@@ -116,24 +106,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         rate = len(target.workers) * parse_rate(settings.link, "--link")
         pace = Pace({}, rate, rate, duplex=True)
         bounds = lower_bounds(order.plan, known.seconds["sim"], num_workers=len(target.workers), memory=target.memory, pace=pace)
-        rows = []
-        for policy in policies:
-            begin = perf_counter()
-            row: dict[str, Any] = {"policy": policy}
-            try:
-                found = simulate(
-                    order.plan,
-                    workers=target.workers,
-                    nodes=target.nodes,
-                    policy=policy,
-                    duration=known.of,
-                    transfer=target.models.transfer_seconds,
-                    eviction=settings.evict,
-                )
-                row |= {"seconds": found.seconds, "moved_bytes": sum(found.moved_bytes.values()), "over_bound": found.seconds / max(bounds.values())}
-            except SchedulerError as error:
-                row |= {"seconds": None, "refusal": str(error).partition("\n")[0]}
-            rows.append({**row, "took_seconds": perf_counter() - begin})
+        rows = [_row(policy, settings.evict, order.plan, target, known.of, max(bounds.values())) for policy in policies]
     finally:
         gc.enable()
     return {
@@ -145,6 +118,54 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         "bounds_seconds": bounds,
         "policies": rows,
     }
+
+
+def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelConfig, Target]:
+    """What trains, of which model, and on what.
+
+    Raises:
+        UsageError: a flag is wrong.
+    """
+    from nntask.errors import UsageError
+    from nntask.models.config import PRESETS
+    from nntask.models.registry import config_from_json
+    from nntask.trainer.imagined import imaginary
+    from nntask.trainer.rules import check_values
+    from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+
+    if not settings.config_path and settings.model not in PRESETS:
+        raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {settings.model!r}; use --model gpt2")
+    config: ModelConfig = config_from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
+    train = TrainSettings(
+        model=ModelSettings(model=settings.model, seq_len=settings.seq_len),
+        tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),
+        resources=ResourceSettings(ram=settings.ram),
+    )
+    check_values(train, is_imaginary=True)
+    return train, config, imaginary(f"{count}x{settings.device}", train, settings.link)
+
+
+def _row(policy: str, eviction: str, plan: StepPlan, target: Target, duration: Duration, bound: float) -> dict[str, Any]:
+    """A step under one policy, beside the largest bound; why there is none, where it does not fit."""
+    from scheduler.core.errors import SchedulerError
+    from scheduler.drivers.virtual import simulate
+
+    begin = perf_counter()
+    row: dict[str, Any] = {"policy": policy}
+    try:
+        found = simulate(
+            plan,
+            workers=target.workers,
+            nodes=target.nodes,
+            policy=policy,
+            duration=duration,
+            transfer=target.models.transfer_seconds,
+            eviction=eviction,
+        )
+        row |= {"seconds": found.seconds, "moved_bytes": sum(found.moved_bytes.values()), "over_bound": found.seconds / bound}
+    except SchedulerError as error:
+        row |= {"seconds": None, "refusal": str(error).partition("\n")[0]}
+    return {**row, "took_seconds": perf_counter() - begin}
 
 
 def _lines(figures: dict[str, Any]) -> Iterator[str]:
