@@ -14,7 +14,9 @@ from typing import Any
 import dask
 import dask.array as da
 import dask.bag as db
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pytest
 from dask._task_spec import Alias, DataNode, Task, TaskRef
 from dask.callbacks import Callback
@@ -197,7 +199,6 @@ def pressed(make: Any, look: Any = lambda made, wide: made) -> dict[str, Any]:
 
 def test_objects_leave_as_pickles_and_come_back(tmp_path: Path) -> None:
     """A data frame, a set of strings and a function of the program survive a trip to the disk."""
-    pd = pytest.importorskip("pandas")
     frame = {"a": np.arange(100_000), "b": ["x", "yz"] * 50_000}
     words = {f"word {number}" for number in range(20_000)}
     with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs:
@@ -367,8 +368,6 @@ def test_a_bag_and_a_data_frame() -> None:
     assert dict(bag.map(lambda x: x % 7).frequencies().compute(scheduler=get)) == dict(
         bag.map(lambda x: x % 7).frequencies().compute(scheduler="sync")
     )
-    pd = pytest.importorskip("pandas")
-    dd = pytest.importorskip("dask.dataframe")
     frame = pd.DataFrame({"key": np.arange(50_000) % 13, "value": np.arange(50_000.0)})
     grouped = dd.from_pandas(frame, npartitions=8).groupby("key").value.mean().compute(scheduler=get)
     pd.testing.assert_series_equal(grouped.sort_index(), frame.groupby("key").value.mean(), check_index_type=False)
@@ -393,6 +392,7 @@ os._exit(0)
 WHILE_FETCHING = """
 import os, signal, threading
 import numpy as np
+import pandas as pd
 from wrappers.dask import runtime
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def interrupt():
