@@ -324,6 +324,11 @@ class Engine:
         self.endings[replay] = ending
         self.bring(StepStarted(replay))
 
+    def failure_of(self, replay: Replay) -> BaseException | None:
+        """The first error of a task of a replay; behind whatever has lost data so far."""
+        with self._lock:
+            return replay.failure
+
     def _lend(self, task: Task) -> None:
         """The program may use the data it asked for; give it back at once if the program was interrupted meanwhile. Or begin a task that needs no
         worker."""

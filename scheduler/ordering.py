@@ -38,12 +38,14 @@ class PlannedOrder:
     Attributes:
         name: of the order.
         plan: the step's tasks in that order.
-        forecasts: what each order that was considered would cost; empty when everything fits.
+        forecasts: what each order that was considered would cost, and the submission order; empty when everything fits.
+        moves_least_of_equals: whether others were considered that count as equally fast, and move more.
     """
 
     name: str
     plan: StepPlan
     forecasts: Mapping[str, Forecast]
+    moves_least_of_equals: bool = False
 
     @property
     def moved_bytes(self) -> int:
@@ -56,13 +58,6 @@ class PlannedOrder:
         """Seconds a step is expected to take; 0 where nothing was forecast, or without a pace."""
         found = self.forecasts.get(self.name)
         return 0.0 if found is None else found.seconds
-
-    @property
-    def moves_least_of_equals(self) -> bool:
-        """Whether another order that was considered counts as equally fast, and moves as much or more."""
-        own = self.forecasts.get(self.name)
-        others = (each for name, each in self.forecasts.items() if name != self.name)
-        return own is not None and any(each.seconds <= EQUAL * own.seconds and each.total >= own.total for each in others)
 
 
 def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
@@ -193,11 +188,13 @@ def plan_order(
     else:
         forecasts, considered = {name: look_at(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
     least = min(forecasts[name].seconds for name in considered)
-    order = min((name for name in considered if forecasts[name].seconds <= EQUAL * least), key=lambda name: forecasts[name].total)
+    equal = [name for name in considered if forecasts[name].seconds <= EQUAL * least]
+    order = min(equal, key=lambda name: forecasts[name].total)
+    moves_least = any(forecasts[name].total > forecasts[order].total for name in equal)
     chosen = _permuted(plan, found[order], num_devices)
     if not computes_on_last:  # nothing is written back from there
         _foresee(chosen, memory, num_devices)
-    return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])})
+    return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])}, moves_least)
 
 
 def _considered(pools: Iterable[Sequence[str]], look_at: Callable[[str], tuple[int, Forecast]], last: int) -> tuple[dict[str, Forecast], list[str]]:

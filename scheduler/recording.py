@@ -201,14 +201,14 @@ class Instance:
     Kept alive by the step and by its tickets; the copies are released when the last of them goes.
 
     Attributes:
-        unseen: the failure of its latest replay, until the program has been told.
+        told: the latest failure of its replays that the program knows of.
     """
 
-    __slots__ = ("_inbox", "replay", "twins", "unseen")
+    __slots__ = ("_inbox", "replay", "told", "twins")
 
     def __init__(self, runtime: Runtime, plan: StepPlan) -> None:
         self._inbox = runtime.inbox
-        self.unseen: BaseException | None = None
+        self.told: BaseException | None = None
         self.twins: dict[HandleRecord, HandleRecord] = {}
         self.replay, self.twins = runtime.instantiate(plan)
 
@@ -262,15 +262,18 @@ class Step:
         self._runtime.check_stop()
         plan = self._planned()
         which = self._number % 2
-        self._wait_for(which)
+        waiter = self._waiters[which]
+        if waiter is not None:
+            waiter.wait()
+            self._runtime.check_stop()  # a task of it may have asked for that
         if which == len(self._instances):
             self._instances.append(Instance(self._runtime, plan))
         instance = self._instances[which]
         for use in instance.replay.shared:
-            if use.handle.lost is not None and use.needs_data:
-                self._wait_for(1 - which)  # if it has lost the data, it tells why when all of its tasks have ended
-                self._raise_unseen()
-                raise HandleLost(f"the step reads {use.handle!r}, which is lost because {use.handle.lost}; restore or overwrite it first")
+            why = use.handle.lost
+            if why is not None and use.needs_data:
+                self._raise_untold()
+                raise HandleLost(f"the step reads {use.handle!r}, which is lost because {why}; restore or overwrite it first")
         instance.replay.number = self._number
         ticket = Ticket(self._runtime, instance)
         self._waiters[which] = ticket.done
@@ -278,20 +281,13 @@ class Step:
         self._runtime.start_replay(instance.replay, ticket)
         return ticket
 
-    def _wait_for(self, which: int) -> None:
-        """Wait until the replay of an instance, if it carries one, has ended; a task of it may have asked to stop."""
-        waiter = self._waiters[which]
-        if waiter is not None:
-            waiter.wait()
-            self._runtime.check_stop()
-
-    def _raise_unseen(self) -> None:
-        """Raise the first failure of an earlier replay that nobody has been told of."""
-        failed = sorted((each for each in self._instances if each.unseen is not None), key=lambda each: each.replay.number)
-        if failed:
-            failure, failed[0].unseen = failed[0].unseen, None
-            assert failure is not None
-            raise failure
+    def _raise_untold(self) -> None:
+        """Raise the first failure of an earlier replay, in flight or not, that nobody has been told of."""
+        for each in sorted(self._instances, key=lambda each: each.replay.number):
+            failure = self._runtime.failure_of(each.replay)
+            if failure is not None and failure is not each.told:
+                each.told = failure
+                raise failure
 
     def _planned(self) -> StepPlan:
         if self.plan is None:
@@ -311,7 +307,7 @@ class Ticket:
 
     def end(self, failure: BaseException | None) -> None:
         """Every task of the replay has ended."""
-        self.failure = self._instance.unseen = failure
+        self.failure = failure
         self._runtime.wake(self.done)
 
     def wait_done(self) -> None:
@@ -327,7 +323,7 @@ class Ticket:
         """
         self.wait_done()
         if self.failure is not None:
-            self._instance.unseen = None
+            self._instance.told = self.failure
             raise self.failure
 
     def read(self, data: Any) -> Any:

@@ -345,6 +345,10 @@ class Runtime(RecordingRuntime):
         """Begin a replay; `ticket` learns how it ends."""
         self._engine.start_replay(replay, ticket.end)
 
+    def failure_of(self, replay: Replay) -> BaseException | None:
+        """The first error of a task of a replay, in flight or not, since it began."""
+        return self._engine.failure_of(replay)
+
     @property
     def tier_failure(self) -> TierFailed | None:
         """The first failure of the disk tier, which explains whatever data is lost since."""

@@ -28,7 +28,7 @@ SHARE: Final = 0.84
 small at a quarter of what it needs came out 1 to 9 % too low, the orders that are most sensitive to memory lowest, and one of those was chosen."""
 
 SHARE_BESIDE: Final = 0.92
-"""The same of a memory that devices spill to, where nothing computes; and of devices that share a step, which lend each other what they hold: with
+"""The same of a memory that devices spill to, where nothing computes; and of devices with parts of a step, which lend each other what they hold: with
 0.84 the steps of GPT-2 XL and of a 50B GPT on eight of them moved 3 % more."""
 
 

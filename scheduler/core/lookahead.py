@@ -142,14 +142,13 @@ class Lookahead:
         while self._at is not None and limit > 0:
             replay, position = self._at
             if not replay.done[position] and replay.tasks[position].state in _TO_COME:
+                passed = self._passed
                 outcome = self._prefetch_for(replay, position, limit)
-                if outcome is None:
+                limit -= 0 if outcome is None else outcome[0]
+                if outcome is None or limit <= 0:  # it may miss more: it is tried again
+                    self._passed = passed
                     return
-                num_started, nbytes = outcome
-                limit -= num_started
-                if limit <= 0:
-                    return  # it may miss more
-                self._reach -= nbytes
+                self._reach -= outcome[1]
             self._at = next(self._walk, None) if self._reach > 0 else None
 
     def _distance(self, replay: Replay, position: int) -> int:

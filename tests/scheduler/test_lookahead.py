@@ -92,6 +92,78 @@ def test_few_copies_queue_on_a_link_between_memories(storage: bool, most: int) -
     driver.check()
 
 
+def waiting(ram: int, device: int, held: int, count: int) -> tuple[FakeDriver, list[str]]:
+    """A device above memory and a disk: a long task holds some of it, and tasks behind that read one tile each, which lie below.
+
+    Args:
+        ram, device: pages.
+        held: pages of the device.
+        count: of the tiles.
+
+    Returns:
+        The driver, and the names of the tiles that lie on the disk.
+    """
+    driver = FakeDriver((ram, device, 600), [("sim", SIM, 1), ("sim", SIM, 1)], storage=True)
+    tiles, all_of_it = [driver.handle(PAGES, f"x{at}") for at in range(count)], driver.handle(device)
+    for access in (*((tile, W) for tile in tiles), (all_of_it, SCRATCH)):
+        driver.submit(access)
+        driver.drain()
+    all_of_it.released = True
+    first, room = driver.handle(name="first"), driver.handle(held)
+    driver.submit((first, W), (room, SCRATCH))
+    driver.record([[(first, R), (tile, R)] for tile in tiles], {}).replay()
+    return driver, [tile.name for tile in tiles if RAM not in tile.replicas]
+
+
+def test_a_full_link_is_filled_again_as_soon_as_a_copy_has_ended() -> None:
+    """Though the walk has passed over what it had no room for, and would begin again some events later only."""
+    driver, on_disk = waiting(200, 30 * PAGES, 1, 8)
+    assert on_disk == []
+    fetched: set[str] = set()
+    while driver.routes:
+        assert len(driver.routes) == min(2, 8 - len(fetched))
+        fetched.add(driver.routes[0][0])
+        driver.end(1)
+    assert len(fetched) == 8
+    driver.drain()
+    driver.check()
+
+
+def test_room_is_kept_for_what_waits_for_a_full_link() -> None:
+    """What is used later comes over another link, and would take it."""
+    driver, on_disk = waiting(3 * PAGES, 16 * PAGES + 1, 13 * PAGES, 5)
+    assert on_disk == ["x3", "x4"]
+    assert [name for name, _, _ in driver.routes] == ["x0", "x1"]
+    driver.end(1)
+    assert "x2" in [name for name, _, _ in driver.routes]
+    driver.drain()
+    driver.check()
+
+
+def test_a_walk_begins_again_for_what_has_gone_behind_it() -> None:
+    """A plain task takes the room of tiles that were fetched: they come again within some events, though no planned task has ended."""
+    driver, _ = waiting(200, 30 * PAGES, 1, 4)
+    while driver.routes:
+        driver.end(1)
+    (running,) = driver.running
+    most = driver.handle(29 * PAGES)
+    driver.submit((most, SCRATCH))
+    most.released = True
+    driver.end(1)
+    assert driver.routes == []
+    small = driver.handle(name="small")
+    for _ in range(3):  # submitted and ended: six events
+        driver.submit((small, W))
+        driver.end(1)
+        fetched = [name for name, _, target in driver.routes if target == SIM]
+        if fetched:
+            break
+    assert fetched == ["x0", "x1"]
+    assert driver.running[0] is running
+    driver.drain()
+    driver.check()
+
+
 @pytest.mark.parametrize("eviction", ["lru", "fifo"])
 def test_policies_that_do_not_follow_the_plan_write_nothing_by_it(eviction: str) -> None:
     """They evict other data than it says."""
