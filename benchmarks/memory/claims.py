@@ -146,6 +146,13 @@ SPEEDS: Final = (
 """Comparisons of speed: variant, what it is, the variant beside it, what that is, and the bar."""
 
 
+ALONE: Final = ("quarter, submission order", "quarter, eager + lru", "quarter, eager + lru, submission order")
+"""Variants of which only bytes are compared, with those of the quarter."""
+
+NAMES: Final = (*dict.fromkeys(speed[0] for speed in SPEEDS), *ALONE)
+"""What `--only` may name: a side of a comparison comes with it."""
+
+
 def moved(result: Result) -> int:
     """Bytes moved in a step, over all links."""
     return round(statistics.median(sum(lap["moved_bytes"].values()) for lap in result["steady"]))
@@ -155,7 +162,7 @@ def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     """The standard job within a half, a quarter and an eighth of what it needs."""
     needed = job(["--steps=1"], None)["needed_bytes"]
     flags = variants(needed, disk)
-    chosen = args.only or list(flags)
+    chosen = args.only or NAMES
     rows, runs = [], {}
     for name, what, peer, label, bar in SPEEDS:
         if name in chosen:
@@ -164,8 +171,7 @@ def standard(args: argparse.Namespace, disk: str) -> dict[str, Any]:
             rows.append(common.compare(what, "tokens/s", ours, label, theirs, better="more", bar=bar))
             print(rows[-1], file=sys.stderr, flush=True)
             runs |= {f"{side}, beside {other}": found[side] for side, other in ((name, peer), (peer, name))}
-    alone = [name for name in chosen if all(name not in (speed[0], speed[2]) for speed in SPEEDS)]
-    runs |= {name: in_turns({name: flags[name]}, args.rounds)[name] for name in alone}
+    runs |= {name: in_turns({name: flags[name]}, args.rounds)[name] for name in ALONE if name in chosen}
     gigabytes = {name: moved(found) / 1e9 for name, found in runs.items()}
     resident = {name: _resident(found) for name, found in runs.items()}
     is_equal = len({tuple(found["losses"]) for found in runs.values()}) == 1
@@ -225,7 +231,7 @@ def main() -> None:
     """Run a suite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", nargs="*", default=[], choices=variants(0, ""), metavar="VARIANT", help="some variants (default: all)")
+    parser.add_argument("--only", nargs="*", default=[], choices=NAMES, help="some variants, beside what they are compared with (default: all)")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     parser.add_argument("--output", default="memory", help="name of the result; empty writes nothing")
     args = parser.parse_args()

@@ -151,6 +151,8 @@ def test_orders_are_compared_in_seconds() -> None:
     assert len(asked) == 1
     assert chosen.seconds > 0
     assert chosen.forecasts[chosen.name] == min(near, key=lambda found: found.total)
+    assert chosen.moves_least_of_equals == any(found.total > chosen.moved_bytes for found in near)
+    assert not plan_order(STEP, SUBMISSION, memory=STEP.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=speed).moves_least_of_equals
 
 
 def test_only_files_leave_a_memory_with_nothing_below(kit) -> None:  # type: ignore[no-untyped-def]

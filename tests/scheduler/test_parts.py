@@ -111,6 +111,12 @@ def test_what_leaves_either_device_is_foreseen() -> None:
     assert leaving[0] == leaving[1]
 
 
+def test_devices_that_share_a_step_keep_more_of_their_memory() -> None:
+    """They lend each other what they hold: with the share of one memory alone it would be 216 pages."""
+    found = plan_order(training_step(4), "layers", memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    assert found.moved_bytes == 168 * PAGE
+
+
 def test_side_by_side_both_devices_work_under_pressure() -> None:
     """In submission order a window lets one minibatch through at a time; side by side both devices are busy most of the time."""
     order = plan_order(training_step(8), AUTO, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
