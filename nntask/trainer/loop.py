@@ -1,7 +1,8 @@
 """The training loop: at most two steps in flight, the loss of a step read while the next one runs.
 
 Guarantees: a checkpoint holds exactly the state after its step, with the place in the data; a loss, gradient norm or weight that is not finite is
-never saved and ends the run; a first Ctrl-C or SIGTERM lets what is in flight finish and saves, if a step was done at all.
+never saved and ends the run; a first Ctrl-C or SIGTERM lets what is in flight finish and saves, if a step was done at all; so do data that can no
+longer be read.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from time import perf_counter
 from typing import Any
 
 from ..checkpoints import AGAINST_DIVERGENCE, save_checkpoint
-from ..data import BatchStream, Cursor, Tokenizer
-from ..errors import Diverged
+from ..data import Batch, BatchStream, Cursor, Tokenizer
+from ..errors import DataError, Diverged
 from .engine import Counters, Engine, Pending
 from .metrics import Journal, Meter, StepPrinter, StepRecord, step_line
 from .signals import Interrupts
@@ -107,6 +108,7 @@ class Loop:
 
         Raises:
             Diverged: a loss, a gradient norm, or a weight that was to be saved is not finite.
+            DataError: training or validation data cannot be read any more; the steps done are saved.
             StorageError: a checkpoint or a line of metrics.jsonl could not be written.
             RunStopped: a callback of `Runtime.on_task` has stopped the run; the checkpoints so far are whole.
         """
@@ -121,7 +123,7 @@ class Loop:
                 flying = None
             self.on_step(step)
             lr = plan.lr(step)
-            batch = self.stream.next()
+            batch = self._next_batch(flying)
             started = _Flight(step, lr, self.stream.cursor, self.engine.start(step, lr, batch))
             if flying is not None:
                 self._land(flying)
@@ -132,9 +134,7 @@ class Loop:
                 self._pause(step)
         if flying is not None:
             self._land(flying)
-        self.on_step(None)
-        if self.step < plan.steps or plan.save_at_end:
-            self.save()
+        self._finish()
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step, unless that is there."""
@@ -147,6 +147,22 @@ class Loop:
         self._saved = self.step
         self.printer.say(f"saved {path}")
 
+    def _finish(self) -> None:
+        """End the training, with nothing in flight, after the last step or before it."""
+        self.on_step(None)
+        if self.step < self.plan.steps or self.plan.save_at_end:
+            self.save()
+
+    def _next_batch(self, flying: _Flight | None) -> Batch:
+        """The data of the next step; where they cannot be read, what is in flight finishes and is saved first."""
+        try:
+            return self.stream.next()
+        except DataError:
+            if flying is not None:
+                self._land(flying)
+            self._finish()
+            raise
+
     def _pause(self, step: int) -> None:
         """What happens between steps with nothing in flight; its time and its traffic belong to no step."""
         begin = perf_counter()
@@ -154,7 +170,11 @@ class Loop:
         if _due(step, self.plan.save_every):
             self.save()
         if _due(step, self.plan.eval_every):
-            self.validate(step)
+            try:
+                self.validate(step)
+            except DataError:
+                self._finish()
+                raise
         if _due(step, self.plan.save_every) and step < self.plan.steps:
             self.on_saved()
         self._meter.skip(self.runtime.stats(forget_recent_peak=True))

@@ -14,7 +14,7 @@ from tiles import TileTensor
 
 from ..checkpoints import AGAINST_DIVERGENCE, Checkpoint, find_checkpoint, step_directories
 from ..data import BatchStream, Cursor, Dataset, in_order, open_dataset
-from ..errors import Diverged, UsageError
+from ..errors import DataError, Diverged, UsageError
 from ..models.interface import ModelConfig
 from ..schedule import make_schedule
 from ..tensorfile import STORAGE, save_tensors
@@ -190,10 +190,12 @@ def _go(running: Running, watchers: Watchers) -> int:
     endings = (journal.close, partial(_summarise, running, loop, journal), watchers.at_end)
     try:
         loop.train()
-    except BaseException:
+    except BaseException as error:
         for ending in endings:
             with contextlib.suppress(Exception):  # what ended the training is what the user must hear
                 ending()
+        if isinstance(error, DataError):
+            raise DataError(f"{error}; {_until_restored(prepared)}") from error
         raise
     for ending in endings:
         ending()
@@ -222,6 +224,15 @@ def _on(cluster: ClusterSettings) -> str:
     """The flags that say on which machines a run was, as it was told; a resumed run does not know them."""
     found = ((f.name.replace("_", "-"), getattr(cluster, f.name)) for f in fields(cluster) if getattr(cluster, f.name) != f.default)
     return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in found)
+
+
+def _until_restored(prepared: Prepared) -> str:
+    """What a run whose data can no longer be read has left behind."""
+    steps = step_directories(prepared.run)
+    if not steps:
+        return "nothing was saved, so there is nothing to continue"
+    command = f"nntask train --resume {shlex.quote(str(prepared.run))}{_on(prepared.settings.cluster)}"
+    return f"the newest checkpoint is {steps[-1]}; restore the data, then continue with: {command}"
 
 
 def _left_behind(run: Path) -> str:

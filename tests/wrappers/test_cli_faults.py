@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from test_cli_train import numbers, start, wait_for_step
 
+from nntask.data import TokenFile
 from nntask.trainer import run
 from nntask.trainer.machine import FoundNaN
 from scheduler import Codelet, Runtime
@@ -76,6 +77,47 @@ def test_a_disk_that_fails(here, truth, capsys, monkeypatch, what, code):
     assert os.readlink(here / "a" / "latest") == "checkpoints/step-000002"
     assert main(["train", "--resume=a", "--ram=64MiB"]) == 0
     assert numbers(here / "a") == truth
+
+
+def cut_short(honest: Callable[..., Any], reads: int, name: str) -> Callable[..., Any]:
+    """Reads of tokens; the file of that name loses its end after so many of them."""
+    left = reads
+
+    def window(file: TokenFile, first: int, count: int) -> Any:
+        nonlocal left
+        if file.path.name == name:
+            if left == 0:
+                os.truncate(file.path, 20)
+            left -= 1
+        return honest(file, first, count)
+
+    return window
+
+
+@pytest.mark.parametrize(
+    ("name", "reads", "flags", "saved"),
+    [("train.bin", 5 * 4, [], 5), ("train.bin", 5 * 4, ["--save-every=0"], 5), ("val.bin", 0, ["--eval-every=3", "--val-path=val.bin"], 3)],
+)
+def test_data_that_become_shorter(here, truth, capsys, monkeypatch, name, reads, flags, saved):
+    """Exit 4: the steps done are saved first, and once the file is restored the run goes on as if nothing had happened."""
+    content = (here / "train.bin").read_bytes()
+    (here / "val.bin").write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenFile, "window", cut_short(TokenFile.window, reads, name))
+        assert main([*TRAIN, "--run-dir=a", *flags]) == 4
+    err = capsys.readouterr().err
+    assert f"{name} became shorter while it was read" in err
+    assert err.endswith(f"; the newest checkpoint is a/checkpoints/step-{saved:06d}; restore the data, then continue with: nntask train --resume a\n")
+    (here / name).write_bytes(content)
+    assert main(["train", "--resume=a"]) == 0
+    assert numbers(here / "a") == truth
+
+
+def test_data_that_become_shorter_before_the_first_step_is_done(here, capsys, monkeypatch):
+    """There is nothing to continue, and the message says so."""
+    monkeypatch.setattr(TokenFile, "window", cut_short(TokenFile.window, 0, "train.bin"))
+    assert main([*TRAIN, "--run-dir=a"]) == 4
+    assert "tokens were expected; nothing was saved, so there is nothing to continue" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_memory_is_short(here, truth):
