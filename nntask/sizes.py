@@ -26,7 +26,7 @@ _BY_LOWER: Final = {unit.lower(): unit for unit in _UNITS}
 _WORDS: Final = "B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
 _NUMBER: Final = r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)\s*"
 _SIZE: Final = re.compile(_NUMBER + r"([A-Za-z]*)\s*")
-_BITS: Final = re.compile(_NUMBER + r"([KMGTkmgt][Ii]?)b(?:its?)?(?:/s|ps)?\s*")
+_BITS: Final = re.compile(_NUMBER + r"((?:[KMGTkmgt][Ii]?)?)b(?:its?)?(?:/s|ps)?\s*")
 
 
 def parse_size(text: str, what: str) -> int:
@@ -67,14 +67,24 @@ def parse_rate(text: str, what: str) -> float:
     rule = f"{what} must be bytes per second, got {text!r}"
     if bits := _BITS.fullmatch(text):
         number, unit = float(bits[1].replace(",", "")), bits[2]
-        raise UsageError(f"{rule}; bits? {number:.15g} {unit}b/s are {number / 8:.15g}{unit.upper().replace('I', 'i')}B/s")
+        meant = f"{number / 8:.15g}{unit.upper().replace('I', 'i')}B"
+        raise UsageError(f"{rule}; " + (f"bits? {number:.15g} {unit}b/s are {meant}/s" if _is_size(meant) else "for example 55GB/s"))
     size = text.strip().removesuffix("/s").rstrip()
     if size[-1:].isdigit():
-        raise UsageError(f"{rule}, which has no unit; for example {size}GB/s")
+        meant = f"{size}GB"
+        raise UsageError(f"{rule}, which has no unit; for example {meant if _is_size(meant) else '55GB'}/s")
     try:
         return float(parse_size(size, what))
     except UsageError:
         raise UsageError(f"{rule}; for example 55GB/s") from None
+
+
+def _is_size(text: str) -> bool:
+    try:
+        parse_size(text, "")
+    except UsageError:
+        return False
+    return True
 
 
 def _scaled(nbytes: float) -> tuple[float, str]:

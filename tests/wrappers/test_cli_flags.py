@@ -43,6 +43,8 @@ def test_resume_alone_means_auto():
         (["--lr=fast"], "--lr must be a number, got 'fast'"),
         (["--batch=1.5"], "--batch must be a whole number, got '1.5'"),
         (["--dtype=fp23"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'fp23'; did you mean"),
+        (["--no-redux=3"], "--no-redux takes no value, got '3'; write --no-redux to turn it off, or --redux"),
+        (["--no-redux="], "--no-redux takes no value, got ''; write --no-redux to turn it off, or --redux"),
         (["--redux=maybe"], "--redux must be true or false"),
         (["--batch"], "--batch needs a value"),
         (["8"], "unexpected word '8'"),
@@ -169,6 +171,14 @@ def test_rates(text):
         ("25 Gbit/s", "; bits? 25 Gb/s are 3.125GB/s"),
         ("100mbps", "; bits? 100 mb/s are 12.5MB/s"),
         ("1,000Kib", "; bits? 1000 Kib/s are 125KiB/s"),
+        ("8b/s", "; bits? 8 b/s are 1B/s"),
+        ("800 bps", "; bits? 800 b/s are 100B/s"),
+        ("4b", "; for example 55GB/s"),
+        ("0Gb/s", "; for example 55GB/s"),
+        ("0", ", which has no unit; for example 55GB/s"),
+        ("0/s", ", which has no unit; for example 55GB/s"),
+        ("0GB/s", "; for example 55GB/s"),
+        ("9" * 400, ", which has no unit; for example 55GB/s"),
     ],
 )
 def test_rates_that_are_none(text, words):

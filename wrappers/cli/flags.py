@@ -127,7 +127,9 @@ def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[s
         name, equals, text = token[2:].partition("=")
         name = name.replace("_", "-")
         switch = table.get(name.removeprefix("no-")) if name.startswith("no-") else None
-        if switch is not None and switch.base is bool and not equals:
+        if switch is not None and switch.base is bool:
+            if equals:
+                raise UsageError(f"--{name} takes no value, got {text!r}; write --{name} to turn it off, or --{switch.name}")
             values[switch.name] = False
             continue
         flag = table.get(name)
