@@ -84,14 +84,15 @@ class Checkpoint:
         """Read files and compare their checksums; checkpoints of older versions have none and pass.
 
         Raises:
-            DataError: a file cannot be read, or changed since it was written.
+            DataError: a file is missing or cannot be read, or changed since it was written.
         """
         for name in names:
+            if not (self.path / name).is_file():
+                raise DataError(f"{self.path} is not a whole checkpoint: it lacks {name}; {_instead_of(self.path)}")
             written = self.state["checksums"].get(name)
             if written is not None and (found := checksum_of(self.path / name)) != written:
                 raise DataError(
-                    f"{self.path / name} is corrupt: its checksum is {found:08x} and was {written:08x} when it was written; "
-                    "copy it again, or move this checkpoint away and use an older one"
+                    f"{self.path / name} is corrupt: its checksum is {found:08x} and was {written:08x} when it was written; {_instead_of(self.path)}"
                 )
 
 
@@ -163,22 +164,37 @@ def _read_state(file: Path) -> dict[str, Any]:
     Raises:
         DataError: it cannot be read, is of another version, or a key is missing or of another type.
     """
+    instead = _instead_of(file.parent)
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not the state of a checkpoint: {error!r}; use another checkpoint") from None
+        text = file.read_text(encoding="utf-8")
+        state = json.loads(text) if text else None
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}; {instead}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not the state of a checkpoint: it is not whole JSON, {error}; {instead}") from None
+    if not text:
+        raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
     if not isinstance(state, dict) or "format" not in state:
-        raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; use another checkpoint")
+        raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; {instead}")
     if state["format"] != FORMAT:
         raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
     state.setdefault("settings", {})
     state.setdefault("checksums", {})
     for key, rule, holds in _STATE_RULES:
         if key not in state:
-            raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}; use another checkpoint")
+            raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}; {instead}")
         if not holds(state[key]):
-            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(state[key])[:80]}; use another checkpoint")
+            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(state[key])[:80]}; {instead}")
     return state
+
+
+def _instead_of(directory: Path) -> str:
+    """What to do about a checkpoint that is broken; names the one before it in its run, if that is there."""
+    whole = directory.resolve()
+    steps = step_directories(whole.parent.parent)
+    older = steps[steps.index(whole) - 1 :][:1] if whole in steps[1:] else []
+    advice = "copy it again, or move this checkpoint away and use an older one"
+    return ", ".join([advice, *(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path) for path in older)])
 
 
 def _is_count(value: object) -> bool:

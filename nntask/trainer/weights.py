@@ -43,11 +43,11 @@ def check_weights(prepared: Prepared, base: Base | None, sketch: Sketch) -> None
     Raises:
         DataError: one is missing or broken, or holds weights of another model.
     """
+    if prepared.resumed is not None:
+        prepared.resumed.verify(MODEL, OPTIMIZER)
     for path, tensors, exact in _files(prepared, sketch.trained, sketch.optimizer):
         with TensorFile(path) as file:
             file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
-    if prepared.resumed is not None:
-        prepared.resumed.verify(MODEL, OPTIMIZER)
     directory = _directory(prepared)
     if base is not None:
         base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in sketch.frozen.items()})

@@ -281,6 +281,28 @@ def test_state_keeps_what_it_is_given(tmp_path):
     assert state == {"format": 1, "step": 7, "cursor": [0, 7], "model": {}}
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: (path / "optimizer.safetensors").unlink(), "{path} is not a whole checkpoint: it lacks optimizer.safetensors; "),
+        (lambda path: os.truncate(path / "model.safetensors", 9), "{path}/model.safetensors is corrupt: its checksum is "),
+        (lambda path: os.truncate(path / "state.json", 0), "{path}/state.json is not the state of a checkpoint: it is empty; "),
+        (lambda path: os.truncate(path / "state.json", 9), "{path}/state.json is not the state of a checkpoint: it is not whole JSON, "),
+        (lambda path: (path / "state.json").unlink(), "cannot read {path}/state.json: No such file or directory; "),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(tmp_path, monkeypatch, spoil, words):
+    """One sentence says what is wrong with it, and which checkpoint is the one before it; of a first one, nothing of the kind."""
+    monkeypatch.chdir(tmp_path)
+    for step, end in ((5, "use an older one"), (10, "use an older one, checkpoints/step-000005"), (15, "use an older one, checkpoints/step-000010")):
+        path = save_step(tmp_path, step)
+        spoil(path)
+        with pytest.raises(DataError) as error:
+            find_checkpoint(tmp_path).load({"w": tensor((4, 3), (2, 2))}, {"m": tensor((4, 3), (2, 2))})
+        assert str(error.value).startswith(words.format(path=path))
+        assert str(error.value).endswith(f"; copy it again, or move this checkpoint away and {end}")
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("position", [-1, -20])
 def test_a_file_that_changed_is_not_loaded(tmp_path, name, position):
