@@ -45,11 +45,10 @@ def check_new_run(path: Path) -> None:
     """Make sure that a run can be written to `path`, creating nothing.
 
     Raises:
-        UsageError: another run is there.
-        DataError: it cannot be created or written.
+        UsageError: another run is there, or it cannot be created or written.
     """
     if path.exists() and not path.is_dir():
-        raise DataError(f"--run-dir {path} is a file; give a directory")
+        raise UsageError(f"--run-dir {path} is a file; give a directory")
     if path.is_dir() and any(path.iterdir()) and not _never_began(path):
         raise UsageError(f"--run-dir {path} is not empty; give a new directory, or continue that run with --resume {path}")
     check_writable(path, "--run-dir")
@@ -68,7 +67,7 @@ def check_writable(path: Path, flag: str) -> None:
     """Check that a directory can be created or written, or a file created.
 
     Raises:
-        DataError: it cannot.
+        UsageError: it cannot.
     """
     place = path.absolute()
     while not place.exists() and place != place.parent:
@@ -78,7 +77,7 @@ def check_writable(path: Path, flag: str) -> None:
     else:
         ok, why = place.is_dir() and _can_create_in(place), f"{place} is not a writable directory"
     if not ok:
-        raise DataError(f"{flag} {path} cannot be written: {why}; choose another place")
+        raise UsageError(f"{flag} {path} cannot be written: {why}; choose another place")
 
 
 def _can_create_in(directory: Path) -> bool:

@@ -54,8 +54,8 @@ def prepare(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     """Resolve and check a run; reads files, writes none.
 
     Raises:
-        UsageError: a rule is broken, or the run differs from the one it continues.
-        DataError: data or a checkpoint is missing or broken, or a place cannot be written.
+        UsageError: a rule is broken, a place cannot be written, or the run differs from the one it continues.
+        DataError: data or a checkpoint is missing or broken.
     """
     settings, tiling = resolved(settings, config, resumed)
     check_rank(settings, largest_rank(config))
@@ -213,8 +213,7 @@ def check_run(settings: TrainSettings, run: Path, resumed: Checkpoint | None) ->
     """Check that a run may begin or go on in its directory, creating nothing.
 
     Raises:
-        UsageError: another run is there, or it has gone beyond the checkpoint.
-        DataError: it cannot be written.
+        UsageError: another run is there, it has gone beyond the checkpoint, or it cannot be written.
     """
     if resumed is None:
         check_new_run(run)
@@ -262,7 +261,7 @@ def _check_files(settings: TrainSettings) -> None:
     ):
         if path:
             if Path(path).is_dir():
-                raise DataError(f"{flag} {path} is a directory; give a file")
+                raise UsageError(f"{flag} {path} is a directory; give a file")
             check_writable(Path(path), flag)
             if flag != "--trace" and Path(path).exists():
                 _check_own(Path(path), flag)
@@ -282,10 +281,7 @@ def check_disk(text: str) -> None:
         raise UsageError(f"--disk {place} is a file; give a directory")
     if not place.absolute().parent.is_dir():
         raise UsageError(f"--disk {place} cannot be made: there is no directory {place.parent}; make it, or choose another place")
-    try:
-        check_writable(place, "--disk")
-    except DataError as error:
-        raise UsageError(str(error)) from None
+    check_writable(place, "--disk")
 
 
 def warn_of_disk(text: str) -> None:

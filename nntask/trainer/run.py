@@ -298,8 +298,8 @@ def _stream(prepared: Prepared, dataset: Dataset, rows: Sequence[int] | None = N
         rows: see `BatchStream`.
 
     Raises:
-        UsageError: the run that is continued learnt from other data, or --trace-steps names steps it does not do.
-        DataError: there is too little data, or no validation data although --eval-every asks for it.
+        UsageError: --eval-every asks for validation data and there is none, or --trace-steps names steps that the run does not do.
+        DataError: there is too little data, or the run that is continued learnt from other data.
     """
     settings, resumed = prepared.settings, prepared.resumed
     if settings.run.eval_every and dataset.validation is None:
@@ -307,7 +307,7 @@ def _stream(prepared: Prepared, dataset: Dataset, rows: Sequence[int] | None = N
     cursor = None
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
-            raise UsageError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
+            raise DataError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
     stream = BatchStream(

@@ -270,7 +270,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
         ([str(folder), "--steps=1:2"], 2, "--steps must name steps that were traced, got 1:2, and steps 3 to 4 were"),
         ([str(folder), "--steps=4"], 2, "--steps must be A:B with 1 <= A <= B, got '4'"),
         ([str(folder), f"--trace={tmp_path}/none"], 4, "cannot be read: No such file or directory; name another one with --trace"),
-        ([str(folder), f"--output={tmp_path}/none/a.html"], 4, "choose another file with --output"),
+        ([str(folder), f"--output={tmp_path}/none/a.html"], 6, "choose another file with --output"),
     ):
         assert main(["report", *argv]) == code, argv
         assert words in capsys.readouterr().err

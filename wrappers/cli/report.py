@@ -26,9 +26,10 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         UsageError: a flag is wrong, or Bokeh is not installed.
-        DataError: there is no run, it has no step yet, a file of it is broken, or the page cannot be written.
+        DataError: there is no run, it has no step yet, or a file of it is broken.
+        StorageError: the page cannot be written.
     """
-    from nntask.errors import DataError, UsageError
+    from nntask.errors import StorageError, UsageError
     from nntask.trainer.rules import trace_range
 
     settings, words = parse(ReportSettings, argv, "nntask report", words=("RUN",))
@@ -51,6 +52,6 @@ def run(argv: Sequence[str]) -> int:
     try:
         target.write_text(page(found, steps), encoding="utf-8")
     except OSError as error:
-        raise DataError(f"cannot write {target}: {error.strerror}; choose another file with --output") from None
+        raise StorageError(f"cannot write {target}: {error.strerror}; choose another file with --output") from None
     print(target)
     return 0
