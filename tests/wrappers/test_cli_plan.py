@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +272,41 @@ def test_bench_evict() -> None:
             assert row["moved_bytes"] >= 0.999 * row["lower_bound_bytes"]
     assert len(lines) == 2 + len(rows)
     assert any("(planned)" in line for line in lines)
+
+
+def test_bench_evict_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bound, and a line says why; none for whoever wants none."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    settings = EvictSettings(model="tiny", batch=1, seq_len=16, budgets="2")
+    figures, lines = run_evict(settings)
+    assert {row["lower_bound_bytes"] for row in figures["rows"]} == {None}
+    assert lines[-1] == 'the lower bound needs SciPy: pip install -e ".[bench]", or leave it out with --no-bound'
+    assert "SciPy" not in "".join(run_evict(replace(settings, bound=False))[1])
+
+
+def test_bench_evict_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 3 and the smallest budget that fits; with that, each line has its bytes."""
+    flags = ["bench", "evict", "--model=tiny", "--batch=2", "--seq-len=32", "--no-bound"]
+    assert main([*flags, "--budgets=900,500"]) == 3
+    refusal = capsys.readouterr().err
+    assert "--budgets 900,500 are at most " in refusal
+    part = int(refusal.split()[-1])
+    assert main([*flags, f"--budgets={part},{part + 1}", "--json"]) == 0
+    moved = {row["budget"]: row["moved_bytes"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert moved[f"1/{part}"] > 0
+    assert moved[f"1/{part + 1}"] is None
+
+
+def test_bench_sched_takes_a_model_s_length(capsys: pytest.CaptureFixture[str]) -> None:
+    """As long sequences as the model takes, unless told otherwise."""
+    flags = ["bench", "sched", "--model=tiny", "--batch=2", "--minibatch=1", "--counts=1", "--policies=eager", "--device=256MiB@1TF", "--json"]
+    found = []
+    for more in ([], ["--seq-len=256"]):
+        assert main([*flags, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["machines"][0]["needed_bytes"])
+    assert found[0] == found[1]
 
 
 def test_bench_sched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from time import perf_counter
 from typing import Any
 
@@ -36,8 +37,9 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
 
     Raises:
         UsageError: a flag is wrong.
+        DoesNotFit: the step fits none of the budgets.
     """
-    from nntask.errors import UsageError
+    from nntask.errors import DoesNotFit, UsageError
     from nntask.trainer.rules import check_values
     from scheduler.core.orders import candidates
 
@@ -52,10 +54,19 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
     train = named(settings.model, settings.batch, seq_len=settings.seq_len)
     check_values(train)
     plan = captured(train)
-    needed, positions = plan.needed_bytes(), candidates(plan)
-    rows = [row for part in parts for row in _rows(plan, part, positions, settings.bound)]
+    needed, least, positions = plan.needed_bytes(), plan.minimum_bytes(is_last=False, computes=True), candidates(plan)
+    if needed // min(parts) < least:
+        raise DoesNotFit(
+            f"--budgets {settings.budgets} are at most {needed // min(parts):,} B of the {needed:,} B that the step needs, "
+            f"and its hungriest task takes {least:,} B; for example --budgets {needed // least}"
+        )
+    with_bound = settings.bound and find_spec("scipy") is not None
+    rows = [row for part in parts for row in _rows(plan, part, positions, with_bound)]
     figures = {"needed_bytes": needed, "tasks": len(plan.tasks), "model": settings.model, "batch": settings.batch, "rows": rows}
-    return figures, list(_lines(figures))
+    lines = list(_lines(figures))
+    if settings.bound and not with_bound:
+        lines.append('the lower bound needs SciPy: pip install -e ".[bench]", or leave it out with --no-bound')
+    return figures, lines
 
 
 def _rows(plan: Any, part: int, positions: Mapping[str, list[int]], with_bound: bool) -> Iterator[dict[str, Any]]:
@@ -109,13 +120,11 @@ def _rows(plan: Any, part: int, positions: Mapping[str, list[int]], with_bound: 
 
 
 def _bound(plan: Any, order: list[int], budget: int) -> float | None:
-    """Fewest bytes that this order can move, if SciPy is there."""
+    """Fewest bytes that this order can move; None where it does not fit."""
     from .bound import lower_bound, trace_of
 
     try:
         return lower_bound(trace_of(plan, order), budget).total
-    except ImportError:
-        return None
     except ValueError:  # a single task needs more
         return None
 

@@ -32,8 +32,8 @@ class SchedSettings:
     """sequences per step"""
     minibatch: int = 8
     """sequences in flight at once"""
-    seq_len: int = 1024
-    """tokens per sequence"""
+    seq_len: int | None = None
+    """tokens per sequence (default: 1024, or as many as the model takes)"""
     counts: str = "1,2,4,8"
     """numbers of devices"""
     device: str = "80GiB@150TF"
@@ -133,11 +133,13 @@ def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelC
     from nntask.trainer.rules import check_values
     from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 
+    from .standard import length_of
+
     if not settings.config_path and settings.model not in PRESETS:
         raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {settings.model!r}; use --model gpt2")
     config: ModelConfig = config_from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
     train = TrainSettings(
-        model=ModelSettings(model=settings.model, seq_len=settings.seq_len),
+        model=ModelSettings(model=settings.model, seq_len=length_of(config) if settings.seq_len is None else settings.seq_len),
         tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),
         resources=ResourceSettings(ram=settings.ram),
     )

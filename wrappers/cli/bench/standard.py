@@ -22,6 +22,11 @@ STANDARD: Final = TrainSettings(
 """``--model gpt2 --batch 8 --minibatch 1 --minibatch-tile 1 --vocab-tile 6283``: the job that the claims about memory are measured on."""
 
 
+def length_of(config: ModelConfig) -> int:
+    """Tokens per sequence where none are asked for: the standard job's, or as many as the model takes."""
+    return min(1024, config.n_positions)
+
+
 def captured(settings: TrainSettings, config: ModelConfig | None = None, target: Target | None = None) -> StepPlan:
     """The step that `nntask train` would record with these settings.
 
@@ -53,6 +58,6 @@ def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None
 
     if model not in PRESETS:
         raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {model!r}; use --model gpt2")
-    length = min(1024, PRESETS[model].n_positions) if seq_len is None else seq_len
+    length = length_of(PRESETS[model]) if seq_len is None else seq_len
     tiling = STANDARD.tiling if model == "gpt2" else TilingSettings(minibatch_tile=1)
     return replace(STANDARD, model=ModelSettings(model=model, seq_len=length), tiling=replace(tiling, batch=batch, minibatch=minibatch))
