@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -45,7 +46,6 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     """
     from nntask.errors import DoesNotFit, StorageError, UsageError
     from nntask.sizes import parse_size
-    from nntask.trainer.disks import disk_of
     from nntask.trainer.places import free_bytes
     from nntask.trainer.prepare import check_disk
     from scheduler.storage.limits import memory_limit
@@ -55,12 +55,7 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     nbytes = parse_size(settings.size, "--size")
     if nbytes < 4 * max(SIZES):
         raise UsageError(f"--size must be at least 64MiB, got {settings.size}; use --size 256MiB")
-    try:
-        disk = disk_of(settings.disk)
-    except UsageError:
-        disk = Path("scratch"), 0  # a size, or more than one
-    if disk is not None and disk[1] is not None:
-        raise UsageError(f"--disk must be a directory here, got {settings.disk!r}; use --disk {disk[0]}, and --size for the space to use")
+    _check_is_directory(settings.disk)
     check_disk(settings.disk)
     directory = settings.disk or tempfile.gettempdir()
     limit, free = memory_limit(), free_bytes(Path(directory))
@@ -73,6 +68,25 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise StorageError(f"--disk {directory}: {error.strerror or error}; name a directory that can be written") from error
     return figures, list(_lines(figures))
+
+
+def _check_is_directory(text: str) -> None:
+    """Check that --disk says a directory and no more.
+
+    Raises:
+        UsageError: it says a size as well, or instead, or what should be one.
+    """
+    from nntask.errors import UsageError
+    from nntask.trainer.disks import disk_of
+
+    directory = Path("scratch")
+    for said in (text.partition(":")[0], text):
+        with suppress(UsageError):
+            disk = disk_of(said)
+            if said == text and (disk is None or disk[1] is None):
+                return
+            directory = directory if disk is None else disk[0]
+    raise UsageError(f"--disk must be a directory here, got {text!r}; use --disk {directory}, and --size for the space to use")
 
 
 def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
