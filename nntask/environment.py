@@ -44,7 +44,12 @@ VARIABLES: Final = (
     Variable("NNTASK_EVICT", "evict", "what leaves a full memory first"),
     Variable("NNTASK_ORDER", "order", "in which order a step is executed when memory is short"),
     Variable("NNTASK_TILE_TABLE", "tile-table", "TOML file of tilings for single shapes"),
-    Variable("NNTASK_CACHE", "", "directory for tokenizers and tokenised text (default ~/.cache/nntask)"),
+    Variable(
+        "NNTASK_CACHE",
+        "",
+        "directory for tokenizers and tokenised text (default: nntask in XDG_CACHE_HOME or ~/.cache); "
+        "performance models and compiled GPU kernels stay in the latter",
+    ),
     Variable("NNTASK_ONEDNN", "", "file of oneDNN 3 (libdnnl.so.3), or off (default: found by itself)"),
 )
 
