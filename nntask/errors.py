@@ -3,9 +3,9 @@
 ::
 
     NntaskError                  1   a bug, unless it is one of these
-    ├── UsageError (ValueError)  2   a flag, a config or a shape breaks a rule
+    ├── UsageError (ValueError)  2   a flag, a config or a shape breaks a rule, or a place that a flag names cannot be written
     ├── DoesNotFit               3   the model and its tiles need more than the budgets
-    ├── DataError                4   data or a checkpoint is missing, broken or of another shape
+    ├── DataError                4   data or a checkpoint is missing, broken, changed or of another shape
     ├── Diverged                 5   the loss became NaN or infinite
     ├── StorageError             6   a disk or a device failed; the newest checkpoint is whole
     └── ClusterError             6   a cluster cannot be used, or failed; the newest checkpoint is whole
@@ -25,7 +25,7 @@ class NntaskError(Exception):
 
 
 class UsageError(NntaskError, ValueError):
-    """A flag, a config or a shape breaks a rule."""
+    """A flag, a config or a shape breaks a rule, or a place that a flag names cannot be written."""
 
     exit_code: ClassVar[int] = 2
 
@@ -37,7 +37,7 @@ class DoesNotFit(NntaskError):
 
 
 class DataError(NntaskError):
-    """Data or a checkpoint is missing, broken, or of another shape."""
+    """Data or a checkpoint is missing, broken, changed, or of another shape."""
 
     exit_code: ClassVar[int] = 4
 

@@ -1,8 +1,8 @@
 """The training loop: at most two steps in flight, the loss of a step read while the next one runs.
 
 Guarantees: a checkpoint holds exactly the state after its step, with the place in the data; a loss, gradient norm or weight that is not finite is
-never saved and ends the run; a first Ctrl-C or SIGTERM lets what is in flight finish and saves, if a step was done at all; so do data that can no
-longer be read.
+never saved and ends the run; a first Ctrl-C or SIGTERM lets what is in flight finish and saves, if a step was done at all; so do data that this
+process can no longer read.
 """
 
 from __future__ import annotations
