@@ -255,7 +255,7 @@ def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
     leaves: dict[HandleRecord, set[int]] = {}
     for device in range(num_devices):
         share = _share(plan, num_devices, device)
-        for handle, places in departures(_only(plan, share), memory // num_devices, SHARE_BESIDE).items():
+        for handle, places in departures(_only(plan, share), memory // num_devices).items():
             leaves.setdefault(handle, set()).update(share[place] for place in places)
     plan.foresee(leaves)
 
