@@ -73,6 +73,53 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
+_HOLES = """
+import ctypes, sys
+from pathlib import Path
+import numpy as np
+from nntask.data import Batch
+from nntask.models.config import GPT2Config
+from nntask.tiling import ModelTiling
+from nntask.trainer.recorded import RecordedEngine
+from nntask.trainer.rules import resolve
+from nntask.trainer.settings import OptimizerSettings, TilingSettings, TrainSettings
+from scheduler import Runtime
+PIECES, SIZE = 4096, 64 << 10
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+config = GPT2Config(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1), optimizer=OptimizerSettings(lr=1e-3)), config)
+tiles = ModelTiling(minibatch_tile=1, seq_tile=16, embd_tile=16, inner_tile=32, head_tile=1, vocab_tile=61)
+ids = np.zeros((2, 16), np.int32)
+with Runtime(1, ram=int(sys.argv[1]), disk=sys.argv[2]) as runtime:
+    engine = RecordedEngine(config, tiles, runtime, settings)
+    print(len(engine.order.forecasts))
+    pieces = [libc.malloc(SIZE) for _ in range(PIECES)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, SIZE)
+    before = resident()
+    for piece in pieces[::2]:  # holes between pieces in use
+        libc.free(piece)
+    engine.start(1, 1e-3, Batch(ids, ids)).result()
+    print(before - resident())
+"""
+
+
+@pytest.mark.parametrize(("ram", "is_short"), [(1 << 18, True), (1 << 28, False)])
+def test_holes_in_the_heap_go_back_where_memory_is_short(tmp_path: Path, ram: int, is_short: bool) -> None:
+    """With the beginning of a step; no budget counts them. Elsewhere they are kept for what comes next."""
+    command = [sys.executable, "-c", _HOLES, str(ram), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    orders, freed = map(int, done.stdout.split())
+    assert bool(orders) == is_short
+    assert (freed > 48 << 20) == is_short
+
+
 def records(folder: Path) -> list[dict]:
     """The run's metrics."""
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .allocator import give_back_freed, reuse_freed_memory
+from nntask.allocator import give_back_freed, reuse_freed_memory
 
 if TYPE_CHECKING:
     from nntask.data import Cursor

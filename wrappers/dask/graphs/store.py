@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
+from nntask.allocator import give_back_freed
 from scheduler.core.errors import DoesNotFit, RuntimeBroken, SchedulerError
 from scheduler.core.events import (
     CopyFailed,
@@ -40,7 +41,6 @@ from scheduler.core.records import RAM, SCRATCH, HandleId, HandleRecord, Mode, N
 from scheduler.drivers.disk import THREADS
 from scheduler.storage import DiskTier
 
-from ..allocator import give_back_freed
 from .spill import SpillEngine, staging_bytes
 from .values import Block
 

@@ -1,8 +1,9 @@
-"""The C library's allocator in a Dask worker.
+"""The C library's allocator: what is freed goes back to the system where memory is short, and is reused in a Dask worker.
 
-Dask starts workers with ``MALLOC_TRIM_THRESHOLD_=65536``, by which glibc also stops to learn how large the pieces are that a process uses again
-and again: each of 128 KiB or more is mapped anew, page by page, and unmapped when it is freed. A training does that with every message and temporary,
-which cost a quarter of its processor time here.
+Kernels of libraries allocate what they pack their operands into, beside the budgets, in sizes that vary, from several threads: holes grow between
+the pieces in use. And Dask starts workers with ``MALLOC_TRIM_THRESHOLD_=65536``, by which glibc also stops to learn how large the pieces are that a
+process uses again and again: each of 128 KiB or more is mapped anew, page by page, and unmapped when it is freed. A training does that with every
+message and temporary, which cost a quarter of its processor time here.
 
 What is freed then stays with the process. glibc has an arena for every few threads, and gives back only what is free at an arena's end, where that is
 more than a threshold: a piece in use keeps everything below it. So who knows that much was freed says so: `give_back_freed`.
