@@ -68,18 +68,19 @@ def parse_rate(text: str, what: str) -> float:
     if bits := _BITS.fullmatch(text):
         number, unit = float(bits[1].replace(",", "")), bits[2]
         meant = f"{number / 8:.15g}{unit.upper().replace('I', 'i')}B"
-        raise UsageError(f"{rule}; " + (f"bits? {number:.15g} {unit}b/s are {meant}/s" if _is_size(meant) else "for example 55GB/s"))
+        raise UsageError(f"{rule}; " + (f"bits? {number:.15g} {unit}b/s are {meant}/s" if is_size(meant) else "for example 55GB/s"))
     size = text.strip().removesuffix("/s").rstrip()
     if size[-1:].isdigit():
         meant = f"{size}GB"
-        raise UsageError(f"{rule}, which has no unit; for example {meant if _is_size(meant) else '55GB'}/s")
+        raise UsageError(f"{rule}, which has no unit; for example {meant if is_size(meant) else '55GB'}/s")
     try:
         return float(parse_size(size, what))
     except UsageError:
         raise UsageError(f"{rule}; for example 55GB/s") from None
 
 
-def _is_size(text: str) -> bool:
+def is_size(text: str) -> bool:
+    """Whether `parse_size` takes it."""
     try:
         parse_size(text, "")
     except UsageError:

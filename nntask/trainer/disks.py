@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import UsageError
-from ..sizes import parse_size
+from ..sizes import is_size, parse_size
 
 
 def disk_of(text: str) -> tuple[Path, int | None] | None:
@@ -18,7 +18,7 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
         return None
     directory, colon, size = text.rpartition(":")
     if not colon or "/" in size:
-        if _is_size(text) and not Path(text).exists():
+        if is_size(text) and not Path(text).exists():
             raise UsageError(
                 f"--disk must be DIR or DIR:SIZE, got {text!r}, which is a size and no directory that there is; "
                 f"for example scratch:{text}, or ./{text} for a directory of that name"
@@ -26,7 +26,7 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
         return Path(text), None
     if not directory or not size:
         raise UsageError(f"--disk must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB")
-    if _is_size(directory.rpartition(":")[2]) and not Path(directory).exists():
+    if is_size(directory.rpartition(":")[2]) and not Path(directory).exists():
         raise UsageError(
             f"--disk must be DIR or DIR:SIZE, got {text!r}, which has two sizes, and there is no directory {directory}; for example scratch:{size}"
         )
@@ -39,7 +39,7 @@ def imaginary_disk_of(text: str) -> int | None:
     Raises:
         UsageError: it says none.
     """
-    if _is_size(text):
+    if is_size(text):
         return parse_size(text, "--disk")
     disk = disk_of(text)
     if disk is None:
@@ -49,9 +49,9 @@ def imaginary_disk_of(text: str) -> int | None:
     return disk[1]
 
 
-def _is_size(text: str) -> bool:
+def has_size(text: str) -> bool:
+    """Whether --disk says how large the disk tier is, with or without a directory."""
     try:
-        parse_size(text, "--disk")
+        return imaginary_disk_of(text) is not None
     except UsageError:
         return False
-    return True

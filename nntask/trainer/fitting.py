@@ -270,19 +270,20 @@ def _raised(target: Target, short: Sequence[tuple[int, int]], *, is_new: bool = 
     Args:
         is_new: whether the machine has no disk tier yet.
     """
-    flags: dict[str, None] = {}  # in order, each once
+    flags = []
+    devices = max((nbytes for at, nbytes in short if at not in (0, target.last)), default=0)  # one size for all of them
     for at, nbytes in short:
         name, size = target.nodes[at][0], flag_size(nbytes)
         if name == RAM:
-            flags[f"--ram {size}"] = None
+            flags.append(f"--ram {size}")
         elif at != target.last:
-            device = "" if target.rates is None else format_devices(target.num_devices, nbytes, target.rates["sim"].flops)
-            flags[f"--devices {device}" if device else f"--gpu-memory {size}"] = None
+            device = "" if target.rates is None else format_devices(target.num_devices, devices, target.rates["sim"].flops)
+            flags.append(f"--devices {device}" if device else f"--gpu-memory {flag_size(devices)}")
         elif target.is_imaginary:
-            flags[f"--disk {size}"] = None
+            flags.append(f"--disk {size}")
         else:
-            flags[f"--disk DIR with {size} free there" if is_new else f"--disk DIR:{size} in a directory with as much room"] = None
-    return " and ".join(flags)
+            flags.append(f"--disk DIR with {size} free there" if is_new else f"--disk DIR:{size} in a directory with as much room")
+    return " and ".join(dict.fromkeys(flags))
 
 
 def _enough(

@@ -53,11 +53,10 @@ class Needs:
         A task runs where it fits, so of the memories where tasks run the largest counts; a device that no task fits into is a mistake.
         """
         minimum, budgets = self.minimum(target), target.budgets
-        if self.fits_task(target):
-            devices = dict.fromkeys(self.idle(target), self.least)
-        else:
+        devices = dict.fromkeys(self.idle(target), self.least)
+        if not self.fits_task(target):
             largest = max(target.places, key=lambda at: target.nodes[at][1])
-            devices = {largest: minimum[target.nodes[largest][0]]}
+            devices[largest] = minimum[target.nodes[largest][0]]
         others = {
             at: minimum[name]
             for at, (name, _) in enumerate(target.nodes)

@@ -182,6 +182,8 @@ def _figures(
         "moved_bytes_per_step": {},
         "tasks_per_step": len(order.plan.tasks),
         "seconds_per_step": None,
+        "batch": settings.tiling.batch,
+        "seq_len": settings.model.seq_len,
         "parameters": config.num_parameters,
         "trained_parameters": num_trained,
         "budget_bytes": dict(target.budgets),

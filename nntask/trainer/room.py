@@ -138,12 +138,13 @@ def _more(target: Target, needs: Needs, machine: MachineSettings) -> str:
 def _raised(target: Target, short: Sequence[tuple[int, int]], machine: MachineSettings) -> str:
     """What to raise to have so many bytes of some nodes of a machine."""
     changes = []
+    devices = max((nbytes for at, nbytes in short if target.nodes[at][0] != RAM and at != target.last), default=0)  # one size for all of them
     for at, nbytes in short:
-        size = flag_size(nbytes)
+        size = flag_size(nbytes if target.nodes[at][0] == RAM or at == target.last else devices)
         disk = disk_of(machine.disk) if target.storage and at == target.last else None
         if disk is not None:
             changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk}) to at least {size}" + ("" if disk[1] else ", where as much is free"))
         else:
             flag, now = ("--ram", machine.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.gpu_memory)
             changes.append(f"{flag} (now {now or 'the default'}) to at least {size}")
-    return f"raise {' and '.join(changes)}"
+    return f"raise {' and '.join(dict.fromkeys(changes))}"

@@ -14,9 +14,9 @@ from scheduler.drivers.cuda_cupy import MOST_PARTS
 
 from ..errors import UsageError
 from ..models.interface import ModelConfig
-from ..sizes import LARGEST, parse_rate, parse_size
+from ..sizes import LARGEST, is_size, parse_rate, parse_size
 from .cluster_rules import check_cluster
-from .disks import disk_of, imaginary_disk_of
+from .disks import disk_of
 from .gpus import fraction_of, gpus_of
 from .settings import TrainSettings
 
@@ -137,7 +137,8 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
             raise UsageError(f"--gpu-memory must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB")
         if text and not is_share:
             parse_size(text, flag)
-    (imaginary_disk_of if is_imaginary else disk_of)(resources.disk)
+    if not (is_imaginary and is_size(resources.disk)):  # whether it has a size there `imaginary` asks: the environment's may have none
+        disk_of(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
         raise UsageError(
             f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "

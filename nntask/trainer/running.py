@@ -70,7 +70,7 @@ def print_header(running: Running, order: PlannedOrder | None) -> None:
         plain = order.forecasts[SUBMISSION]
         under = "" if settings.resources.evict == DEFAULT_EVICTION else f" under {DEFAULT_EVICTION}"
         say(
-            f"order: {order.name}, expected{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
+            f"order: {order.name}, forecast{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
             + ("; of equally fast ones it moves least" if settings.resources.order == AUTO and order.moves_least_of_equals else "")
         )

@@ -217,11 +217,12 @@ def with_advice(asked: TrainSettings, change: str) -> tuple[TrainSettings, dict[
 
 def all_advice_helps(asked: TrainSettings, config: GPT2Config, devices: str) -> list[str]:
     """Each change that is advised, typed alone as it is printed, makes the step fit."""
-    refused = plan_run(asked, config, imaginary(devices, asked))
+    refused = plan_run(asked, config, imaginary(devices, asked) if devices else None)
     assert not refused["feasible"]
     for change in refused["advice"]:
         changed, others = with_advice(asked, change)
-        assert plan_run(changed, config, imaginary(others.get("devices", devices), changed))["feasible"], change
+        larger = others.get("devices", devices)
+        assert plan_run(changed, config, imaginary(larger, changed) if larger else None)["feasible"], change
     return list(refused["advice"])
 
 
@@ -266,6 +267,8 @@ def test_advice_for_devices_can_be_typed() -> None:
     both = all_advice_helps(tight, CONFIG, "1x4MiB")[0]
     assert re.fullmatch(r"--ram \S+ and --disk \S+", both)
     all_advice_helps(settings(ncpu=None, ram="4KiB"), CONFIG, "1x4MiB")
+    beside = settings(ncpu=1, ram="5KiB", sim_gpu=2, gpu_memory="60")
+    assert all("--gpu-memory" in change for change in all_advice_helps(beside, CONFIG, ""))
     layers = settings(ncpu=None, ram="4KiB", order="layers")
     all_advice_helps(replace(layers, tiling=asked.tiling), shallow, "2x64KiB@3TF")
 

@@ -309,6 +309,17 @@ def test_bench_sched_takes_a_model_s_length(capsys: pytest.CaptureFixture[str]) 
     assert found[0] == found[1]
 
 
+def test_a_disk_of_this_machine_is_none_of_another_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory in the environment; its size is taken over, and one that is typed is a mistake."""
+    flags = ["plan", "--model=tiny", "--batch=4", "--seq-len=64", "--devices=1x256MiB", "--json"]
+    for said, is_there in (("scratch", False), ("scratch:1GB", True)):
+        monkeypatch.setenv("NNTASK_DISK", said)
+        assert main(flags) == 0
+        assert ("disk" in json.loads(capsys.readouterr().out)["budget_bytes"]) == is_there
+    assert main([*flags, "--disk=scratch"]) == 2
+    assert "--disk must be SIZE or DIR:SIZE of an imaginary machine, got 'scratch'" in capsys.readouterr().err
+
+
 def test_bench_sched(capsys: pytest.CaptureFixture[str]) -> None:
     """No policy beats the bounds; auto is one of them."""
     flags = ["bench", "sched", "--model=tiny", "--seq-len=64", "--batch=4", "--minibatch=2", "--counts=1,2", "--device=256MiB@1TF"]

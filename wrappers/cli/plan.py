@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Final
 
 from nntask.trainer.settings import ResourceSettings, TrainSettings
@@ -86,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _of_another_machine(resources: ResourceSettings, stated: Collection[str], devices: str) -> ResourceSettings:
-    """Resources without the devices of this machine, which the environment or a resumed run may name.
+    """Resources without the devices and directories of this machine, which the environment or a resumed run may name.
 
     Args:
         stated: names of the flags that are typed or in the TOML file: there they are mistakes.
@@ -95,6 +96,7 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
         UsageError: one of these flags asks for something.
     """
     from nntask.errors import UsageError
+    from nntask.trainer.disks import has_size
 
     for name, nothing in _OF_DEVICES.items():
         value = getattr(resources, name.replace("-", "_"))
@@ -103,7 +105,8 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
                 f"--{name} {value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
                 "--devices, the rate of their links with --link, or drop it"
             )
-    return replace(resources, sim_gpu=0, sim_bandwidth="", ngpu=None, split_gpu=1, gpu_memory="", restrict="none")
+    disk = resources.disk if "disk" in stated or has_size(resources.disk) else ""
+    return replace(resources, sim_gpu=0, sim_bandwidth="", ngpu=None, split_gpu=1, gpu_memory="", restrict="none", disk=disk)
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -146,7 +149,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] else "")
     if figures["forecast_bytes"] == {}:
-        yield f"order               {figures['order']}: everything fits"
+        places = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
+        yield f"order               {figures['order']}: everything fits{places}"
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
     if figures["seconds_per_step"] is not None:
@@ -156,7 +160,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         more = ", or more in larger ones: a step may have no more tasks" if figures["largest_minibatch_is_of_tasks"] else ""
         yield f"largest minibatch   {figures['largest_minibatch']:,} sequences at once, with these tiles{more}"
     if figures["largest_model"] is not None:
-        yield f"largest --model     {figures['largest_model']}" + ("" if figures["feasible"] else ", in tiles of its own, would fit instead")
+        shape = f"with --batch {figures['batch']} --seq-len {figures['seq_len']} or less"
+        yield f"largest --model     {figures['largest_model']}, {shape}" + ("" if figures["feasible"] else ", in tiles of its own, would fit instead")
     if figures["feasible"]:
         yield "feasible            yes"
     else:
@@ -166,11 +171,9 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
-    """Names of one kind (``gpu:0``) with equal values together, under a name for all of them (``gpu:0..7``)."""
-    groups: dict[tuple[str, object], list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault((name.partition(":")[0], value), []).append(name)
-    return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups.values()}
+    """Names of one kind (``gpu:0``) with equal values, side by side, under a name for all of them (``gpu:0..7``)."""
+    groups = [list(group) for _, group in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
+    return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
 
 
 def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:
