@@ -151,7 +151,7 @@ def test_a_size_is_no_directory(tmp_path, monkeypatch):
     assert [imaginary_disk_of(text) for text in ("500GiB", "scratch:1GB", "")] == [500 << 30, 10**9, None]
     for text in ("scratch", "1XB"):
         with pytest.raises(UsageError, match=rf"--disk must be SIZE or DIR:SIZE of an imaginary machine, got '{text}'; for example --disk 2TB"):
-            check_values(settings(f"--disk={text}"), is_imaginary=True)
+            imaginary_disk_of(text)
     Path("500GiB").mkdir()
     assert disk_of("500GiB") == (Path("500GiB"), None)
 
