@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, cast
 
-from .core.forecast import SHARE_BESIDE, Forecast, Pace, Spill, departures, forecast
+from .core.forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, departures, forecast
 from .core.machine import Machine
 from .core.orders import Repetition, candidates, named, repetition
 from .core.perf import Models
@@ -255,7 +255,7 @@ def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
     leaves: dict[HandleRecord, set[int]] = {}
     for device in range(num_devices):
         share = _share(plan, num_devices, device)
-        for handle, places in departures(_only(plan, share), memory // num_devices).items():
+        for handle, places in departures(_only(plan, share), memory // num_devices, SHARE_LEAVING).items():
             leaves.setdefault(handle, set()).update(share[place] for place in places)
     plan.foresee(leaves)
 

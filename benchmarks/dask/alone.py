@@ -111,6 +111,7 @@ def _own_part(engine: Any) -> Any:
 
 def main(rank: int, block: int, flags: list[str]) -> None:
     """One of the two processes: a block for each line that it is sent."""
+    from nntask.allocator import reuse_freed_memory
     from nntask.data import BatchStream, open_dataset
     from nntask.sharding import shares
     from nntask.trainer.machine import open_runtime
@@ -118,7 +119,6 @@ def main(rank: int, block: int, flags: list[str]) -> None:
     from nntask.trainer.recorded import RecordedEngine
     from scheduler.storage.limits import default_ram_budget
     from wrappers.cli.layers import request
-    from wrappers.dask.allocator import reuse_freed_memory
 
     reuse_freed_memory()  # as nodes do
     asked = request(flags, {})

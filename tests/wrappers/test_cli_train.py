@@ -539,12 +539,12 @@ def test_an_order_is_that_of_the_training_step_alone(here, capsys):
     flags = [*FLAGS.split(), "--minibatch=1", "--ram=600KB", "--disk=disk:100MB", "--order=turn:2/8"]
     assert main(["train", *flags, "--steps=2", "--run-dir=r", "--val-path=text", "--eval-every=1", "--eval-batches=1", "--sample-tokens=4"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"order: turn:2/8, expected to move 0.0\d*[1-9]\d* GB and to take 0.0\d*[1-9]\d* s a step", out), "small, not nothing"
+    assert re.search(r"order: turn:2/8, forecast to move 0.0\d*[1-9]\d* GB and to take 0.0\d*[1-9]\d* s a step", out), "small, not nothing"
     assert "--- sample" in out
     assert main(["plan", *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["order"] == "turn:2/8"
     assert main(["train", *flags, "--steps=1", "--run-dir=lru", "--evict=lru"]) == 0
-    assert "order: turn:2/8, expected under next-use to move" in capsys.readouterr().out
+    assert "order: turn:2/8, forecast under next-use to move" in capsys.readouterr().out
 
 
 def test_dry_runs_and_plans_write_nothing(here, capsys):
