@@ -167,13 +167,13 @@ def _read_state(file: Path) -> dict[str, Any]:
     instead = _instead_of(file.parent)
     try:
         text = file.read_text(encoding="utf-8")
-        state = json.loads(text) if text else None
+        if not text:
+            raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
+        state = json.loads(text)
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}; {instead}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not the state of a checkpoint: it is not whole JSON, {error}; {instead}") from None
-    if not text:
-        raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
     if not isinstance(state, dict) or "format" not in state:
         raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; {instead}")
     if state["format"] != FORMAT:

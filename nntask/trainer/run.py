@@ -211,13 +211,17 @@ def _interrupted(prepared: Prepared, step: int | None) -> str:
     """What a signal before the last step has left behind; None for a step that was not saved."""
     if not step_directories(prepared.run):
         return "interrupted before the first checkpoint; nothing was saved yet, so there is nothing to continue"
-    command = f"nntask train --resume {shlex.quote(str(prepared.run))}{_on(prepared.settings.cluster)}"
-    return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {command}"
+    return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {_command(prepared)}"
 
 
 def _all_there(prepared: Prepared, step: int, steps: int) -> str:
     """What a run has left behind that had nothing more to save when it was stopped."""
     return f"all {steps} steps were done" if step == steps else _interrupted(prepared, step)
+
+
+def _command(prepared: Prepared) -> str:
+    """What continues a run."""
+    return f"nntask train --resume {shlex.quote(str(prepared.run))}{_on(prepared.settings.cluster)}"
 
 
 def _on(cluster: ClusterSettings) -> str:
@@ -231,8 +235,7 @@ def _until_restored(prepared: Prepared) -> str:
     steps = step_directories(prepared.run)
     if not steps:
         return "nothing was saved, so there is nothing to continue"
-    command = f"nntask train --resume {shlex.quote(str(prepared.run))}{_on(prepared.settings.cluster)}"
-    return f"the newest checkpoint is {steps[-1]}; restore the data, then continue with: {command}"
+    return f"the newest checkpoint is {steps[-1]}; restore the data, then continue with: {_command(prepared)}"
 
 
 def _left_behind(run: Path) -> str:

@@ -193,20 +193,27 @@ def test_the_step_keeps_alive_what_it_uses(kit) -> None:  # type: ignore[no-unty
         assert kit.value(runtime, weight) == 15
 
 
-def test_failure_of_a_replay_is_its_tickets(kit) -> None:  # type: ignore[no-untyped-def]
-    """The ticket raises with the kernel's cause, also the next replay's that reads the lost data; replay() then refuses until it is restored."""
-    explode = []
+def _exploding() -> tuple[list[int], Codelet]:
+    """A codelet that adds one, or raises while the list with it holds anything."""
+    explode: list[int] = []
 
     def perhaps(view) -> None:  # type: ignore[no-untyped-def]
         if explode:
             raise ZeroDivisionError("planted")
         view += 1
 
+    return explode, Codelet("perhaps", cpu=perhaps)
+
+
+def test_failure_of_a_replay_is_its_tickets(kit) -> None:  # type: ignore[no-untyped-def]
+    """The ticket raises with the kernel's cause, also the next replay's that reads the lost data; replay() then refuses until it is restored."""
+    explode, perhaps = _exploding()
+
     with Runtime(2, ram=MIB) as runtime:
         weight = kit.filled(runtime, 0, "weight", kind="persistent")
         with runtime.record() as step:
             out = kit.handle(runtime, "out")
-            runtime.submit(Codelet("perhaps", cpu=perhaps), [(weight, "RW")])
+            runtime.submit(perhaps, [(weight, "RW")])
             runtime.submit(kit.plus, [(weight, "R"), (other := kit.handle(runtime), "W"), (out, "W")])
             del other
         step.replay().wait()
@@ -241,17 +248,12 @@ def test_failure_of_a_replay_is_its_tickets(kit) -> None:  # type: ignore[no-unt
 
 def test_a_replay_in_flight_that_has_lost_data_tells_why(kit) -> None:  # type: ignore[no-untyped-def]
     """At once, though another task of it has to wait for what the program holds; once, and its ticket all the same."""
-    explode = []
-
-    def perhaps(view) -> None:  # type: ignore[no-untyped-def]
-        if explode:
-            raise ZeroDivisionError("planted")
-        view += 1
+    explode, perhaps = _exploding()
 
     with Runtime(1, ram=MIB) as runtime:
         weight, other = (kit.filled(runtime, 0, name, kind="persistent") for name in ("weight", "other"))
         with runtime.record() as step:
-            runtime.submit(Codelet("perhaps", cpu=perhaps), [(weight, "RW")])
+            runtime.submit(perhaps, [(weight, "RW")])
             runtime.submit(kit.double, [(other, "RW")])
         step.replay().wait()
         explode.append(1)

@@ -171,8 +171,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
-    """Names of one kind (``gpu:0``) with equal values, side by side, under a name for all of them (``gpu:0..7``)."""
-    groups = [list(group) for _, group in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
+    """Neighbours of one kind (``gpu:0``) with equal values together, under a name for all of them (``gpu:0..7``)."""
+    groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
     return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
 
 

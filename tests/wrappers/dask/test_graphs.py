@@ -392,7 +392,6 @@ os._exit(0)
 WHILE_FETCHING = """
 import os, signal, threading
 import numpy as np
-import pandas as pd
 from wrappers.dask import runtime
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def interrupt():

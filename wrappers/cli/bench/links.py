@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -77,16 +76,16 @@ def _check_is_directory(text: str) -> None:
         UsageError: it says a size as well, or instead, or what should be one.
     """
     from nntask.errors import UsageError
+    from nntask.sizes import is_size
     from nntask.trainer.disks import disk_of
 
-    directory = Path("scratch")
-    for said in (text.partition(":")[0], text):
-        with suppress(UsageError):
-            disk = disk_of(said)
-            if said == text and (disk is None or disk[1] is None):
-                return
-            directory = directory if disk is None else disk[0]
-    raise UsageError(f"--disk must be a directory here, got {text!r}; use --disk {directory}, and --size for the space to use")
+    try:
+        disk = disk_of(text)
+    except UsageError:
+        first = text.partition(":")[0]
+        disk = Path("scratch" if is_size(first) else first or "scratch"), 0
+    if disk is not None and disk[1] is not None:
+        raise UsageError(f"--disk must be a directory here, got {text!r}; use --disk {disk[0]}, and --size for the space to use")
 
 
 def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
