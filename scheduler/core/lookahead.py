@@ -9,21 +9,22 @@ one at a time, what the forecast of the planned order says will leave before it 
 a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
 own copy never waits behind many. Looks at the tasks that will run on its node: all, where workers compute on one node only; else those of the
 node's part of the step, if the plan has parts. Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet
-where a task will run. What is missing is found by walking through these tasks: on from where room or links were lacking at the last event, and from
-the first one again now and then. What is clean changes with the room that is taken. Neither is looked at anew at every event: that costs as much
-as many events.
+where a task will run. What is missing is found by walking through these tasks: on from where the walk stood at the last event, as far as the tasks
+behind it have been admitted since; and from the first one again when a task behind it misses what was evicted or waited for a link. What is clean
+changes with the room that is taken. Neither is looked at anew at every event: that costs as much as many events.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from math import inf
 from typing import Final
 
 from . import coherence
 from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay
 from .residency import Residency
-from .victims import is_dirty
 
 READS: Final = 6
 """Prefetches under way at most."""
@@ -54,10 +55,10 @@ LEAVING: Final = 8
 """Dirty replicas, the first ones, among which one that will leave is looked for. What a step overwrites next, and data of other steps, stand before
 what it reads, but a policy that knows the plan has few of those: the share above writes them."""
 
-EVENTS: Final = 6
-"""Where tasks run on one node only, it walks from the first planned task again after so many events: as a rule nothing that it has passed misses
-anything until then, and each task passed takes as long as many events, its records being in no cache. Of several nodes, what others do
-changes what can be fetched: each walks at every event of its own."""
+EVENTS: Final = 64
+"""Where tasks run on one node only, it walks from the first planned task again after so many events at the latest: what the program writes may have
+taken data away behind the walk, and nothing else tells. Each task passed takes as long as an event, its records being in no cache. Of several nodes,
+what others do changes what can be fetched: each walks at every event of its own."""
 
 
 _TO_COME: Final = ("waiting", "ready", "blocked")
@@ -79,6 +80,7 @@ class Lookahead:
         self._most = READS if memories < len(residency.nodes) else min(READS, QUEUE * (memories - 1))  # prefetches under way
         self._walk: Iterator[tuple[Replay, int]] = iter(())  # planned tasks to come that will run here, as (replay, position)
         self._at: tuple[Replay, int] | None = None  # where it stands; None at its end
+        self._behind: deque[tuple[Replay, int, int]] = deque()  # tasks to come that it has passed, and bytes that each will add to the node
         self._reach = 0  # bytes of what is missing until its end
         self._newest = -1  # `first_order` of the newest replay that it knows
         self._most_events = EVENTS if is_only else 1  # of a walk
@@ -99,19 +101,46 @@ class Lookahead:
         if self.node == residency.last and not residency.num_files:
             return  # everything is where it belongs
         self._num_events += 1
-        is_open = self._passed and residency.copies.num_ended[self.node] != self._num_ended
-        if is_open or self._num_events >= self._most_events or residency.horizon.replays[-1].first_order != self._newest:
+        if self._is_over():
             self._begin()
+        else:
+            self._go_on()
         if self._at is not None:
             self._prefetch(PRESSED if blocked else READS if residency.num_files else self._most)
         self._write_back()
 
+    def _is_over(self) -> bool:
+        """Whether tasks behind the walk may miss something, or tasks have come that it does not know."""
+        residency, replays = self.residency, self.residency.horizon.replays
+        if self._num_events >= self._most_events or replays[-1].first_order != self._newest:
+            return True
+        if self._passed and residency.copies.num_ended[self.node] != self._num_ended:
+            return True
+        if not self._behind:
+            return False
+        replay, position, _ = self._behind[-1]
+        return residency.missed[self.node] <= replay.first_order + position
+
+    def _go_on(self) -> None:
+        """Reach further by as much as tasks that it has passed have been admitted since."""
+        behind = self._behind
+        while behind and not _is_to_come(*behind[0][:2]):
+            self._reach += behind.popleft()[2]
+        if self._at is None:
+            self._at = self._next()
+
+    def _next(self) -> tuple[Replay, int] | None:
+        """The next task within reach, if any."""
+        return next(self._walk, None) if self._reach > 0 and len(self._behind) < TASKS else None
+
     def _begin(self) -> None:
         """Walk from the first planned task again."""
         residency = self.residency
-        self._walk = islice(self._tasks_ahead(), TASKS)
-        self._at = next(self._walk, None)
+        residency.missed[self.node] = inf
+        self._walk = self._tasks_ahead()
+        self._behind.clear()
         self._reach = residency.nodes[self.node].budget // AHEAD
+        self._at = self._next()
         self._newest = residency.horizon.replays[-1].first_order
         self._num_events = self._passed = 0
         self._num_ended = residency.copies.num_ended[self.node]
@@ -141,7 +170,7 @@ class Lookahead:
         limit -= self.residency.copies.num_arriving(self.node)
         while self._at is not None and limit > 0:
             replay, position = self._at
-            if not replay.done[position] and replay.tasks[position].state in _TO_COME:
+            if _is_to_come(replay, position):
                 passed = self._passed
                 outcome = self._prefetch_for(replay, position, limit)
                 limit -= 0 if outcome is None else outcome[0]
@@ -149,7 +178,8 @@ class Lookahead:
                     self._passed = passed
                     return
                 self._reach -= outcome[1]
-            self._at = next(self._walk, None) if self._reach > 0 else None
+                self._behind.append((replay, position, outcome[1]))
+            self._at = self._next()
 
     def _distance(self, replay: Replay, position: int) -> int:
         """Planned tasks from now until that one."""
@@ -208,11 +238,7 @@ class Lookahead:
             self._looked_at = node.taken
             self._may_leave = residency.eviction.foresees
             self._wanted = goal - (node.budget - node.used)
-            for replica in residency.residents(self.node):
-                if self._wanted <= 0:
-                    break
-                if replica.pins == replica.outgoing and not is_dirty(replica):
-                    self._wanted -= replica.handle.size
+            self._wanted -= residency.shelves[self.node].clean_nbytes(self._wanted)
         if self._wanted > 0:
             for replica in residency.shelves[self.node].dirty(WRITES - num_writing):
                 if self._wanted > 0:
@@ -224,6 +250,11 @@ class Lookahead:
                     residency.write_back(replica)
                     return
             self._may_leave = False
+
+
+def _is_to_come(replay: Replay, position: int) -> bool:
+    """Whether a task of a replay has yet to be admitted."""
+    return not replay.done[position] and replay.tasks[position].state in _TO_COME
 
 
 def is_in_use(handle: HandleRecord) -> bool:

@@ -48,6 +48,7 @@ class Replicas:
         readers: extents of host memory that those who read files work in; they may move, and never go.
         changed: data that differs from what is on its way to the last tier.
         held: data that the program keeps in host memory until its handle is released.
+        missed: of each node, `order` of the next use of what was evicted from it, the first one since its lookahead last began.
         num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
         wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
@@ -67,6 +68,7 @@ class Replicas:
         "held",
         "horizon",
         "last",
+        "missed",
         "nodes",
         "num_cold",
         "num_evictions",
@@ -89,6 +91,7 @@ class Replicas:
         self.copies = Copies(len(self.nodes), self.last)
         self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # the latest task that waits for write-backs, and its victims; may be over
         self.num_evictions = 0
+        self.missed = [inf] * len(self.nodes)
         self.num_hits = 0
         self.num_misses = 0
         self.readers: list[Replica] = []
@@ -252,6 +255,9 @@ class Replicas:
     def _evict(self, victims: Sequence[Replica]) -> None:
         self.num_evictions += len(victims)
         for victim in victims:
+            distance, overwrites = self.horizon.next_use(victim)
+            if not overwrites:
+                self.missed[victim.node] = min(self.missed[victim.node], self.horizon.order + distance)
             self.drop(victim)
 
     def _settle_in(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:

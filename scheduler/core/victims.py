@@ -2,8 +2,9 @@
 
 A shelf holds one node's replicas by place and, when nothing but copies uses them, as candidates in two heaps: clean (dropping them loses
 nothing) and dirty (they must be written back first). A plan lets candidates go in the order of the eviction policy, on paper, and merges them
-with the free memory around them until a hole is large enough; only those inside the hole are victims. Entries of the heaps go stale when a
-replica is used, moved or dropped; a stale entry is thrown away, or entered anew, when it comes up.
+with the free memory around them until a hole is large enough; only those inside the hole are victims. Candidates enter the heaps when the next plan
+is made: between two plans, most of them are used again, dropped, or offered once more. Entries of the heaps go stale when a replica is used, moved or
+dropped; a stale entry is thrown away, or entered anew, when it comes up.
 
 A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
 in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
@@ -73,6 +74,7 @@ class Shelf:
         self._heaps: Heaps = ([], [])
         self._tiny: Heaps = ([], [])
         self._by_size: dict[int, Heaps] = {}
+        self._offered: dict[Replica, None] = {}  # since the last plan
         self._offers: dict[Replica, Entry] = {}  # the entries that hold
         self._num_offers = 0
         self._tiny_nbytes = 0  # of all replicas small enough
@@ -88,6 +90,7 @@ class Shelf:
         """A replica was dropped."""
         del self.starts[replica.offset]
         del self.ends[replica.offset + replica.handle.size]
+        self._offered.pop(replica, None)
         self._offers.pop(replica, None)
         self._tiny_nbytes -= self._tiny_size(replica)
 
@@ -98,6 +101,18 @@ class Shelf:
 
     def offer(self, replica: Replica) -> None:
         """Nothing but copies uses the replica any more: it is a candidate."""
+        self._offered[replica] = None
+
+    def _begin(self) -> None:
+        """Before a plan: what was offered since the last one enters the heaps, as far as it is still unused."""
+        self._checked.clear()
+        for replica in self._offered:
+            if is_unused(replica):
+                self._enter(replica)
+        self._offered.clear()
+
+    def _enter(self, replica: Replica) -> None:
+        """Enter a candidate into its heaps, as it is now."""
         dirty = is_dirty(replica)
         self._num_offers += 1
         key = self.policy.key(replica)
@@ -122,7 +137,7 @@ class Shelf:
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
-        self._checked.clear()
+        self._begin()
         drawn: Drawn = []
         if self.node.is_counted:
             return self._plan_bytes(sizes, self._all(self._heaps, drawn), drawn)
@@ -170,7 +185,7 @@ class Shelf:
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
-        self._checked.clear()
+        self._begin()
         drawn: Drawn = []
         candidates = self._clean(self._heaps[0], drawn, later_than)
         if self.node.is_counted:
@@ -179,9 +194,21 @@ class Shelf:
         self._put_back(drawn)
         return found
 
+    def clean_nbytes(self, enough: int) -> int:
+        """Bytes of candidates that can be dropped at once, as of their last offer and but for tiny ones; stops counting at `enough`."""
+        self._begin()
+        nbytes = 0
+        for entry in self._heaps[0]:
+            if nbytes >= enough:
+                break
+            replica = entry[2]
+            if self._offers.get(replica) is entry and is_unused(replica):
+                nbytes += replica.handle.size
+        return nbytes
+
     def dirty(self, limit: int) -> list[Replica]:
         """The first dirty candidates, at most `limit`, that no copy uses yet."""
-        self._checked.clear()
+        self._begin()
         drawn: Drawn = []
         heap = self._heaps[1]
         while len(drawn) < limit and self._top(heap, 1) is not None:
@@ -247,7 +274,7 @@ class Shelf:
                 heapq.heappop(heap)
             elif is_dirty(replica) != dirty or -self.policy.key(replica) != key:
                 heapq.heappop(heap)
-                self.offer(replica)
+                self._enter(replica)
             else:
                 self._checked.add(number)
                 return replica
@@ -265,11 +292,10 @@ class _Paper:
     def __init__(self, shelf: Shelf, later_than: float | None = None) -> None:
         self.shelf = shelf
         self.later_than = later_than
-        self.runs: dict[int, int] = {}  # start -> end
-        self.ends: dict[int, int] = {}  # end -> start
+        free = shelf.node.extents.all_free()
+        self.runs = {offset: offset + size for offset, size in free}  # start -> end
+        self.ends = {offset + size: offset for offset, size in free}  # end -> start
         self.gone: dict[int, Replica] = {}  # let go, by offset
-        for offset, size in shelf.node.extents.all_free():
-            self._add(offset, offset + size)
 
     def place(
         self, sizes: Sequence[int], candidates: Iterator[Replica], twin: Callable[[int], Replica | None]

@@ -25,6 +25,11 @@ def pace(rate: float, duplex: bool = True) -> Pace:
     return Pace(dict.fromkeys(STEP.tasks, SECONDS), nbytes, nbytes, duplex)
 
 
+def near(rate: float) -> list[Pace]:
+    """Links about as fast: a copy that ends a little sooner changes what the machine evicts, and with it the time of a step by a tenth."""
+    return [pace(rate * factor) for factor in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)]
+
+
 def ordered(name: str) -> StepPlan:
     """The step in one of its orders."""
     return StepPlan([STEP.tasks[at] for at in candidates(STEP)[name]], STEP.owned)
@@ -59,11 +64,12 @@ def test_bounds(name: str, rate: float, duplex: bool) -> None:
 @pytest.mark.parametrize("rate", [1.0, 2.0, 4.0, 16.0])
 @pytest.mark.parametrize("name", ["submission", "layers"])
 def test_close_to_the_machine_in_virtual_time(name: str, rate: float) -> None:
-    """The forecast is within 30 % of what the whole machine takes, from links that bind to links that do not."""
-    plan, budget, speed = ordered(name), STEP.needed_bytes() // 3, pace(rate)
-    foreseen = forecast(plan, budget, speed)
+    """The forecast is within 20 % of what the whole machine takes, from links that bind to links that do not."""
+    plan, budget = ordered(name), STEP.needed_bytes() // 3
+    speeds = near(rate)
+    foreseen = [forecast(plan, budget, speed).seconds for speed in speeds]
     plan.foresee(departures(plan, budget))
-    assert foreseen.seconds == pytest.approx(in_virtual_time(plan, budget, speed).seconds, rel=0.3)
+    assert sum(foreseen) == pytest.approx(sum(in_virtual_time(plan, budget, speed).seconds for speed in speeds), rel=0.2)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
@@ -127,12 +133,12 @@ def test_what_leaves_is_what_is_fetched_again(name: str) -> None:
 @pytest.mark.parametrize("name", ["layers", "turn:2/8"])
 def test_writing_early_what_will_leave_saves_time_and_costs_no_bytes(name: str) -> None:
     """Where links are short, a plan that knows what leaves takes less time than the same plan without that."""
-    plan, budget, speed = ordered(name), STEP.needed_bytes() // 3, pace(1.0)
-    before = in_virtual_time(plan, budget, speed)
+    plan, budget, speeds = ordered(name), STEP.needed_bytes() // 3, near(1.0)
+    before = [in_virtual_time(plan, budget, speed) for speed in speeds]
     plan.foresee(departures(plan, budget))
-    after = in_virtual_time(plan, budget, speed)
-    assert after.seconds <= 0.9 * before.seconds
-    assert sum(after.moved_bytes.values()) <= 1.02 * sum(before.moved_bytes.values())
+    after = [in_virtual_time(plan, budget, speed) for speed in speeds]
+    assert sum(each.seconds for each in after) <= 0.9 * sum(each.seconds for each in before)
+    assert sum(sum(each.moved_bytes.values()) for each in after) <= 1.02 * sum(sum(each.moved_bytes.values()) for each in before)
 
 
 def test_orders_are_compared_in_seconds() -> None:
