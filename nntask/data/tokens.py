@@ -103,7 +103,10 @@ class TokenFile:
         size = self.dtype.itemsize
         data = b""
         while len(data) < count * size:
-            part = os.pread(self._fd, count * size - len(data), first * size + len(data))
+            try:
+                part = os.pread(self._fd, count * size - len(data), first * size + len(data))
+            except OSError as error:
+                raise DataError(f"cannot read {self.path}: {error.strerror}; check the disk, or restore the file") from error
             if not part:
                 raise DataError(f"{self.path} became shorter while it was read; {first + count} tokens were expected")
             data += part

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from scheduler.capture import CapturingRuntime
+from scheduler.codelet import Codelet
 from scheduler.core.orders import arrange, repetition
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import FILE
@@ -160,7 +161,7 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
         plan = StepPlan([plan.tasks[at] for at in eager], plan.owned, idle=plan.idle)
     total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
-    least = min((_touched(each) for each in plan.tasks if each.kinds[0] != "host"), default=0)
+    least = next((_touched(each) for each in sorted(plan.tasks, key=_touched) if _computes(each)), 0)
     return Needs(task, tile, total, passive, persistent, hungriest, least, reading)
 
 
@@ -182,6 +183,14 @@ def least_needs(plan: StepPlan, settings: TrainSettings, target: Target, order: 
 
 def _touched(task: RecordedTask) -> int:
     return sum(handle.size for handle, _ in task.accesses)
+
+
+def _computes(task: RecordedTask) -> bool:
+    """Whether a task has flops; copies and fills have none, and a device that does nothing else is of no use."""
+    codelet = task.codelet
+    if not isinstance(codelet, Codelet) or codelet.cost is None:
+        return False
+    return codelet.cost([handle.view for handle, _ in task.accesses], task.constants)[0] > 0
 
 
 def work_of(settings: TrainSettings, config: ModelConfig) -> int:

@@ -21,7 +21,7 @@ class Needs:
         passive: of the last tier, if none do.
         persistent: of what outlives the step and does not stay in files.
         hungriest: that task.
-        least: that the task touches which touches least of those that devices run; a device without as much would stay idle.
+        least: that the task touches which touches least of those that have flops; a device without as much would stay idle, but for copies.
         reading: of host memory besides, for those who read files.
     """
 
@@ -39,10 +39,14 @@ class Needs:
         return self.total if target.last in target.places else self.passive
 
     def minimum(self, target: Target) -> dict[str, int]:
-        """Least budget of each node of a machine, as flags give it: of host memory with what those who read files and copies to GPUs take of it."""
+        """Least budget of each node of a machine, as flags give it: of host memory with what those who read files and copies to GPUs take of it.
+
+        Where workers of host memory can run the hungriest task, devices need room for the smallest one that has flops.
+        """
         found = {}
+        of_device = self.least if self._fits_task_at(target, 0) else self.task
         for at, (name, _) in enumerate(target.nodes):
-            passing = self.task if at in target.places else self.tile
+            passing = self.tile if at not in target.places else of_device if at else self.task
             found[name] = max(passing, self.last(target)) if at == target.last else passing
         found[target.nodes[0][0]] += self.reading + target.staging
         return found
@@ -50,7 +54,7 @@ class Needs:
     def short(self, target: Target) -> list[tuple[int, int]]:
         """Nodes of a machine whose budgets must be raised, all of them, each with the least that would do.
 
-        A task runs where it fits, so of the memories where tasks run the largest counts; a device that no task fits into is a mistake.
+        A task runs where it fits, so of the memories where tasks run the largest counts; one into which no task with flops fits is a mistake.
         """
         minimum, budgets = self.minimum(target), target.budgets
         devices = dict.fromkeys(self.idle(target), self.least)
@@ -65,7 +69,7 @@ class Needs:
         return sorted({**devices, **others}.items())
 
     def idle(self, target: Target) -> list[int]:
-        """Devices of a machine whose memory no task fits into."""
+        """Devices of a machine whose memory holds no task that has flops."""
         return [at for at in target.places if at and target.nodes[at][1] < self.least]
 
     def fit(self, target: Target) -> bool:
@@ -74,7 +78,11 @@ class Needs:
 
     def fits_task(self, target: Target) -> bool:
         """Whether some memory holds the hungriest task."""
-        return any(target.nodes[at][1] - (0 if at else self.reading) >= self.task for at in target.places)
+        return any(self._fits_task_at(target, at) for at in target.places)
+
+    def _fits_task_at(self, target: Target, at: int) -> bool:
+        """Whether tasks run on a node, and it holds the hungriest."""
+        return at in target.places and target.nodes[at][1] - (0 if at else self.reading) >= self.task
 
 
 def shortage(target: Target, needs: Needs) -> str:
@@ -89,7 +97,7 @@ def shortage(target: Target, needs: Needs) -> str:
     if [at for at, _ in short] == needs.idle(target):
         at, nbytes = short[0]
         name = target.nodes[at][0]
-        return f"the smallest task of the step needs {nbytes:,} B, more than the {target.budgets[name]:,} B of {name}, which would stay idle"
+        return f"the smallest task that computes needs {nbytes:,} B, more than the {target.budgets[name]:,} B of {name}, which would stay idle"
     at, nbytes = max(short, key=lambda each: each[0] == target.last)
     name = target.nodes[at][0]
     return f"the step needs {nbytes:,} B of {name} at least, more than its budget of {target.budgets[name]:,} B"

@@ -277,7 +277,7 @@ def _largest_minibatch(settings: TrainSettings, config: ModelConfig, target: Tar
     """Sequences in flight at once that fit, in whole tiles and with these tiles, and whether more would but for the tasks of their step.
 
     A tile adds at most what it adds to each class of data. So often as there is room for that, tiles are added, and the step is looked at again
-    while that is quick: what is found fits.
+    while that is quick; where there is none, one tile more is looked at, for most add less. What is found fits.
     """
     step, last = settings.tiling.minibatch_tile or 1, target.nodes[target.last][0]
 
@@ -295,16 +295,20 @@ def _largest_minibatch(settings: TrainSettings, config: ModelConfig, target: Tar
         return (step if first.fit(target) else 0), False
     growth = max(nbytes - least, needs.last(target) - first.last(target), 1)
     size, most, quick = 2 * step, most_tiles(_with_minibatch(settings, step), config) * step, MANY_TASKS // 2 // num_tasks * step
-    while size < most:
+    limit = most  # what is larger does not fit
+    while size < limit:
         room = target.budgets[last] - needs.minimum(target)[last]
-        larger = min(size + room // growth * step, most)
-        if larger == size or size >= quick:
+        larger = min(size + room // growth * step, limit)
+        if size >= quick:
             return larger, larger == most
-        larger = min(larger, quick)
+        larger = min(max(larger, size + step), quick)
         found, more, _ = look(larger)
         growth = max(growth, -(-max(more - nbytes, found.last(target) - needs.last(target)) * step // (larger - size)))
-        size, needs, nbytes = larger, found, more
-    return size, True
+        if found.fit(target):
+            size, needs, nbytes = larger, found, more
+        else:
+            limit = larger - step
+    return size, size == most
 
 
 def _with_minibatch(settings: TrainSettings, size: int) -> TrainSettings:

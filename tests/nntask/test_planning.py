@@ -139,6 +139,17 @@ def test_the_largest_model_and_minibatch() -> None:
     assert not fits(number + 2)
 
 
+@pytest.mark.parametrize("ram", ["8MiB", "13MiB"])
+def test_the_largest_minibatch_is_the_largest_in_tiles_of_one(ram: str) -> None:
+    """What is found fits, and one sequence more does not."""
+    asked = replace(settings(ram=ram), tiling=TilingSettings(batch=4, minibatch=1, minibatch_tile=1))
+    plan = plan_run(asked, CONFIG, reach=True)
+    number = plan["largest_minibatch"]
+    sizes = [replace(asked.tiling, batch=size, minibatch=size, **plan["tiles"]) for size in (number, number + 1)]
+    found = [plan_run(replace(asked, tiling=tiling), CONFIG)["feasible"] for tiling in sizes]
+    assert found == [True, False]
+
+
 def test_the_largest_minibatch_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the gradients of a small minibatch hide what larger ones add, and where many tasks forbid to look; bound by the tasks of a step."""
     asked = replace(settings(ram="12MiB"), tiling=TilingSettings(batch=2, minibatch=2, minibatch_tile=2))

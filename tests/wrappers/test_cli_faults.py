@@ -79,15 +79,27 @@ def test_a_disk_that_fails(here, truth, capsys, monkeypatch, what, code):
     assert numbers(here / "a") == truth
 
 
-def cut_short(honest: Callable[..., Any], reads: int, name: str) -> Callable[..., Any]:
-    """Reads of tokens; the file of that name loses its end after so many of them."""
+def shorten(file: TokenFile) -> None:
+    """The file loses its end."""
+    os.truncate(file.path, 20)
+
+
+def break_disk(file: TokenFile) -> None:
+    """Reads of the file fail with EIO from now on, as those of address 0 of a process do."""
+    memory = os.open("/proc/self/mem", os.O_RDONLY)
+    os.dup2(memory, file._fd)
+    os.close(memory)
+
+
+def cut_short(honest: Callable[..., Any], reads: int, name: str, fault: Callable[[TokenFile], None] = shorten) -> Callable[..., Any]:
+    """Reads of tokens; after so many of them, something happens to the file of that name."""
     left = reads
 
     def window(file: TokenFile, first: int, count: int) -> Any:
         nonlocal left
         if file.path.name == name:
             if left == 0:
-                os.truncate(file.path, 20)
+                fault(file)
             left -= 1
         return honest(file, first, count)
 
@@ -95,18 +107,23 @@ def cut_short(honest: Callable[..., Any], reads: int, name: str) -> Callable[...
 
 
 @pytest.mark.parametrize(
-    ("name", "reads", "flags", "saved"),
-    [("train.bin", 5 * 4, [], 5), ("train.bin", 5 * 4, ["--save-every=0"], 5), ("val.bin", 0, ["--eval-every=3", "--val-path=val.bin"], 3)],
+    ("name", "reads", "fault", "flags", "saved"),
+    [
+        ("train.bin", 5 * 4, shorten, [], 5),
+        ("train.bin", 5 * 4, shorten, ["--save-every=0"], 5),
+        ("val.bin", 0, shorten, ["--eval-every=3", "--val-path=val.bin"], 3),
+        ("train.bin", 5 * 4, break_disk, [], 5),
+    ],
 )
-def test_data_that_become_shorter(here, truth, capsys, monkeypatch, name, reads, flags, saved):
+def test_data_that_are_lost(here, truth, capsys, monkeypatch, name, reads, fault, flags, saved):
     """Exit 4: the steps done are saved first, and once the file is restored the run goes on as if nothing had happened."""
     content = (here / "train.bin").read_bytes()
     (here / "val.bin").write_bytes(content)
     with monkeypatch.context() as patch:
-        patch.setattr(TokenFile, "window", cut_short(TokenFile.window, reads, name))
+        patch.setattr(TokenFile, "window", cut_short(TokenFile.window, reads, name, fault))
         assert main([*TRAIN, "--run-dir=a", *flags]) == 4
     err = capsys.readouterr().err
-    assert f"{name} became shorter while it was read" in err
+    assert (f"{name} became shorter while it was read" if fault is shorten else f"{name}: Input/output error") in err
     assert err.endswith(f"; the newest checkpoint is a/checkpoints/step-{saved:06d}; restore the data, then continue with: nntask train --resume a\n")
     (here / name).write_bytes(content)
     assert main(["train", "--resume=a"]) == 0

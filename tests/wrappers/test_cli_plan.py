@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nntask.sizes import parse_size
 from nntask.trainer import places
 from scheduler.core.orders import candidates
 from scheduler.storage import limits
@@ -95,10 +96,15 @@ def test_a_device_without_room_for_a_task_is_refused(config: str, capsys: pytest
     flags = ["plan", config, "--batch=4", "--ncpu=1", "--sim-gpu=2", "--json"]
     assert main([*flags, "--gpu-memory=60"]) == 3
     found = re.search(
-        r"the smallest task of the step needs [\d,]+ B, more than the 60 B of sim:0, .* fit with (--gpu-memory) (\S+)\n", capsys.readouterr().err
+        r"the smallest task that computes needs [\d,]+ B, more than the 60 B of sim:0, .* fit with (--gpu-memory) (\S+)\n", capsys.readouterr().err
     )
     assert found is not None
     assert main([*flags, f"--gpu-memory={found[2]}"]) == 0
+    least = json.loads(capsys.readouterr().out)["minimum_budget_bytes"]
+    assert parse_size(found[2], "--gpu-memory") >= least["sim:0"]
+    assert least["ram"] > least["sim:0"]
+    assert main([*flags, f"--gpu-memory={least['sim:0']}B"]) == 0
+    assert main([*flags, f"--gpu-memory={least['sim:0'] - 1}B"]) == 3
     capsys.readouterr()
     assert main(["plan", config, "--batch=1", "--devices=16x4MiB", "--link=1KB/s", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -280,7 +280,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["report", str(folder)]) == 2
     err = capsys.readouterr().err
     assert "nntask report needs the bokeh package" in err
-    assert "pip install bokeh" in err
+    assert "pip install -e '.[dashboard]'" in err
 
 
 def test_a_trace_elsewhere_is_found_by_the_configuration(tmp_path: Path) -> None:

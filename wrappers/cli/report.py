@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         from wrappers.report.page import page
     except ImportError as error:
-        raise UsageError(f"nntask report needs the bokeh package ({error}); pip install bokeh") from error
+        raise UsageError(f"nntask report needs the bokeh package ({error}); pip install -e '.[dashboard]'") from error
     if steps is not None:
         traced = traced_steps(found.nodes)
         if not any(steps[0] <= step <= steps[1] for step in traced):
