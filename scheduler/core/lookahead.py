@@ -9,21 +9,20 @@ one at a time, what the forecast of the planned order says will leave before it 
 a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
 own copy never waits behind many. Looks at the tasks that will run on its node: all, where workers compute on one node only; else those of the
 node's part of the step, if the plan has parts. Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet
-where a task will run. What is missing is found by walking through these tasks: on from where the walk stood at the last event, as far as the tasks
-behind it have been admitted since; and from the first one again when a task behind it misses what was evicted or waited for a link. What is clean
+where a task will run. What is missing is found by walking through these tasks: on from where the walk stood at the last event, as far as tasks behind
+it have ended since; and from the first one again when a task behind it misses what was evicted or overwritten, or waited for a link. What is clean
 changes with the room that is taken. Neither is looked at anew at every event: that costs as much as many events.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from math import inf
 from typing import Final
 
 from . import coherence
-from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay
+from .records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Task
 from .residency import Residency
 
 READS: Final = 6
@@ -40,13 +39,13 @@ WRITES: Final = 4
 """Copies from the node towards the last tier under way, beyond which nothing is written early."""
 
 AHEAD: Final = 3
-"""The planned tasks whose missing bytes together are this fraction of the node's budget are looked at."""
+"""It looks so far that what the tasks it has passed missed then, and have not ended since, is this fraction of the node's budget."""
 
 CLEAN: Final = 6
 """Early write-backs keep this fraction of the node's budget free or droppable."""
 
 TASKS: Final = 128
-"""Planned tasks looked at, at most."""
+"""Tasks that it has passed and that have not ended, at most."""
 
 LOOKS: Final = 2
 """A look for what to write back after every such fraction of the clean share that the node has handed out."""
@@ -56,9 +55,9 @@ LEAVING: Final = 8
 what it reads, but a policy that knows the plan has few of those: the share above writes them."""
 
 EVENTS: Final = 64
-"""Where tasks run on one node only, it walks from the first planned task again after so many events at the latest: what the program writes may have
-taken data away behind the walk, and nothing else tells. Each task passed takes as long as an event, its records being in no cache. Of several nodes,
-what others do changes what can be fetched: each walks at every event of its own."""
+"""Where tasks run on one node only, it walks from the first planned task again after so many events at the latest, for whatever nobody tells. Not
+often: each task passed takes as long as an event, its records being in no cache. Of several nodes, what others do changes what can be fetched: each
+walks at every event of its own."""
 
 
 _TO_COME: Final = ("waiting", "ready", "blocked")
@@ -80,9 +79,10 @@ class Lookahead:
         self._most = READS if memories < len(residency.nodes) else min(READS, QUEUE * (memories - 1))  # prefetches under way
         self._walk: Iterator[tuple[Replay, int]] = iter(())  # planned tasks to come that will run here, as (replay, position)
         self._at: tuple[Replay, int] | None = None  # where it stands; None at its end
-        self._behind: deque[tuple[Replay, int, int]] = deque()  # tasks to come that it has passed, and bytes that each will add to the node
+        self._behind: dict[Task, int] = {}  # tasks that it has passed and that have not ended, and bytes that each missed then
+        self._end = -1  # `order` of the last one
         self._reach = 0  # bytes of what is missing until its end
-        self._newest = -1  # `first_order` of the newest replay that it knows
+        self._known = (-1, -1)  # `first_order` of the oldest and of the newest replay when it began
         self._most_events = EVENTS if is_only else 1  # of a walk
         self._num_events = 0  # since it began
         self._passed = 0  # bytes that it has passed over because their link is full
@@ -91,57 +91,56 @@ class Lookahead:
         self._wanted = 0  # bytes to write back, as of then
         self._may_leave = False  # whether there may be more that will leave, as of then
 
-    def run(self, *, blocked: bool) -> None:
+    def run(self, ended: Task | None, *, blocked: bool) -> None:
         """Start what should be under way now.
 
         Args:
+            ended: a task that has just ended.
             blocked: whether a task waits for memory of the node.
         """
         residency = self.residency
         if self.node == residency.last and not residency.num_files:
             return  # everything is where it belongs
         self._num_events += 1
+        if ended is not None:
+            self._reach += self._behind.pop(ended, 0)
         if self._is_over():
             self._begin()
-        else:
-            self._go_on()
+        elif self._at is None:
+            self._at = self._next()
         if self._at is not None:
             self._prefetch(PRESSED if blocked else READS if residency.num_files else self._most)
         self._write_back()
+        residency.missed[self.node] = inf  # what this look has let go is used later than what it fetched: the walk has yet to come there
 
     def _is_over(self) -> bool:
         """Whether tasks behind the walk may miss something, or tasks have come that it does not know."""
         residency, replays = self.residency, self.residency.horizon.replays
-        if self._num_events >= self._most_events or replays[-1].first_order != self._newest:
+        if self._num_events >= self._most_events or (replays[0].first_order, replays[-1].first_order) != self._known:
             return True
         if self._passed and residency.copies.num_ended[self.node] != self._num_ended:
             return True
-        if not self._behind:
-            return False
-        replay, position, _ = self._behind[-1]
-        return residency.missed[self.node] <= replay.first_order + position
-
-    def _go_on(self) -> None:
-        """Reach further by as much as tasks that it has passed have been admitted since."""
-        behind = self._behind
-        while behind and not _is_to_come(*behind[0][:2]):
-            self._reach += behind.popleft()[2]
-        if self._at is None:
-            self._at = self._next()
+        return residency.missed[self.node] <= self._end
 
     def _next(self) -> tuple[Replay, int] | None:
         """The next task within reach, if any."""
         return next(self._walk, None) if self._reach > 0 and len(self._behind) < TASKS else None
 
+    def rest(self) -> None:
+        """No replay is in flight: nothing is kept of the last one."""
+        self._walk, self._at = iter(()), None
+        self._behind.clear()
+
     def _begin(self) -> None:
         """Walk from the first planned task again."""
         residency = self.residency
-        residency.missed[self.node] = inf
+        self._end = -1
         self._walk = self._tasks_ahead()
         self._behind.clear()
         self._reach = residency.nodes[self.node].budget // AHEAD
         self._at = self._next()
-        self._newest = residency.horizon.replays[-1].first_order
+        replays = residency.horizon.replays
+        self._known = replays[0].first_order, replays[-1].first_order
         self._num_events = self._passed = 0
         self._num_ended = residency.copies.num_ended[self.node]
 
@@ -170,7 +169,8 @@ class Lookahead:
         limit -= self.residency.copies.num_arriving(self.node)
         while self._at is not None and limit > 0:
             replay, position = self._at
-            if _is_to_come(replay, position):
+            task = replay.tasks[position]
+            if not replay.done[position] and task.state in _TO_COME:
                 passed = self._passed
                 outcome = self._prefetch_for(replay, position, limit)
                 limit -= 0 if outcome is None else outcome[0]
@@ -178,7 +178,8 @@ class Lookahead:
                     self._passed = passed
                     return
                 self._reach -= outcome[1]
-                self._behind.append((replay, position, outcome[1]))
+                self._behind[task] = outcome[1]
+            self._end = replay.first_order + position
             self._at = self._next()
 
     def _distance(self, replay: Replay, position: int) -> int:
@@ -250,11 +251,6 @@ class Lookahead:
                     residency.write_back(replica)
                     return
             self._may_leave = False
-
-
-def _is_to_come(replay: Replay, position: int) -> bool:
-    """Whether a task of a replay has yet to be admitted."""
-    return not replay.done[position] and replay.tasks[position].state in _TO_COME
 
 
 def is_in_use(handle: HandleRecord) -> bool:

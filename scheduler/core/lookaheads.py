@@ -51,7 +51,13 @@ class Lookaheads:
             nodes = (event.task.node,)
         elif isinstance(event, CopyFinished):
             nodes = (event.target.node if event.target.node in self.by_node else event.source.node,)
+        ended = event.task if isinstance(event, TaskFinished) else None
         for node in nodes:
             lookahead = self.by_node.get(node)
             if lookahead is not None:
-                lookahead.run(blocked=bool(self._dispatch.blocked[node]))
+                lookahead.run(ended, blocked=bool(self._dispatch.blocked[node]))
+
+    def rest(self) -> None:
+        """No replay is in flight: nothing is kept of the last one."""
+        for each in self.by_node.values():
+            each.rest()

@@ -362,6 +362,8 @@ class Machine:
             replay.frontier = len(replay.tasks)
             self.horizon.replays.remove(replay)
             self.residency.claims.forget(replay)
+            if not self.horizon.replays:
+                self.lookaheads.rest()
         if self.dispatch.held:
             self.dispatch.let_in()
 

@@ -48,7 +48,7 @@ class Replicas:
         readers: extents of host memory that those who read files work in; they may move, and never go.
         changed: data that differs from what is on its way to the last tier.
         held: data that the program keeps in host memory until its handle is released.
-        missed: of each node, `order` of the next use of what was evicted from it, the first one since its lookahead last began.
+        missed: of each node, `order` of the next use of what was evicted from it or overwritten elsewhere: the first one since its lookahead looked.
         num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
         wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
         num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
@@ -255,10 +255,14 @@ class Replicas:
     def _evict(self, victims: Sequence[Replica]) -> None:
         self.num_evictions += len(victims)
         for victim in victims:
-            distance, overwrites = self.horizon.next_use(victim)
-            if not overwrites:
-                self.missed[victim.node] = min(self.missed[victim.node], self.horizon.order + distance)
+            self._miss(victim)
             self.drop(victim)
+
+    def _miss(self, replica: Replica) -> None:
+        """A replica is about to go although a planned task may read it on its node."""
+        distance, overwrites = self.horizon.next_use(replica)
+        if not overwrites:
+            self.missed[replica.node] = min(self.missed[replica.node], self.horizon.order + distance)
 
     def _settle_in(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
         """A new replica over an extent just taken."""
@@ -336,6 +340,8 @@ class Replicas:
             if mode != R and mode != SCRATCH and len(handle.replicas) > 1:
                 for other in [other for other in handle.replicas.values() if other is not replica]:
                     if other.node != self.last:  # a file is out of date from now on
+                        if other.node != FILE:
+                            self._miss(other)
                         self.drop(other)
                     elif other.pins:
                         raise InvalidEvent(f"{handle!r} would be overwritten while its home is in use")
@@ -381,3 +387,5 @@ class Replicas:
         self.nodes[target.node].mark()
         if not target.arriving:
             self._copy(victim, target)
+        if victim.pins == victim.outgoing:  # as good as clean from now on
+            self.shelves[victim.node].offer(victim)

@@ -2,8 +2,8 @@
 
 A shelf holds one node's replicas by place and, when nothing but copies uses them, as candidates in two heaps: clean (dropping them loses
 nothing) and dirty (they must be written back first). A plan lets candidates go in the order of the eviction policy, on paper, and merges them
-with the free memory around them until a hole is large enough; only those inside the hole are victims. Candidates enter the heaps when the next plan
-is made: between two plans, most of them are used again, dropped, or offered once more. Entries of the heaps go stale when a replica is used, moved or
+with the free memory around them until a hole is large enough; only those inside the hole are victims. Candidates enter the heaps when these are
+next asked: until then, most of them are used again, dropped, or offered once more. Entries of the heaps go stale when a replica is used, moved or
 dropped; a stale entry is thrown away, or entered anew, when it comes up.
 
 A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
@@ -74,7 +74,7 @@ class Shelf:
         self._heaps: Heaps = ([], [])
         self._tiny: Heaps = ([], [])
         self._by_size: dict[int, Heaps] = {}
-        self._offered: dict[Replica, None] = {}  # since the last plan
+        self._offered: dict[Replica, None] = {}  # since the heaps were last asked for anything
         self._offers: dict[Replica, Entry] = {}  # the entries that hold
         self._num_offers = 0
         self._tiny_nbytes = 0  # of all replicas small enough
@@ -103,8 +103,8 @@ class Shelf:
         """Nothing but copies uses the replica any more: it is a candidate."""
         self._offered[replica] = None
 
-    def _begin(self) -> None:
-        """Before a plan: what was offered since the last one enters the heaps, as far as it is still unused."""
+    def _take_offers(self) -> None:
+        """What was offered since this was called last enters the heaps, as far as it is still unused."""
         self._checked.clear()
         for replica in self._offered:
             if is_unused(replica):
@@ -137,7 +137,7 @@ class Shelf:
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
-        self._begin()
+        self._take_offers()
         drawn: Drawn = []
         if self.node.is_counted:
             return self._plan_bytes(sizes, self._all(self._heaps, drawn), drawn)
@@ -185,7 +185,7 @@ class Shelf:
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
-        self._begin()
+        self._take_offers()
         drawn: Drawn = []
         candidates = self._clean(self._heaps[0], drawn, later_than)
         if self.node.is_counted:
@@ -196,7 +196,7 @@ class Shelf:
 
     def clean_nbytes(self, enough: int) -> int:
         """Bytes of candidates that can be dropped at once, as of their last offer and but for tiny ones; stops counting at `enough`."""
-        self._begin()
+        self._take_offers()
         nbytes = 0
         for entry in self._heaps[0]:
             if nbytes >= enough:
@@ -208,7 +208,7 @@ class Shelf:
 
     def dirty(self, limit: int) -> list[Replica]:
         """The first dirty candidates, at most `limit`, that no copy uses yet."""
-        self._begin()
+        self._take_offers()
         drawn: Drawn = []
         heap = self._heaps[1]
         while len(drawn) < limit and self._top(heap, 1) is not None:

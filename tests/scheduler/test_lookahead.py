@@ -7,8 +7,8 @@ import random
 import pytest
 
 from scheduler.core import eventlog
-from scheduler.core.lookahead import Lookahead
-from scheduler.core.records import RW, SCRATCH, Agenda, NodeId, R, Replay, W
+from scheduler.core.lookahead import AHEAD, TASKS, Lookahead
+from scheduler.core.records import RW, SCRATCH, Agenda, HandleRecord, NodeId, R, Replay, W
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
 RAM, SIM = NodeId(0), NodeId(1)
@@ -209,4 +209,97 @@ def test_a_walk_that_goes_on_passes_over_what_has_ended_meanwhile(seed: int) -> 
         step.replay()
         driver.drain(chance.randrange)
     assert lookahead.num_fetched_for
+    driver.check()
+
+
+def emptied(count: int, pages: int, budget: int = 120) -> tuple[FakeDriver, list[HandleRecord]]:
+    """Host memory above a disk, and tiles that lie on the disk alone."""
+    driver = FakeDriver((budget, 6000), [("cpu", RAM, 1)], storage=True)
+    tiles, all_of_it = [driver.handle(pages, f"x{at}") for at in range(count)], driver.handle(budget)
+    for access in (*((tile, W) for tile in tiles), (all_of_it, SCRATCH)):
+        driver.submit(access)
+        driver.drain()
+    all_of_it.released = True
+    return driver, tiles
+
+
+def test_a_walk_reaches_a_part_of_the_memory() -> None:
+    """More is not fetched for tasks that are far away."""
+    driver, tiles = emptied(15, PAGES)
+    long = driver.handle(name="long")
+    driver.record([[(long, W)], *([(tile, R)] for tile in tiles)], {long: False}).replay()
+    while driver.copying:
+        driver.end(1)
+    assert sum(RAM in tile.replicas for tile in tiles) == -(-120 // AHEAD // PAGES)
+    driver.drain()
+    driver.check()
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_walk_looks_at_so_many_tasks(is_within: bool) -> None:
+    """Those that miss nothing count; the one that runs does not."""
+    driver, small, (tile, *_) = on_device()
+    driver.submit((small, RW))
+    driver.drain()
+    driver.record([[(small, RW)]] * (TASKS + 1 - is_within) + [[(tile, R)]], {}).replay()
+    assert [name for name, _, _ in driver.routes] == ["x0"] * is_within
+    driver.drain()
+    driver.check()
+
+
+def test_a_walk_goes_on_although_the_first_task_behind_it_waits_for_the_program() -> None:
+    """Those behind that one run; what they read is fetched before."""
+    driver, tiles = emptied(40, PAGES)
+    held = driver.handle(name="held")
+    program = driver.submit((held, W), kinds=("host",))
+    driver.record([[(held, RW), (tiles[0], R)], *([(tile, R)] for tile in tiles[1:])], {}).replay()
+    missed = driver.machine.residency.num_misses
+    while driver.num_under_way > 1:
+        for _ in range(2):
+            if driver.copying:
+                driver.end(len(driver.running))
+        if len(driver.running) > 1:
+            driver.end(1)
+    assert driver.machine.residency.num_misses == missed
+    driver.finish(program)
+    driver.drain()
+    driver.check()
+
+
+def on_device() -> tuple[FakeDriver, HandleRecord, list[HandleRecord]]:
+    """A device that has evicted once; a handle in use there, and tiles below."""
+    driver = FakeDriver((6000, 100), [("sim", SIM, 1)])
+    tiles, small, all_of_it = [driver.handle(4, f"x{at}") for at in range(4)], driver.handle(name="small"), driver.handle(100)
+    for access in (*((tile, W) for tile in (*tiles, small)), (all_of_it, SCRATCH)):
+        driver.submit(access)
+        driver.drain()
+    all_of_it.released = True
+    return driver, small, tiles
+
+
+def test_a_walk_begins_again_when_a_step_has_ended() -> None:
+    """Only then is it known when the step behind uses its data."""
+    driver, small, tiles = on_device()
+    first, second = driver.record([[(small, RW)]] * 2, {}), driver.record([[(small, RW)]] * 20 + [[(tile, R)] for tile in tiles], {})
+    first.replay()
+    second.replay()
+    while len(driver.machine.horizon.replays) > 1:
+        driver.end(0)
+    driver.end(0)
+    assert [name for name, _, _ in driver.routes] == ["x0", "x1"]
+    driver.drain()
+    driver.check()
+
+
+def test_a_walk_begins_again_for_what_the_program_has_written_behind_it() -> None:
+    """What was there is out of date."""
+    driver, small, (read, *_) = on_device()
+    driver.submit((read, R), (small, RW))
+    driver.drain()
+    before, program = driver.submit((read, R), kinds=("host",)), driver.submit((read, W), kinds=("host",))
+    driver.record([[(small, RW)]] * 40 + [[(read, R)]], {}).replay()
+    driver.finish(before)
+    driver.finish(program)
+    assert [name for name, _, _ in driver.routes] == ["x0"]
+    driver.drain()
     driver.check()

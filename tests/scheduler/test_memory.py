@@ -218,3 +218,22 @@ def test_arenas_copy_bytes_between_each_other() -> None:
 def test_default_budget_stays_below_the_limit() -> None:
     """The default budget leaves room for what the process uses already."""
     assert 0 < default_ram_budget() <= 0.9 * memory_limit()
+
+
+def test_what_is_clean_is_counted() -> None:
+    """What can be dropped at once, unused, and as of its last offer; not what is used, written, dropped or in use by the program."""
+    shelf = filled_shelf([(1, "kept", at) for at in range(4)])
+    first, second, third, _ = replicas = list(shelf.starts.values())
+    assert shelf.clean_nbytes(1 << 60) == 0  # all of them are the only ones of their data
+    for replica in replicas:
+        replica.handle.lost = "nobody needs it"
+        shelf.offer(replica)
+    assert shelf.clean_nbytes(1 << 60) == 4 * PAGE
+    assert shelf.clean_nbytes(2 * PAGE) == 2 * PAGE
+    first.pins += 1
+    shelf.offer(second)
+    assert shelf.clean_nbytes(1 << 60) == 3 * PAGE  # once, though it was offered twice
+    third.pins += 1
+    shelf.offer(third)
+    shelf.leave(second)
+    assert shelf.clean_nbytes(1 << 60) == PAGE

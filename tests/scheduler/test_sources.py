@@ -12,7 +12,7 @@ import pytest
 from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, RecordingError, Runtime, TaskError, Trace
 from scheduler.core.lookahead import TASKS, Lookahead
 from scheduler.core.memory import PAGE
-from scheduler.core.records import FILE, RAM, RW, R, W
+from scheduler.core.records import FILE, RAM, RW, R, Task, W
 from scheduler.testing import FakeDriver
 
 COUNT = PAGE // 8
@@ -282,10 +282,10 @@ class Counting(Lookahead):
 
     num_runs = 0
 
-    def run(self, *, blocked: bool) -> None:
+    def run(self, ended: Task | None, *, blocked: bool) -> None:
         """Look ahead."""
         self.num_runs += 1
-        super().run(blocked=blocked)
+        super().run(ended, blocked=blocked)
 
 
 def test_unread_data_that_no_step_uses_costs_nothing() -> None:
