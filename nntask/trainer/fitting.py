@@ -311,9 +311,22 @@ def _enough(
 
 
 def _short(settings: TrainSettings, config: ModelConfig, target: Target) -> list[tuple[int, int]]:
-    """Nodes that a step leaves short, see `Needs.short`; in two minibatches at most, since more of them need no more room."""
-    found = sketch(settings, config, tiling_of(settings), min(2, count_minibatches(settings)))
-    return least_needs(found.plan, settings, target, reading=found.reading).short(target)
+    """Nodes that a step leaves short, see `Needs.short`; of many minibatches three are looked at, each more needs as much more as the third."""
+
+    def look(num_minibatches: int) -> Needs:
+        found = sketch(settings, config, tiling_of(settings), num_minibatches)
+        return least_needs(found.plan, settings, target, reading=found.reading)
+
+    count = count_minibatches(settings)
+    needs = look(min(count, 3))
+    if count > 3:
+        two = look(2)
+        needs = replace(
+            needs,
+            total=needs.total + (count - 3) * (needs.total - two.total),
+            passive=needs.passive + (count - 3) * (needs.passive - two.passive),
+        )
+    return needs.short(target)
 
 
 def with_free_order(settings: TrainSettings) -> TrainSettings:
