@@ -284,6 +284,13 @@ def test_advice_for_devices_can_be_typed() -> None:
     all_advice_helps(replace(layers, tiling=asked.tiling), shallow, "2x64KiB@3TF")
 
 
+def test_advice_counts_all_minibatches() -> None:
+    """Each of them keeps something until the step ends; what smaller tiles need besides is enough for all."""
+    asked = settings(ram="200KiB")
+    advice = all_advice_helps(replace(asked, tiling=replace(asked.tiling, batch=16)), CONFIG, "")
+    assert any("-tile " in change and " and --ram " in change for change in advice)
+
+
 def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a machine has what a step needs at least and it stops all the same, what is to be larger is the memory that had no room."""
 

@@ -345,8 +345,8 @@ def test_bench_sched(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("1000", "at most 64, because each device has a memory and links that a plan goes through one by one, got 1000"),
         ("1,65", "one by one, got 65"),
-        ("0", "--counts must be whole numbers with commas"),
-        ("2,x", "--counts must be whole numbers with commas"),
+        ("0", "--counts must be whole numbers of 1 or more with commas"),
+        ("2,x", "--counts must be whole numbers of 1 or more with commas"),
     ],
 )
 def test_bench_sched_refuses_other_counts(counts: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

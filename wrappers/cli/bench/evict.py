@@ -50,7 +50,7 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
     except ValueError:
         parts = []
     if not parts or min(parts) < 1:
-        raise UsageError(f"--budgets must be whole numbers with commas, got {settings.budgets!r}; for example --budgets 2,4,8")
+        raise UsageError(f"--budgets must be whole numbers of 1 or more with commas, got {settings.budgets!r}; for example --budgets 2,4,8")
     train = named(settings.model, settings.batch, seq_len=settings.seq_len)
     check_values(train)
     plan = captured(train)

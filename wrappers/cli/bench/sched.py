@@ -68,7 +68,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise UsageError(f"--counts must be whole numbers with commas, got {settings.counts!r}; for example --counts 1,2,4,8")
+        raise UsageError(f"--counts must be whole numbers of 1 or more with commas, got {settings.counts!r}; for example --counts 1,2,4,8")
     check_most("counts", max(counts))
     parse_devices(settings.device, "--device")
     policies = settings.policies.split(",") if settings.policies else list(POLICIES)
