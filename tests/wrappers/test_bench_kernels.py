@@ -31,7 +31,9 @@ def test_figures_cover_the_whole_step(capsys: pytest.CaptureFixture[str]) -> Non
     assert figures["seconds"] == pytest.approx(sum(row["seconds"] for row in rows.values()))
     assert figures["gemm_peak_flops"] > 1e8
     assert figures["copy_bytes_per_second"] > 1e8
-    assert rows["matmul"]["held_against"] == "compute"
+    balance = figures["gemm_peak_flops"] / figures["copy_bytes_per_second"]  # measured, and other work on the machine slows one or the other
+    assert all(row["held_against"] == "compute" for row in rows.values() if row["flops_per_byte"] > 4 * balance)
+    assert rows["matmul"]["flops_per_byte"] > 10 * rows["adam"]["flops_per_byte"]
     assert rows["adam"]["held_against"] == rows["layer_norm"]["held_against"] == "memory"
     adam = rows["adam"]
     assert adam["fraction_of_peak"] == pytest.approx(adam["bytes_per_second"] / figures["copy_bytes_per_second"])
