@@ -151,8 +151,8 @@ def plan_order(
 ) -> PlannedOrder:
     """Choose the order of a step, and where its parts belong.
 
-    On several devices every D-th minibatch goes to the same one, if that leaves as many for each: weights travel, activations stay. Where memory is
-    short the minibatches of all devices then pass through the step side by side.
+    On several devices each gets as many minibatches, if that can be: weights travel, activations stay. Where memory is short the minibatches of all
+    devices then pass through the step side by side.
 
     Args:
         plan: in submission order.
@@ -168,10 +168,7 @@ def plan_order(
     """
     repeated = repetition(plan) if num_devices > 1 else None
     if repeated is not None:
-        parts = parts_of(repeated, num_devices)
-        if parts:
-            parts = [part if task.pin is None else -1 for task, part in zip(plan.tasks, parts, strict=True)]
-        plan = StepPlan(plan.tasks, plan.owned, parts=parts, idle=plan.idle)
+        plan = StepPlan(plan.tasks, plan.owned, parts=parts_of(plan, repeated, num_devices), idle=plan.idle)
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {})
@@ -179,8 +176,12 @@ def plan_order(
     speed = None if pace is None else pace(plan)
     only_files = computes_on_last and reads_files(plan)
 
+    def arranged(name: str) -> StepPlan:
+        parts = plan.parts if repeated is None else parts_of(plan, repeated, num_devices, _group_of(name, num_devices))
+        return _permuted(plan, found[name], parts, num_devices)
+
     def look_at(name: str) -> tuple[int, Forecast]:
-        each = _permuted(plan, found[name], num_devices)  # one at a time: all of them together take more memory than the step itself
+        each = arranged(name)  # one at a time: all of them together take more memory than the step itself
         return last_tier_bytes(each, computes=computes_on_last), _forecast(each, memory, num_devices, speed, only_files)
 
     if order == AUTO:
@@ -191,7 +192,7 @@ def plan_order(
     equal = [name for name in considered if forecasts[name].seconds <= EQUAL * least]
     order = min(equal, key=lambda name: forecasts[name].total)
     moves_least = any(forecasts[name].total > forecasts[order].total for name in equal)
-    chosen = _permuted(plan, found[order], num_devices)
+    chosen = arranged(order)
     if not computes_on_last:  # nothing is written back from there
         _foresee(chosen, memory, num_devices)
     return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])}, moves_least)
@@ -230,11 +231,20 @@ def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[
     return {SUBMISSION: list(range(len(plan.tasks))), order: positions}
 
 
-def parts_of(found: Repetition, num_devices: int) -> list[int]:
-    """For each task the device, from 0, that its minibatch belongs on, or -1; empty if the minibatches are not a multiple of the devices."""
-    if not found.num_minibatches or found.num_minibatches % num_devices:
+def parts_of(plan: StepPlan, found: Repetition, num_devices: int, group: int | None = None) -> list[int]:
+    """For each task the device, from 0, that its minibatch belongs on, or -1; empty if the minibatches are not a multiple of the devices.
+
+    Neighbours of a group are on one device: what all of them add to goes from device to device once.
+
+    Args:
+        group: minibatches that pass a layer side by side, a multiple of the devices; 0 for all, None for as many as there are devices.
+    """
+    num = found.num_minibatches
+    if not num or num % num_devices:
         return []
-    return [minibatch % num_devices if minibatch >= 0 else -1 for minibatch in found.minibatch]
+    group = num_devices if group is None else group or num
+    device = [at % group * num_devices // min(group, num - at // group * group) for at in range(num)]
+    return [device[at] if at >= 0 and task.pin is None else -1 for task, at in zip(plan.tasks, found.minibatch, strict=True)]
 
 
 def _share(plan: StepPlan, num_devices: int, device: int = 0) -> list[int]:
@@ -290,11 +300,18 @@ def _pools(found: Iterable[str], num_devices: int) -> list[list[str]]:
 
 def _is_side_by_side(name: str, num_devices: int) -> bool:
     """Whether the order takes as many minibatches through each layer as there are devices, or a multiple: one device, any order."""
-    return num_devices == 1 or name == "layers" or (name.startswith("layers:") and int(name.partition(":")[2]) % num_devices == 0)
+    return num_devices == 1 or _group_of(name, num_devices) is not None
 
 
-def _permuted(plan: StepPlan, positions: list[int], num_devices: int) -> StepPlan:
+def _group_of(name: str, num_devices: int) -> int | None:
+    """Minibatches that an order takes through each layer side by side, if they are a multiple of the devices; 0 for all of them, else None."""
+    kind, _, size = name.partition(":")
+    group = int(size or 0) if kind == "layers" else -1
+    return group if group >= 0 and group % num_devices == 0 else None
+
+
+def _permuted(plan: StepPlan, positions: list[int], parts: Sequence[int], num_devices: int) -> StepPlan:
     """The same tasks in another order; every order that keeps conflicting accesses in theirs has the same dependencies."""
     tasks = [plan.tasks[position] for position in positions]
-    parts = [plan.parts[position] for position in positions] if plan.parts else ()
+    parts = [parts[position] for position in positions] if parts else ()
     return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=parts, idle=plan.idle)

@@ -45,7 +45,7 @@ from .steps import places_of_parts
 Entry = tuple[object, ...]
 _Accesses = tuple[tuple[int, Mode], ...]
 _Kinds = tuple[WorkerKind, ...]
-_Places = tuple[Sequence[int], Sequence[bool], Sequence[int]]
+_Places = tuple[Sequence[int], Sequence[Mode], Sequence[int]]
 _PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int, int | None]
 _Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Places]
 
@@ -268,9 +268,9 @@ def _plain(task: Task) -> tuple[tuple[int, str], ...]:
 
 
 def _places(agenda: Agenda) -> _Places:
-    return tuple(agenda.positions), tuple(agenda.overwrites), tuple(sorted(agenda.leaves))
+    return tuple(agenda.positions), tuple(agenda.modes), tuple(sorted(agenda.leaves))
 
 
 def _agenda(places: _Places, replay: Replay | None = None) -> Agenda:
-    positions, overwrites, leaves = places
-    return Agenda(positions, overwrites, frozenset(leaves), replay)
+    positions, modes, leaves = places
+    return Agenda(positions, modes, frozenset(leaves), replay)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Final, Protocol
 
-from .records import Replay, Replica
+from . import coherence
+from .records import Agenda, HandleRecord, R, Replay, Replica, W
 
 FAR: Final = 1 << 20
 """Planned tasks until a use nobody knows of, for each event since the last one."""
@@ -47,32 +48,78 @@ class Horizon:
         oldest = self.replays[0]
         return oldest.first_order + oldest.frontier
 
-    def next_use(self, replica: Replica) -> tuple[int, bool]:
-        """Planned tasks from now until the handle is used, and whether that use overwrites it unread; `FAR` when no plan says."""
-        agenda = replica.handle.agenda
+    @property
+    def num_parts(self) -> int:
+        """How many devices pass through the planned order side by side, each with a part of its own."""
+        return max(1, len(self.replays[0].part_nodes)) if self.replays else 1
+
+    def next_use(self, handle: HandleRecord) -> tuple[int, bool]:
+        """Planned tasks from now until the handle is used anywhere, and whether that use overwrites it unread; `FAR` when no plan says."""
+        agenda = handle.agenda
         if agenda is None or not self.replays:
-            due = replica.handle.due
-            return (FAR if due is None else due - self.order), False
+            return (FAR if handle.due is None else handle.due - self.order), False
         oldest = self.replays[0]
         positions = agenda.positions
         if agenda.replay is not None and agenda.replay is not oldest:  # of the replay behind
-            return len(oldest.tasks) - oldest.frontier + positions[0], agenda.overwrites[0]
+            return len(oldest.tasks) - oldest.frontier + positions[0], agenda.modes[0] == W
         done, frontier = oldest.done, oldest.frontier
         if positions[-1] >= len(done):  # of another step, which waits behind this one
             return FAR, False
         at = bisect_left(positions, frontier)
         while at < len(positions):
             if not done[positions[at]]:
-                return positions[at] - frontier, agenda.overwrites[at]
+                return positions[at] - frontier, agenda.modes[at] == W
             at += 1
-        return len(oldest.tasks) - frontier + positions[0], agenda.overwrites[0]
+        return len(oldest.tasks) - frontier + positions[0], agenda.modes[0] == W
+
+    def next_use_of(self, replica: Replica) -> tuple[int, bool]:
+        """The same of one replica. While the data is elsewhere too, what tasks of other nodes read does not count; what they write overwrites it."""
+        handle = replica.handle
+        if not self.replays or not self.replays[0].part_nodes or handle.agenda is None or coherence.is_needed(replica):
+            return self.next_use(handle)
+        oldest, agenda, node = self.replays[0], handle.agenda, replica.node
+        done, frontier, positions = oldest.done, oldest.frontier, agenda.positions
+        if positions[-1] >= len(done) or agenda.replay not in (None, oldest):
+            return self.next_use(handle)
+        for begin, shift in ((bisect_left(positions, frontier), 0), (0, len(done))):  # in this replay, then in the next one
+            for at in range(begin, len(positions)):
+                position = positions[at]
+                if shift or not done[position]:
+                    if oldest.tasks[position].planned_node in (None, node):
+                        return position - frontier + shift, agenda.modes[at] == W
+                    if agenda.modes[at] != R:
+                        return FAR, True
+        return FAR, False
+
+    def will_change(self, handle: HandleRecord, replay: Replay, position: int) -> bool:
+        """Whether a planned task that comes before that one, and has not ended, writes the handle."""
+        agenda = handle.agenda
+        if agenda is None:
+            return False
+        for each in self.replays:
+            if each is replay or agenda.replay is None:
+                at = len(agenda.positions) if each is not replay else bisect_left(agenda.positions, position)
+                if at and agenda.positions[at - 1] < len(each.done) and self._writes_before(agenda, at, each):
+                    return True
+            if each is replay:
+                break
+        return False
+
+    @staticmethod
+    def _writes_before(agenda: Agenda, at: int, replay: Replay) -> bool:
+        """Whether the last task of a replay that writes the handle before that use of it has not ended."""
+        while at and agenda.positions[at - 1] >= replay.frontier:
+            at -= 1
+            if agenda.modes[at] != R:
+                return not replay.done[agenda.positions[at]]
+        return False
 
     def leaves(self, replica: Replica) -> bool:
         """Whether the handle is expected to leave the memory where tasks run before it is read next."""
         agenda = replica.handle.agenda
         if agenda is None or not agenda.leaves or not self.replays:
             return False
-        distance, overwrites = self.next_use(replica)
+        distance, overwrites = self.next_use_of(replica)
         if overwrites or distance == FAR:
             return False
         oldest = self.replays[0]
@@ -115,7 +162,7 @@ class NextUse:
 
     def key(self, replica: Replica) -> float:
         """`order` of the next use; of those nobody knows of, the least recently used first."""
-        distance, overwrites = self.horizon.next_use(replica)
+        distance, overwrites = self.horizon.next_use_of(replica)
         if overwrites:
             return inf
         if distance == FAR:

@@ -209,9 +209,11 @@ class Lookahead:
                 if source is None:
                     continue  # an earlier task has yet to write it
                 distance = self._distance(replay, position)
-                due, overwrites = residency.horizon.next_use(source)
+                due, overwrites = residency.horizon.next_use(handle)
                 if overwrites or due > distance:
                     continue  # the same, over old data; or it would go at once for what is fetched next
+                if due < distance and residency.horizon.will_change(handle, replay, position):
+                    continue  # elsewhere, before this task reads it
                 if residency.copies.num_on(source.node, node) >= QUEUE and residency.is_memory(source.node):
                     self._passed += handle.size
                     continue

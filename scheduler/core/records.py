@@ -82,13 +82,13 @@ class Agenda:
 
     Attributes:
         positions: of the tasks that use it, rising.
-        overwrites: for each, whether it overwrites the handle without reading it.
+        modes: for each, what the task does with the handle.
         leaves: those of `positions` before which it is expected to leave the memory where tasks run, if that is known.
         replay: the replay that owns the handle; None for a handle that outlives replays, whose uses come again in the next one.
     """
 
     positions: Sequence[int]
-    overwrites: Sequence[bool]
+    modes: Sequence[Mode]
     leaves: Set[int] = frozenset()
     replay: Replay | None = None
 

@@ -260,7 +260,7 @@ class Replicas:
 
     def _miss(self, replica: Replica) -> None:
         """A replica is about to go although a planned task may read it on its node."""
-        distance, overwrites = self.horizon.next_use(replica)
+        distance, overwrites = self.horizon.next_use_of(replica)
         if not overwrites:
             self.missed[replica.node] = min(self.missed[replica.node], self.horizon.order + distance)
 

@@ -196,7 +196,7 @@ class Residency(Replicas):
     def _find_room(self, node_id: NodeId, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents would go and what is in the way: what can be dropped at once, if that is not needed soon, else what should go first."""
         shelf = self.shelves[node_id]
-        return shelf.plan_droppable(sizes, self.horizon.order + SOON) or shelf.plan(sizes)
+        return shelf.plan_droppable(sizes, self.horizon.order + SOON * self.horizon.num_parts) or shelf.plan(sizes)
 
     def _make_homes(self, handles: Sequence[HandleRecord], order: int) -> bool:
         """Reserve the homes of what the task of that order will write, all or none."""

@@ -38,7 +38,7 @@ class _Use:
     last_writer: int | None = None
     readers: list[int] = field(default_factory=list)  # since the last writer
     positions: list[int] = field(default_factory=list)
-    overwrites: list[bool] = field(default_factory=list)
+    modes: list[Mode] = field(default_factory=list)  # of `positions`
     leaves: Set[int] = frozenset()  # of `positions`
     num_uses: int = 0
     needs_data: bool = False
@@ -84,7 +84,7 @@ class StepPlan:
             use.needs_data = True
         use.num_uses += 1
         use.positions.append(position)
-        use.overwrites.append(mode == W)
+        use.modes.append(mode)
         if mode == R:
             if use.last_writer is not None:
                 waits.add(use.last_writer)
@@ -232,7 +232,7 @@ class StepPlan:
         for handle, use in self.uses.items():
             twin_or_shared = twins.get(handle, handle)
             if twin_or_shared.released:
-                twin_or_shared.agenda = Agenda(use.positions, use.overwrites, use.leaves, replay)
+                twin_or_shared.agenda = Agenda(use.positions, use.modes, use.leaves, replay)
             if handle not in twins or not twin_or_shared.released:
                 replay.shared.append(self._share(twin_or_shared, use, replay))
         for shared in replay.shared:
@@ -272,7 +272,7 @@ class StepPlan:
             [tasks[at] for at in use.readers],
             use.num_uses,
             use.needs_data,
-            Agenda(use.positions, use.overwrites, use.leaves),
+            Agenda(use.positions, use.modes, use.leaves),
         )
 
 

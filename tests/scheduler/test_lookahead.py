@@ -32,6 +32,33 @@ def started(leaves: frozenset[int], *, storage: bool = False, eviction: str = "n
     return driver, step
 
 
+def test_data_that_will_change_before_a_use_is_known() -> None:
+    """In the replay of that use up to it, and in all of the one before; of data that each replay makes anew, in that replay only."""
+    driver = FakeDriver((400, 40), [("sim", SIM, 1)])
+    shared, own, old = driver.handle(name="shared"), driver.handle(name="own"), driver.handle(name="old")
+    for handle in (shared, old):
+        driver.submit((handle, W))
+        driver.drain()
+    tasks = [[(shared, R), (own, W)], [(shared, RW)], [(shared, R), (own, R)], [(own, RW), (old, R)]]
+    step = driver.record(tasks, {own: False})
+    step.replay()
+    step.replay()
+    horizon = driver.machine.residency.horizon
+    first, second = horizon.replays
+
+    def changes(handle: HandleRecord) -> list[bool]:
+        return [horizon.will_change(handle, replay, position) for replay in (first, second) for position in range(len(tasks))]
+
+    assert changes(shared) == [False, False, True, True, True, True, True, True]
+    assert changes(old) == [False] * 8
+    owned = first.tasks[0].accesses[1][0]
+    assert [horizon.will_change(owned, first, position) for position in range(4)] == [False, True, True, True]
+    driver.end(0)
+    assert changes(shared)[:4] == [False, False, True, True]
+    driver.end(0)
+    assert changes(shared) == [False] * 6 + [True, True]
+
+
 @pytest.mark.parametrize("storage", [False, True])
 @pytest.mark.parametrize("leaves", [frozenset[int](), frozenset([TILES + 1]), READS])
 def test_what_will_leave_goes_early_and_one_at_a_time(leaves: frozenset[int], storage: bool) -> None:

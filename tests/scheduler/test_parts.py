@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 
 from scheduler.core.events import CopyFinished, Event, TaskFinished
+from scheduler.core.eviction import FAR, Horizon
 from scheduler.core.memory import PAGE
 from scheduler.core.perf import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
-from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Task, TaskId, Worker, WorkerId
+from scheduler.core.records import Agenda, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, Worker, WorkerId
 from scheduler.core.steps import RecordedTask, StepPlan
 from scheduler.drivers.virtual import VirtualDriver, simulate
 from scheduler.ordering import AUTO, plan_order
@@ -57,7 +58,7 @@ def training_step(minibatches: int) -> StepPlan:
 
 @pytest.mark.parametrize(("minibatches", "devices", "expected"), [(4, 2, {0, 1}), (4, 4, {0, 1, 2, 3}), (4, 3, set()), (1, 2, set()), (2, 4, set())])
 def test_minibatches_take_turns(minibatches: int, devices: int, expected: set[int]) -> None:
-    """Every D-th minibatch belongs to one device; no parts where that leaves some with fewer, or without any."""
+    """Each device gets as many minibatches; no parts where that leaves some with fewer, or without any."""
     plan = training_step(minibatches)
     order = plan_order(plan, AUTO, memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=devices)
     assert set(order.plan.parts) - {-1} == expected
@@ -97,6 +98,48 @@ def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch,
     assert ran
     assert all(node == part + 1 for node, part in ran)
     assert set(moved) <= {"w", "m", "d", "copy"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "minibatches", "order", "pages", "seconds", "hops"),
+    [(2, 8, "layers", 40, 1.0, 1), (4, 8, "layers", 40, 1.0, 3), (4, 8, "layers", 80, 1.0, 3), (4, 16, "layers:4", 200, 0.1, 15)],
+)
+def test_a_sum_moves_no_more_than_it_has_to(
+    monkeypatch: pytest.MonkeyPatch, devices: int, minibatches: int, order: str, pages: int, seconds: float, hops: int
+) -> None:
+    """It stays on a device for all minibatches there that add to it; nobody fetches it ahead of those that still add to it elsewhere."""
+    plan = plan_order(training_step(minibatches), order, memory=devices * 40 * PAGE, last=1 << 40, computes_on_last=False, num_devices=devices).plan
+    moved: Counter[str] = Counter()
+    bring = VirtualDriver.bring
+
+    def watch(driver: VirtualDriver, event: Event) -> None:
+        if isinstance(event, CopyFinished) and event.source.node and event.target.node:
+            moved[event.source.handle.name] += 1
+        bring(driver, event)
+
+    monkeypatch.setattr(VirtualDriver, "bring", watch)
+    simulate(
+        plan,
+        workers=[("sim", 1 + at, 3) for at in range(devices)],
+        nodes=[("ram", 1 << 40), *((f"sim:{at}", pages * PAGE) for at in range(devices))],
+        policy="reuse",
+        duration=lambda task, kind: seconds,
+        transfer=lambda source, target, nbytes: nbytes / PAGE / 100,
+        replays=1,
+    )
+    assert sum(moved[f"d w{at}"] for at in range(LAYERS)) <= LAYERS * (hops + 1)  # once more at most: to where it is used
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("submission", "01010101"), ("layers:2", "01010101"), ("layers:4", "00110011"), ("layers:6", "00011101"), ("layers", "00001111")],
+)
+def test_minibatches_side_by_side_are_neighbours_on_their_devices(order: str, expected: str) -> None:
+    """Within a group; groups, and minibatches that pass one after the other, take turns."""
+    plan = training_step(8)
+    found = plan_order(plan, order, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    part = {id(task): part for task, part in zip(found.plan.tasks, found.plan.parts, strict=True)}
+    assert "".join(str(part[id(task)]) for task in plan.tasks if task.name == "loss") == expected
 
 
 def test_what_leaves_either_device_is_foreseen() -> None:
@@ -143,3 +186,32 @@ def test_explained_placements_know_the_plan(policy: type[DataAwareSorted | Eager
     watched.push(task, None)
     assert watched.pop(crew[1]) is task
     assert watched.placements[0].planned_node == expected
+
+
+def test_what_other_devices_read_keeps_data_only_where_it_is_alone() -> None:
+    """Of two devices, each with the data beside host memory: its own next read counts, or that somebody writes it first. Of the only one, any use."""
+    home, gpu, other = NodeId(0), NodeId(1), NodeId(2)
+    modes: list[tuple[int, Mode]] = [(0, "R"), (1, "R"), (0, "R"), (1, "R"), (0, "RW"), (1, "RW"), (1, "R"), (-1, "RW")]
+    handle = HandleRecord(HandleId(0), PAGE, PAGE, None, "w", "persistent", "parameters")
+    tasks = [Task(TaskId(at), None, "task", ("sim",), ((handle, mode),), {}, position=at, part=part) for at, (part, mode) in enumerate(modes)]
+    replay = Replay(tasks, [], [], [], part_nodes=(gpu, other), done=bytearray(len(tasks)))
+    for task in tasks:
+        task.step = replay
+    handle.agenda = Agenda(range(len(tasks)), [mode for _, mode in modes])
+    for node in (home, gpu, other):
+        handle.replicas[node] = Replica(handle, node, 0, "shared")
+    horizon = Horizon()
+    horizon.replays = [replay]
+    found = []
+    for at in range(len(tasks)):
+        replay.frontier = at
+        found.append([horizon.next_use_of(handle.replicas[node]) for node in (gpu, other)])
+        replay.done[at] = True
+    worthless = (FAR, True)
+    expected = [[(0, False), (1, False)], [(1, False), (0, False)], [(0, False), (1, False)], [(1, False), (0, False)], [(0, False), worthless]]
+    assert found[:5] == expected
+    assert found[5:] == [[worthless, (0, False)], [(1, False), (0, False)], [(0, False), (0, False)]]  # what belongs nowhere counts everywhere
+    replay.done[:], replay.frontier = bytearray(len(tasks)), 1
+    for node in (home, other):
+        del handle.replicas[node]
+    assert horizon.next_use_of(handle.replicas[gpu]) == (0, False)
