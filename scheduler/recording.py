@@ -11,7 +11,7 @@ import abc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -310,18 +310,21 @@ class Ticket:
         self.failure = failure
         self._runtime.wake(self.done)
 
-    def wait_done(self) -> None:
-        """Wait until every task of the replay has ended, well or not."""
+    def wait_done(self, meanwhile: Callable[[], object] | None = None) -> None:
+        """Wait until every task of the replay has ended, well or not; `meanwhile` is called now and then until they have."""
         self._runtime.refuse_inside("the wait of a ticket")
-        self.done.wait()
+        self.done.wait(meanwhile)
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Wait until every task of the replay has ended.
+
+        Args:
+            meanwhile: called now and then until they have.
 
         Raises:
             TaskError: one of them failed.
         """
-        self.wait_done()
+        self.wait_done(meanwhile)
         if self.failure is not None:
             self._instance.told = self.failure
             raise self.failure

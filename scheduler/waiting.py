@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Final
 
 HEARD_SECONDS: Final = 0.2
 """How long a signal may go unheard."""
 
 
-def sleep_until(event: threading.Event) -> None:
+def sleep_until(event: threading.Event, meanwhile: Callable[[], object] | None = None) -> None:
     """Sleep until an event is set.
 
     Python runs handlers of signals on the main thread when that one runs Python: a signal that the system gives to another thread, or that comes just
     before the main one falls asleep, wakes nobody. So the sleeper looks up now and then.
+
+    Args:
+        meanwhile: called whenever the sleeper looks up.
     """
     while not event.wait(HEARD_SECONDS):
-        pass
+        if meanwhile is not None:
+            meanwhile()
 
 
 class Waiter:
@@ -38,13 +43,16 @@ class Waiter:
         """It happened."""
         self._event.set()
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Sleep until it happened.
+
+        Args:
+            meanwhile: called now and then until it has.
 
         Raises:
             SchedulerError: the runtime broke.
         """
-        sleep_until(self._event)
+        sleep_until(self._event, meanwhile)
         if self.error is not None:
             raise self.error
 

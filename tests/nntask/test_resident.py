@@ -7,11 +7,22 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
+
+from nntask.data import Batch
+from nntask.models.config import GPT2Config
+from nntask.tiling import ModelTiling
+from nntask.trainer import recorded
+from nntask.trainer.recorded import RecordedEngine
+from nntask.trainer.rules import resolve
+from nntask.trainer.settings import OptimizerSettings, TilingSettings, TrainSettings
+from scheduler import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 RAM = 96 << 20
@@ -110,7 +121,7 @@ with Runtime(1, ram=int(sys.argv[1]), disk=sys.argv[2]) as runtime:
 
 @pytest.mark.parametrize(("ram", "is_short"), [(1 << 18, True), (1 << 28, False)])
 def test_holes_in_the_heap_go_back_where_memory_is_short(tmp_path: Path, ram: int, is_short: bool) -> None:
-    """With the beginning of a step; no budget counts them. Elsewhere they are kept for what comes next."""
+    """With the beginning of a step, among others; no budget counts them. Elsewhere they are kept for what comes next."""
     command = [sys.executable, "-c", _HOLES, str(ram), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
@@ -118,6 +129,33 @@ def test_holes_in_the_heap_go_back_where_memory_is_short(tmp_path: Path, ram: in
     orders, freed = map(int, done.stdout.split())
     assert bool(orders) == is_short
     assert (freed > 48 << 20) == is_short
+
+
+def test_holes_go_back_within_a_long_step_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever waits for the step sees to it: a task does not end here until freed memory has gone back twice."""
+    again = threading.Event()
+    times: list[float] = []
+
+    def give_back() -> None:
+        times.append(monotonic())
+        if len(times) > 1:
+            again.set()
+
+    monkeypatch.setattr(recorded, "give_back_freed", give_back)
+    monkeypatch.setattr(recorded, "FREED_SECONDS", 0.01)
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1), optimizer=OptimizerSettings(lr=1e-3)), config)
+    tiles = ModelTiling(minibatch_tile=1, seq_tile=16, embd_tile=16, inner_tile=32, head_tile=1, vocab_tile=61)
+    ids = np.zeros((2, 16), np.int32)
+    with Runtime(1, ram=1 << 18, disk=str(tmp_path)) as runtime:
+        engine = RecordedEngine(config, tiles, runtime, settings)
+        assert engine.order.forecasts
+        runtime.wait()
+        waited: list[bool] = []
+        runtime.on_task(lambda task: None if waited else waited.append(again.wait(60)))
+        engine.start(1, 1e-3, Batch(ids, ids)).result()
+    assert waited == [True]
+    assert min(np.diff(times), default=0.01) >= 0.01  # no more often than they may
 
 
 def records(folder: Path) -> list[dict]:
