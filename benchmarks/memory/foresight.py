@@ -12,6 +12,7 @@ Each writes benchmarks/results/foresight_SUITE.json. A plan is made right after 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -113,28 +114,29 @@ def devices(args: argparse.Namespace, disk: str) -> dict[str, Any]:
 
 
 def policies(args: argparse.Namespace, disk: str) -> dict[str, Any]:
-    """Makespan over the largest lower bound with room for all, and bytes within a quarter."""
-    rows, cases = [], {}
-    for model in args.models:
+    """Makespan over the largest lower bound with room for all, and bytes within a quarter, for minibatches of several sizes."""
+    rows: list[dict[str, Any]] = []
+    cases: dict[str, Any] = {}
+    for model, minibatch in itertools.product(args.models, args.minibatches):
         config = MODELS[model]
-        flags = [f"--model={model}"]
+        flags = [f"--model={model}", f"--minibatch={minibatch}"]
         if config is not None:
             file = Path(disk) / f"{model}.json"
             file.write_text(json.dumps(config))
-            flags = [f"--config-path={file}"]
+            flags[0] = f"--config-path={file}"
+        name = f"{model}, minibatches of {minibatch}"
         machine = _sched([*flags, "--policies=dmdas,reuse"])
         auto = next(row for row in machine["policies"] if row["policy"] == machine["auto"])
         bound = max(machine["bounds_seconds"].values())
-        rows.append(
-            common.compare(f"{model}, 8 x 80 GiB, auto", "s a step", auto["seconds"], "lower bound", bound, better="less", bar="ratio <= 1.15")
-        )
+        what = f"{name}: 8 x 80 GiB, auto"
+        rows.append(common.compare(what, "s a step", auto["seconds"], "lower bound", bound, better="less", bar="ratio <= 1.15"))
         quarter = f"--device={machine['needed_bytes'] // 4 // 8}B@150TF"
         ours = _sched([*flags, quarter, "--policies=reuse"])
         theirs = _sched([*flags, quarter, "--policies=eager", "--evict=lru", "--order=submission"])
         terabytes = [each["policies"][0]["moved_bytes"] / 1e12 for each in (ours, theirs)]
-        what = f"{model}, 8 devices with 1/4 of needed, reuse"
+        what = f"{name}: 8 devices with 1/4 of needed, reuse"
         rows.append(common.compare(what, "TB a step", terabytes[0], "eager + lru", terabytes[1], better="less", bar="ratio <= 0.5"))
-        cases[model] = {"roomy": machine, "quarter": ours, "quarter, eager + lru": theirs}
+        cases[name] = {"roomy": machine, "quarter": ours, "quarter, eager + lru": theirs}
         print(rows[-2:], file=sys.stderr, flush=True)
     return {"comparisons": rows, "cases": cases}
 
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="of the suite overlap: steps of each side")
     parser.add_argument("--steps", type=int, default=2, help="of the suites plan and devices: steps that count")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], help="of the suite policies")
+    parser.add_argument("--minibatches", nargs="+", type=int, default=[8, 2], help="of the suite policies: sequences of each minibatch")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()

@@ -65,7 +65,7 @@ def test_few_bytes(part: int) -> None:
 def test_policies_pay() -> None:
     """Two imaginary devices: with room `reuse` is within 15 % of the area bound; with a third and a quarter it moves fewer bytes than eager and LRU.
 
-    The claim's bar is half of their bytes; on GPT-2 XL it is seven tenths, on a step of this size up to eight.
+    The claim's bar is half of their bytes; on GPT-2 XL it is 0.38 in minibatches of 2 sequences and 0.68 in those of 8 (`foresight.py`).
     """
     plan = step(8, 256)
 
@@ -79,5 +79,5 @@ def test_policies_pay() -> None:
         [on(plan.needed_bytes() // part // 2, *how) for part in (3, 4)] for how in ((AUTO, "reuse", "next-use"), (SUBMISSION, "eager", "lru"))
     )
     for one, other in zip(ours, theirs, strict=True):
-        assert sum(one.moved_bytes.values()) <= 0.8 * sum(other.moved_bytes.values())
+        assert sum(one.moved_bytes.values()) <= 0.55 * sum(other.moved_bytes.values())
         assert one.seconds < other.seconds
