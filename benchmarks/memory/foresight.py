@@ -31,13 +31,13 @@ JOBS: Final = {"gpt2": ["--batch=4"], "gpt2-medium": ["--model=gpt2-medium", "--
 SHARE: Final = 0.6
 """Of the computation that transfers alone take."""
 NOTES: Final = (
-    "Half the bytes of eager + LRU are out of reach with minibatches of 8 on devices that each have minibatches of their own: what a device's own part "
-    "is forecast to move, and gradients handed on once, come to 0.79 TB of GPT-2 XL and 9.3 TB of the 50B GPT, 0.66 and 0.57 of eager + LRU, which "
-    "then hardly fetches a weight twice.",
+    "Half the bytes of eager + LRU are out of reach with minibatches of 8 on devices that each have minibatches of their own: what a device's own "
+    "part is forecast to move, and gradients handed on once, come to 0.79 TB of GPT-2 XL and 9.3 TB of the 50B GPT, 0.66 and 0.57 of eager + LRU, "
+    "which then hardly fetches a weight twice.",
     "Tried: parts by minibatch, holes by what neighbours cost together, weight tiles of half the size, other "
     "shares of memory in the forecast, neighbouring minibatches on one device, nothing fetched that somebody has yet to write, own next use.",
-    "Next: parts by layer, one minibatch's forward pass beside another's backward pass. Of each layer's activations fewer live at once: about 0.55 TB of "
-    "GPT-2 XL with minibatches of 1, by an estimate, and both directions of a link are busy.",
+    "Next: parts by layer, one minibatch's forward pass beside another's backward pass. Of each layer's activations fewer live at once: about 0.55 "
+    "TB of GPT-2 XL with minibatches of 1, by an estimate, and both directions of a link are busy.",
 )
 """What stands behind bars of the suite policies that are not met."""
 MODELS: Final = {
