@@ -2,12 +2,14 @@
 # make test    create .venv with the development tools; lint, types, contracts, the whole suite
 #              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make lint    the first three of those
-# make test-long   the tests that take long, which make test leaves out
+# make test-long   the tests that take long, which make test leaves out, and random searches with all their examples
+# make test-avx2   the suite as a processor with AVX2 and without AVX-512 runs it
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
-# make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and the table in README.md
+# make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and docs/results/gpu.md
 # make test-browser   the report and the dashboard's page in a headless Chromium (apt-get install chromium chromium-driver)
 # make test-docker build the container and train in it (root, buildah, debootstrap)
-# make bench   measurements beside peers; writes benchmarks/results and the table in README.md
+# make bench   measurements beside peers; writes benchmarks/results, docs/results and the headlines of README.md
+# make docs    the site, with every warning as an error: build/docs/index.html
 # make clean   remove .venv and caches; runs/ stays
 #
 # Installing happens again only when pyproject.toml is newer than the last installation.
@@ -17,14 +19,14 @@ ARGS ?=
 PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := nntask tiles scheduler wrappers examples tests benchmarks
+SOURCES := nntask tiles scheduler wrappers examples tests benchmarks docs
 
 # An interpreter with CuPy, torch with CUDA if it is to be compared with, and the packages of nntask.
 CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-docker test-browser test-gpu bench-gpu lint style types contracts suite bench clean
+.PHONY: train test test-long test-avx2 test-docker test-browser test-gpu bench-gpu lint style types contracts suite bench docs clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -33,9 +35,12 @@ train: $(VENV)/installed-train
 
 test: style types contracts suite
 
-test-long: MARK := -m long
+test-long: MARK := -m "long or search" --hypothesis-profile=many
 test-long: PROCESSES := 0
 test-long: suite
+
+test-avx2: $(VENV)/installed-dev
+	$(BIN)/python tests/support/processor.py $(MAKE) suite
 
 test-browser: MARK := -m browser tests/wrappers/test_browser.py
 test-browser: PROCESSES := 0
@@ -80,6 +85,10 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/trace_cost.py
 	$(BIN)/python benchmarks/table.py
 
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -n -E -b html docs build/docs
+	@echo "the site is build/docs/index.html"
+
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "nntask needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing);" \
@@ -95,6 +104,10 @@ $(VENV)/installed-train: $(VENV)/created pyproject.toml
 $(VENV)/installed-dev: $(VENV)/created pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@ $(VENV)/installed-train
+
+$(VENV)/installed-docs: $(VENV)/created pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
 
 $(VENV)/installed-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,cuda$(CUDA)]"

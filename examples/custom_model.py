@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from nntask import AdamW, Module, functional
-from nntask.layers import Embedding, LayerNorm, Linear
+from nntask import AdamW, Module
+from nntask.nn import Embedding, LayerNorm, Linear, functional
 from scheduler import Runtime
 from tiles import TileTensor
-from tiles.ops.elementwise import rotary_angles
+from tiles.ops import elementwise
 
 B, T, C, H, V = 8, 64, 64, 4, 256
 D = C // H
@@ -54,7 +54,7 @@ class ParallelTransformer(Module):
 
     def __call__(self, tokens, targets):
         """(B, T) int32 each -> (1,)."""
-        angles = rotary_angles(self.frequencies, T, T)
+        angles = elementwise.rotary_angles(self.frequencies, T, T)
         x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, angles)

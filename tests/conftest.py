@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.search import register_profiles
+
+register_profiles()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,21 +25,22 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def cuda_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where CUDA sources that run on the CPU are built, once in a session."""
-    return tmp_path_factory.mktemp("cuda")
+    """Where CUDA sources that run on the CPU are built, once in a session, whichever of its processes needs them first."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cuda"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture
 def own_kernels() -> Iterator[None]:
     """Kernels and activations that a test registers go with it."""
-    from tiles.kernels import registry
+    from tiles.kernels import catalog, registry
 
-    registry.load()
+    catalog.load()
     tables: list[dict[Any, Any]] = [registry._kernels, registry._native, registry._activations]
     before = [dict(table) for table in tables]
     yield
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
-    for cached in (registry.codelet, registry._cpu_codelet, registry._cuda_codelet, registry._native_codelet, registry._widening_codelet):
-        cached.cache_clear()

@@ -1,7 +1,5 @@
 """Tiled tensors, the tasks each operation becomes, and the kernels that carry them out."""
 
-from .kernels.registry import emit, register, register_activation
-from .tensor import TileTensor, TileView
-from .tiling import Tiling
+import lazy_loader
 
-__all__ = ["TileTensor", "TileView", "Tiling", "emit", "register", "register_activation"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,30 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import DataClass, Handle, Kind, TaskRuntime
-from scheduler.storage.device import DeviceMemory
 
-from .kernels.cuda.array import DeviceArray
-from .kernels.registry import codelet
+from .emission import codelet
 from .tiling import Tiling
-
-
-@dataclass(frozen=True, slots=True)
-class TileView:
-    """Shape and dtype of one tile; called by a driver, the array over a node's memory: NumPy's, or a kernel's over that of a GPU."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def __call__(self, memory: Any, offset: int) -> Any:
-        """The tile at `offset` bytes of `memory`, without a copy."""
-        if isinstance(memory, DeviceMemory):
-            return DeviceArray(memory.address + offset, self.shape, self.dtype)
-        return np.ndarray(self.shape, self.dtype, buffer=memory, offset=offset)
-
-    @property
-    def nbytes(self) -> int:
-        """Exact size of the tile."""
-        return prod(self.shape) * self.dtype.itemsize
+from .view import TileView
 
 
 class TileTensor:
@@ -108,11 +87,11 @@ class TileTensor:
         """The whole tensor as an array; waits for whoever writes it."""
         return self.gather(lambda handle: self.runtime.acquire(handle, "R"))
 
-    def gather(self, lend: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
-        """The whole tensor as an array, tile by tile through `lend`, a handle's context manager."""
+    def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
+        """The whole tensor as an array, tile by tile through `borrow`, a handle's context manager."""
         out = np.empty(self.shape, self.dtype)
         for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
-            with lend(handle) as view:
+            with borrow(handle) as view:
                 out[self.tiling.slices(index)] = view
         return out
 

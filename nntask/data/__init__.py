@@ -1,24 +1,5 @@
 """Training data: text or token files become shuffled batches of token windows, with an exact cursor."""
 
-from .dataset import DATASETS, Dataset, DataSpec, check_spec, open_dataset
-from .order import Batch, BatchStream, Cursor, in_order
-from .tokenizer import FILE_NAME as TOKENIZER
-from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from .tokens import TokenFile
+import lazy_loader
 
-__all__ = [
-    "DATASETS",
-    "TOKENIZER",
-    "Batch",
-    "BatchStream",
-    "ByteTokenizer",
-    "Cursor",
-    "DataSpec",
-    "Dataset",
-    "TokenFile",
-    "Tokenizer",
-    "check_spec",
-    "in_order",
-    "load_tokenizer",
-    "open_dataset",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,7 +1,8 @@
 """Datasets by name: `stdlib`, `text`, `WikiText-103` and `train.bin` become one or two token files, and a tokenizer where there is one.
 
-Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary. A file there is whole once
-it has its name (`nntask.writing`): a process that fails leaves nothing behind, one that is killed a hidden directory that the next one removes.
+Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary size. A cached file is
+complete once it has its name (`nntask.io.atomic_write`): a process that fails leaves no file, and a process that is killed leaves a hidden directory
+that the next process removes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Final
 
 import numpy as np
 
-from ..environment import cache_directory
+from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
-from ..writing import written_aside
-from .corpus import stdlib_corpus, text_corpus
-from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_place, wikitext_corpus
+from ..io.atomic_write import written_aside
+from .corpora import stdlib_corpus, text_corpus
+from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
 from .texts import Corpus, Text
-from .tokenizer import FILE_NAME, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
-from .tokens import DTYPES, TokenFile, write_sidecar
+from .token_file import DTYPES, TokenFile, write_sidecar
+from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin")
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
@@ -33,17 +34,17 @@ _FORMAT: Final = "2"  # raise when the meaning of cached files changes
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """What the user asked for.
+    """The user's choice of dataset and tokenizer.
 
     Args:
         dataset: "stdlib", "text", "WikiText-103" or "train.bin".
-        path: file or directory of "text"; directory of "WikiText-103", empty for one in the cache; file, or directory that holds train.bin, of
-            "train.bin".
-        val_path: validation text or tokens; empty for what the dataset brings along.
+        path: for "text", a file or directory; for "WikiText-103", a directory, or "" for one in the cache; for "train.bin", the file of token ids or
+            the directory with a train.bin.
+        val_path: validation text or token ids; "" for the validation split of the dataset, if it has one.
         select: only the first `select` texts (rows of WikiText, sequences of a token file); -1 for all.
-        tokenizer: "auto", "bpe", "bytes", or the name of one on the Hub, which may lie in `tokenizer_path` already.
-        tokenizer_path: directory with tokenizer.json; empty to train one on the text.
-        vocab_size: the model's vocabulary.
+        tokenizer: "auto", "bpe", "bytes", or the name of a tokenizer on the Hub, which may be in `tokenizer_path` already.
+        tokenizer_path: directory with a tokenizer.json; "" to train a tokenizer on the text.
+        vocab_size: number of ids in the model's vocabulary.
     """
 
     dataset: str = "stdlib"
@@ -60,8 +61,12 @@ class Dataset:
     """Training tokens, validation tokens if any, and the tokenizer if known.
 
     Args:
-        fingerprint: a hash that differs when the training tokens do, wherever they lie (of large token files, samples; see `TokenFile.fingerprint`).
-        select_sequences: how many sequences of `train` count; -1 for all.
+        name: the name in `DataSpec.dataset`.
+        train: the training tokens.
+        validation: the validation tokens; None without a validation split.
+        tokenizer: the tokenizer that made the tokens; None if it is unknown.
+        fingerprint: a hash of the training tokens, independent of their path (for large token files a hash of samples; see `TokenFile.fingerprint`).
+        select_sequences: number of sequences of `train` that are used; -1 for all.
     """
 
     name: str
@@ -73,11 +78,11 @@ class Dataset:
 
 
 def check_spec(spec: DataSpec) -> None:
-    """Find out cheaply what `open_dataset` would refuse about names and paths.
+    """Refuse wrong names and paths before the work of `open_dataset`.
 
     Raises:
-        UsageError: a name is not offered, or flags do not go together.
-        DataError: a file that is named does not exist, or a package is missing.
+        UsageError: a name is unknown, or flags exclude each other.
+        DataError: a named file does not exist, or a package is missing.
     """
     if spec.dataset not in DATASETS:
         raise UsageError(
@@ -106,20 +111,20 @@ def check_spec(spec: DataSpec) -> None:
 
 
 def _check_beside(spec: DataSpec) -> None:
-    """Check that a tokenizer that is named is the one that lies beside train.bin and made its ids, if one does.
+    """Check that the named tokenizer equals the tokenizer.json beside train.bin, which made the ids; either may be absent.
 
     Raises:
-        UsageError: they give words other ids, or there is none although --tokenizer bpe asks for it.
-        DataError: one of them is broken.
+        UsageError: the two tokenizers give words different ids, or --tokenizer bpe is given and no tokenizer.json is beside train.bin.
+        DataError: a tokenizer is broken.
     """
-    beside = _train_bin(spec.path).with_name(FILE_NAME)
+    beside = _train_bin(spec.path).with_name(TOKENIZER_FILE)
     if spec.tokenizer == "bpe" and not spec.tokenizer_path and not beside.is_file():
         raise UsageError(
             f"--tokenizer bpe with --dataset train.bin is the tokenizer that made the ids, and there is no {beside}; "
             "name its directory with --tokenizer-path, or drop --tokenizer"
         )
     if spec.tokenizer not in _OWN_TOKENIZERS:
-        named = tokenizer_place(spec.tokenizer, spec.tokenizer_path)
+        named = tokenizer_location(spec.tokenizer, spec.tokenizer_path)
     elif spec.tokenizer_path:
         named = Path(spec.tokenizer_path)
     else:
@@ -138,18 +143,18 @@ def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _advice(spec: DataSpec) -> str:
-    """How to have data without the Hub."""
+    """The advice in errors about an unreachable Hub: the command that prepares the data on another machine."""
     flags = {"dataset": spec.dataset, "dataset-path": spec.path, "tokenizer": spec.tokenizer, "tokenizer-path": spec.tokenizer_path}
     select = f" --dataset-select {spec.select}" if spec.select != -1 else ""
     command = "nntask data prepare" + "".join(f" --{name} {shlex.quote(value)}" for name, value in flags.items() if value) + select
     return f"on a machine that reaches it run: {command} --output DIR; then copy DIR here and use --dataset train.bin --dataset-path DIR"
 
 
-def located(spec: DataSpec) -> DataSpec:
-    """The spec with the place of a named tokenizer, fetched if need be.
+def with_tokenizer_path(spec: DataSpec) -> DataSpec:
+    """The spec with `tokenizer_path` set to the directory of a tokenizer of the Hub, which is fetched if it is not on this machine.
 
     Raises:
-        DataError: it cannot be fetched.
+        DataError: the tokenizer cannot be fetched.
     """
     if spec.tokenizer in _OWN_TOKENIZERS:
         return spec
@@ -160,7 +165,7 @@ def corpus_of(spec: DataSpec) -> Corpus:
     """The texts that a spec names.
 
     Raises:
-        DataError: they are missing, or cannot be fetched.
+        DataError: the texts are missing, or cannot be fetched.
     """
     if spec.dataset == "stdlib":
         corpus = stdlib_corpus(spec.select)
@@ -175,16 +180,18 @@ def corpus_of(spec: DataSpec) -> Corpus:
 
 
 def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence: None) -> Dataset:
-    """Open what `spec` names, tokenising text that is not in the cache yet.
+    """Open the dataset that a spec names; text that is not in the cache is tokenised first.
 
     Args:
-        report: called with a sentence before anything that takes seconds.
+        spec: the choice of dataset and tokenizer.
+        report: called with a sentence before each piece of work that takes seconds.
 
     Raises:
+        UsageError: a name is unknown, or flags exclude each other.
         DataError: the data is missing, broken, or does not fit the vocabulary.
     """
     check_spec(spec)
-    spec = located(spec)
+    spec = with_tokenizer_path(spec)
     if spec.dataset == "train.bin":
         return _open_tokens(spec)
     corpus = corpus_of(spec)
@@ -199,10 +206,10 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
-    """Check that the model knows every id of the tokenizer; it may know more, which are never used.
+    """Check that the model's vocabulary covers every id of the tokenizer; surplus ids of the model are never used.
 
     Raises:
-        DataError: it does not.
+        DataError: the tokenizer has more ids than the model.
     """
     if tokenizer.vocab_size > spec.vocab_size:
         raise DataError(
@@ -220,11 +227,11 @@ def _open_tokens(spec: DataSpec) -> Dataset:
     has_validation = bool(spec.val_path) or (beside.exists() and beside != path)
     validation = TokenFile(val_path, vocab_size=spec.vocab_size, flag="--val-path") if has_validation else None
     tokenizer: Tokenizer | None = None
-    known = path.with_name(FILE_NAME)
+    known = path.with_name(TOKENIZER_FILE)
     if spec.tokenizer_path or (spec.tokenizer in ("auto", "bpe") and known.is_file()):
         tokenizer = load_tokenizer(spec.tokenizer_path or known)
         check_vocabulary(tokenizer, spec)
-        tokenizer.begin_of_text  # noqa: B018 - the sample needs it, and is refused before the training rather than after it
+        tokenizer.begin_of_text  # noqa: B018 - raises before the training, where the sample text after it would need this id in vain
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
     return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select)
@@ -235,10 +242,10 @@ def _train_bin(path: str) -> Path:
 
 
 def _tokenizer_key(spec: DataSpec) -> str:
-    """What decides the tokens of a text besides the training texts."""
+    """A key for the cache: it differs between tokenizers that may give a text different tokens."""
     if spec.tokenizer_path:
         tokenizer, file = load_tokenizer(spec.tokenizer_path), Path(spec.tokenizer_path)
-        digest = hashlib.sha256((file / FILE_NAME if file.is_dir() else file).read_bytes())
+        digest = hashlib.sha256((file / TOKENIZER_FILE if file.is_dir() else file).read_bytes())
         digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}".encode())
         return digest.hexdigest()
     kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
@@ -246,12 +253,12 @@ def _tokenizer_key(spec: DataSpec) -> str:
 
 
 def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of `spec`: loaded, plain bytes, from `directory`, or trained now and kept there."""
+    """The tokenizer of `spec`: loaded from its path, plain bytes, loaded from `directory`, or trained on the corpus and saved in `directory`."""
     if spec.tokenizer_path:
         return load_tokenizer(spec.tokenizer_path)
     if spec.tokenizer == "bytes" or not have_tokenizers():
         return ByteTokenizer(spec.vocab_size)
-    cached = directory / FILE_NAME
+    cached = directory / TOKENIZER_FILE
     if cached.is_file():
         with _broken_cache(directory):
             return load_tokenizer(cached)
@@ -259,12 +266,12 @@ def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callab
     tokenizer = train_bpe(_head(corpus.train, _TRAINING_NBYTES), spec.vocab_size)
     with written_aside(cached) as new:
         tokenizer.save(new.parent)
-        (new.parent / FILE_NAME).rename(new)
+        (new.parent / TOKENIZER_FILE).rename(new)
     return tokenizer
 
 
 def _head(texts: tuple[Text, ...], nbytes: int) -> Iterator[str]:
-    """Pieces of the texts until about `nbytes` characters have passed."""
+    """The first pieces of the texts, about `nbytes` characters in all."""
     seen = 0
     for text in texts:
         for piece in text.pieces():
@@ -283,13 +290,19 @@ def _encoded(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_si
 
 
 def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> int:
-    """Write the token file of `texts`: each with the end of text behind it, and what begins a text before it if that is another id.
+    """Write the token file of `texts`: each text is followed by the end-of-text id, and preceded by the begin-of-text id if that is a different id.
+
+    Args:
+        texts: the texts, in the order of the file.
+        path: the token file to write; its sidecar goes beside it.
+        tokenizer: the tokenizer that encodes the texts.
+        report: called with a sentence before the work.
 
     Returns:
         The number of tokens.
 
     Raises:
-        DataError: nothing says how texts of this tokenizer end.
+        DataError: the tokenizer has no end-of-text id.
     """
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
     end = np.array([tokenizer.end_of_text], dtype).tobytes()
@@ -309,7 +322,7 @@ def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, repo
 
 @contextlib.contextmanager
 def _broken_cache(directory: Path) -> Iterator[None]:
-    """Turns the error about a file that is broken into one that says who made it."""
+    """Turns an error about a broken file of the cache into one that says how to have the file made again."""
     try:
         yield
     except DataError as error:
@@ -317,7 +330,7 @@ def _broken_cache(directory: Path) -> Iterator[None]:
 
 
 class _cache_errors:
-    """Turns an I/O error of the cache into one that says which variable moves it."""
+    """Turns an I/O error of the cache into one that names the environment variable of the cache's directory."""
 
     def __enter__(self) -> None:
         return None

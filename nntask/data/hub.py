@@ -1,7 +1,7 @@
-"""What comes from the Hugging Face Hub: WikiText and tokenizers, looked for on this machine first.
+"""WikiText and tokenizers of the Hugging Face Hub, looked for on this machine first.
 
-Files that lie in the directory are read directly, whatever put them there: the Hub's parquet files, the cache of `datasets`, or text. Only where
-there are none is the Hub asked, after a probe that takes at most `PATIENCE` seconds, so that a machine without a network says so at once.
+Files on this machine are read directly, whatever their origin: the Hub's parquet files, the cache of `datasets`, or plain text. Only where there are
+none is the Hub asked, after a probe of at most `PROBE_SECONDS`, so that a machine without a network gets its error at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
-from ..environment import cache_directory
+from ..config.environment import cache_directory
 from ..errors import DataError
-from .rows import TABLES, RowText, check_tables
-from .special import SPECIAL_FILES
+from .special_tokens import SPECIAL_FILES
+from .tables import TABLES, RowText, check_tables
 from .texts import Corpus
-from .tokenizer import FILE_NAME
+from .tokenizer import TOKENIZER_FILE
 
 WIKITEXT: Final = "WikiText-103"
-PATIENCE: Final = 4.0
-"""Seconds to wait for the Hub's first answer."""
+PROBE_SECONDS: Final = 4.0
+"""Longest wait for the Hub's first answer, in seconds."""
 _REPOSITORY: Final = "Salesforce/wikitext"
 _NAME: Final = "wikitext-103-raw-v1"
 _SPLITS: Final = {"train": {"train"}, "validation": {"validation", "valid", "val"}}
@@ -33,14 +33,14 @@ _SUFFIXES: Final = (*TABLES, ".raw", ".tokens", ".txt")
 
 
 def wikitext_directory(path: str) -> Path:
-    """Where WikiText is looked for, and where it is put when it is fetched."""
+    """The directory in which WikiText is looked for, and into which it is fetched."""
     return Path(path) if path else cache_directory() / "hub"
 
 
 def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
-    """Split -> files of WikiText on this machine; empty where there are none for training.
+    """Split name -> files of WikiText on this machine; empty where there is no file of the training split.
 
-    Files are told by their names: a split's name is a word of the file's, one suffix for all.
+    A file belongs to a split if the split's name is a word of the file's name; all files have one suffix.
     """
     root = wikitext_directory(path)
     if root.is_file():
@@ -58,14 +58,15 @@ def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
 
 
 def wikitext_corpus(path: str, select: int, advice: str) -> Corpus:
-    """WikiText-103: the rows of its training split and those of its validation split, fetched if they are not there.
+    """WikiText-103: the rows of its training split and of its validation split, fetched if they are not on this machine.
 
     Args:
+        path: directory of WikiText; "" for the cache.
         select: only the first `select` rows for training; -1 for all.
-        advice: what to do where they cannot be fetched.
+        advice: remedy that ends the error message where fetching fails.
 
     Raises:
-        DataError: they are not there and cannot be fetched.
+        DataError: the files are not on this machine and cannot be fetched.
     """
     files = wikitext_files(path)
     if not files:
@@ -75,19 +76,20 @@ def wikitext_corpus(path: str, select: int, advice: str) -> Corpus:
         raise DataError(
             f"{_REPOSITORY} was fetched to {wikitext_directory(path)}, and no training split is there; remove it and try again, or {advice}"
         )
-    texts = {split: (RowText(f"{WIKITEXT}/{split}", None, files=places),) if places else () for split, places in files.items()}
+    texts = {split: (RowText(f"{WIKITEXT}/{split}", None, files=paths),) if paths else () for split, paths in files.items()}
     train = RowText(f"{WIKITEXT}/train", None, files=files["train"], select=select if select > 0 else -1)
     return Corpus(WIKITEXT, (train,), texts.get("validation", ()))
 
 
 def check_wikitext(path: str, advice: str) -> None:
-    """Find out cheaply whether WikiText can be had.
+    """Check that WikiText is on this machine or can be fetched, without fetching it.
 
     Args:
-        advice: what to do where it cannot.
+        path: directory of WikiText; "" for the cache.
+        advice: remedy that ends the error message.
 
     Raises:
-        DataError: it is neither on this machine nor to be fetched.
+        DataError: WikiText is not on this machine and cannot be fetched.
     """
     files = wikitext_files(path)
     if files:
@@ -116,11 +118,11 @@ def check_hub(what: str, advice: str) -> None:
     """Check that the Hub answers.
 
     Args:
-        what: cannot be had without it.
-        advice: what to do then.
+        what: the flag and the missing file, the beginning of the error message.
+        advice: remedy that ends the error message.
 
     Raises:
-        DataError: it does not, within `PATIENCE` seconds.
+        DataError: the Hub is forbidden by HF_HUB_OFFLINE, or does not answer within `PROBE_SECONDS`.
     """
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
@@ -131,12 +133,12 @@ def check_hub(what: str, advice: str) -> None:
 
 
 def _probe(host: str) -> str:
-    """Why a host does not answer; empty when it does. A thread of its own, because looking up a name cannot be given a deadline."""
+    """The reason why a host does not answer; "" when it answers. A thread asks, because the look-up of a host name takes no deadline."""
     answers: list[str] = []
 
     def ask() -> None:
         try:
-            with urllib.request.urlopen(urllib.request.Request(host, method="HEAD"), timeout=PATIENCE):
+            with urllib.request.urlopen(urllib.request.Request(host, method="HEAD"), timeout=PROBE_SECONDS):
                 answers.append("")
         except urllib.error.HTTPError:  # an answer, even if it is no
             answers.append("")
@@ -145,49 +147,59 @@ def _probe(host: str) -> str:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    return answers[0] if answers else f"no answer within {PATIENCE:g} s"
+    thread.join(PROBE_SECONDS)
+    return answers[0] if answers else f"no answer within {PROBE_SECONDS:g} s"
 
 
-def tokenizer_place(name: str, path: str) -> Path:
-    """Where the tokenizer `name` is looked for: in the directory, below it under its name, and where it is put when it is fetched."""
+def tokenizer_location(name: str, path: str) -> Path:
+    """The file or directory of the tokenizer `name`: `path` if it holds a tokenizer, else the directory `name` below it, the target of a fetch."""
     root = Path(path) if path else cache_directory() / "tokenizers"
-    if root.is_file() or (path and (root / FILE_NAME).is_file()):
+    if root.is_file() or (path and (root / TOKENIZER_FILE).is_file()):
         return root
     return root / name
 
 
 def check_tokenizer(name: str, path: str, advice: str) -> None:
-    """Find out cheaply whether a tokenizer can be had; arguments as of `check_wikitext`.
+    """Check that a tokenizer is on this machine or can be fetched, without fetching it.
+
+    Args:
+        name: the tokenizer's name on the Hub.
+        path: directory in which it is looked for; "" for the cache.
+        advice: remedy that ends the error message.
 
     Raises:
-        DataError: it is neither on this machine nor to be fetched.
+        DataError: the tokenizer is not on this machine and cannot be fetched.
     """
-    place = tokenizer_place(name, path)
-    if place.is_file() or (place / FILE_NAME).is_file():
+    found = tokenizer_location(name, path)
+    if found.is_file() or (found / TOKENIZER_FILE).is_file():
         return
-    what = f"--tokenizer {name}: there is no {FILE_NAME} in {path or place}"
+    what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or found}"
     if importlib.util.find_spec("huggingface_hub") is None:
         raise DataError(f"{what}, and fetching it needs the huggingface_hub package; pip install huggingface_hub, or {advice}")
     check_hub(what, advice)
 
 
 def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
-    """The place of the tokenizer `name`, fetched if it is not there, with the files that belong to it; arguments as of `check_wikitext`.
+    """The file or directory of the tokenizer `name`, fetched with its companion files if it is not on this machine.
+
+    Args:
+        name: the tokenizer's name on the Hub.
+        path: directory in which it is looked for; "" for the cache.
+        advice: remedy that ends the error message.
 
     Raises:
-        DataError: it cannot be fetched.
+        DataError: the tokenizer cannot be fetched.
     """
-    place = tokenizer_place(name, path)
-    if not place.is_file() and not (place / FILE_NAME).is_file():
+    found = tokenizer_location(name, path)
+    if not found.is_file() and not (found / TOKENIZER_FILE).is_file():
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
             for each in SPECIAL_FILES:
                 with contextlib.suppress(EntryNotFoundError):
-                    hf_hub_download(name, each, local_dir=str(place))
-            hf_hub_download(name, FILE_NAME, local_dir=str(place))
+                    hf_hub_download(name, each, local_dir=str(found))
+            hf_hub_download(name, TOKENIZER_FILE, local_dir=str(found))
         except Exception as error:  # the package passes on whatever its many parts raise
             raise DataError(f"--tokenizer {name} could not be fetched: {_first_line(error)}; {advice}") from error
-    return place
+    return found

@@ -1,4 +1,4 @@
-"""Text of any source as files that any machine trains from: train.bin, val.bin and tokenizer.json, in a new directory."""
+"""Tokenised datasets as portable directories: train.bin, val.bin and tokenizer.json, from text of any source."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StorageError, UsageError
-from ..writing import written_aside
-from .dataset import DataSpec, check_spec, check_vocabulary, corpus_of, located, tokenizer_of, write_tokens
+from ..io.atomic_write import written_aside
+from .dataset import DataSpec, check_spec, check_vocabulary, corpus_of, tokenizer_of, with_tokenizer_path, write_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What was written: tokens for training and for validation, and the tokenizer's name and number of ids."""
+class TokenizedDataset:
+    """Facts of a directory of tokens that was written.
+
+    Args:
+        num_train: number of training tokens.
+        num_validation: number of validation tokens.
+        tokenizer: the tokenizer's name.
+        vocab_size: number of the tokenizer's ids.
+    """
 
     num_train: int
     num_validation: int
@@ -21,8 +28,13 @@ class Prepared:
     vocab_size: int
 
 
-def prepare(spec: DataSpec, output: Path, report: Callable[[str], None] = lambda sentence: None) -> Prepared:
-    """Tokenise what `spec` names into the directory `output`, which appears when it is whole (`nntask.writing`).
+def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None] = lambda sentence: None) -> TokenizedDataset:
+    """Tokenise a dataset into a new directory, which appears when it is complete (`nntask.io.atomic_write`).
+
+    Args:
+        spec: the choice of dataset and tokenizer.
+        output: the directory to write.
+        report: called with a sentence before each piece of work that takes seconds.
 
     Raises:
         UsageError: `output` exists and is not empty, or `spec` names token ids.
@@ -34,7 +46,7 @@ def prepare(spec: DataSpec, output: Path, report: Callable[[str], None] = lambda
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} exists; give a new directory")
     check_spec(spec)
-    spec = located(spec)
+    spec = with_tokenizer_path(spec)
     corpus = corpus_of(spec)
     try:
         with written_aside(output) as new:
@@ -46,4 +58,4 @@ def prepare(spec: DataSpec, output: Path, report: Callable[[str], None] = lambda
             num_validation = write_tokens(corpus.validation, new / "val.bin", tokenizer, report) if corpus.validation else 0
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror or error}; make room or name another --output") from error
-    return Prepared(num_train, num_validation, tokenizer.name, tokenizer.vocab_size)
+    return TokenizedDataset(num_train, num_validation, tokenizer.name, tokenizer.vocab_size)

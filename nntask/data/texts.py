@@ -1,4 +1,4 @@
-"""Texts and corpora: what is learnt from, before it is tokens. Texts are read piece by piece."""
+"""Texts and corpora before tokenisation. Texts are read piece by piece."""
 
 from __future__ import annotations
 
@@ -16,15 +16,26 @@ PIECE_NBYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text: its name in the corpus, and its file or, for text that is in no file, its content."""
+    """One text of a corpus.
+
+    Args:
+        name: its name in the corpus.
+        path: its file; None if the text is `content`.
+        content: the text itself, if it is in no file.
+    """
 
     name: str
     path: Path | None
     content: str = ""
 
     def pieces(self) -> Iterator[str]:
-        """The text in pieces of about 1 MiB that end at a line's end, or within a line that is longer than that; bytes that are not UTF-8 are
-        replaced."""
+        """The text in pieces of about 1 MiB, which end at the end of a line, or within a line that is longer than 1 MiB.
+
+        Bytes that are not UTF-8 are replaced by U+FFFD.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
         if self.path is None:
             yield self.content
             return
@@ -42,7 +53,7 @@ class Text:
             raise DataError(f"cannot read {self.path}: {error.strerror}; copy it again, or leave it out") from None
 
     def digest(self) -> bytes:
-        """A hash of the text."""
+        """The SHA-256 of the text in UTF-8."""
         digest = hashlib.sha256()
         for piece in self.pieces():
             digest.update(piece.encode("utf-8"))
@@ -58,7 +69,7 @@ class Corpus:
     validation: tuple[Text, ...]
 
     def fingerprints(self) -> tuple[str, str]:
-        """A hash of the training texts, and one of these and the validation texts. Names do not count: what they decide is order and split."""
+        """A hash of the training texts, and a hash of the training and validation texts. Both depend on the texts and their order, not on names."""
         digest = hashlib.sha256()
         for text in self.train:
             digest.update(text.digest())

@@ -1,6 +1,6 @@
-"""Text to token ids and back: a byte-level BPE trained on the spot with `tokenizers`, or plain bytes where that package is missing.
+"""Text to token ids and back: a byte-level BPE that is trained on the data with `tokenizers`, or plain bytes where that package is missing.
 
-Both cover every possible text, so encoding never fails. Each text of a corpus is followed by `end_of_text`, and stands behind `begin_of_text`.
+Both cover every possible text, so encoding never fails. In a corpus each text is preceded by `begin_of_text` and followed by `end_of_text`.
 """
 
 from __future__ import annotations
@@ -16,28 +16,33 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from .special import END_OF_TEXT, Special, read_special
+from .special_tokens import END_OF_TEXT, Special, read_special
 
-FILE_NAME: Final = "tokenizer.json"
+TOKENIZER_FILE: Final = "tokenizer.json"
 _NUM_BYTES: Final = 256
 
 
 class Tokenizer(Protocol):
-    """What the rest of nntask knows of a tokenizer."""
+    """The interface of tokenizers.
+
+    Attributes:
+        name: "bytes" or "bpe".
+        vocab_size: the largest id plus one.
+    """
 
     name: str
     vocab_size: int
 
     @property
     def special(self) -> Special:
-        """Ids around texts, as far as they are known, and the files that say so."""
+        """The ids around texts, as far as they are known, and the files that declare them."""
 
     @property
     def begin_of_text(self) -> int:
-        """The id before every text: one of its own, or the end of the text before.
+        """The id before every text: a begin-of-text id, or the end-of-text id of the previous text.
 
         Raises:
-            DataError: see `end_of_text`.
+            DataError: no file declares the end-of-text id.
         """
 
     @property
@@ -45,24 +50,31 @@ class Tokenizer(Protocol):
         """The id behind every text.
 
         Raises:
-            DataError: nothing says which it is.
+            DataError: no file declares the end-of-text id.
         """
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """Token ids of each text; with `special`, also those that the tokenizer itself puts around a text."""
+        """(n,) token ids of each text; with `special`, including the ids that the tokenizer's template puts around a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become replacement characters."""
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """(vocab_size,) bytes of text that each id stands for, 0 for special tokens; None where a token alone does not say."""
+        """(vocab_size,) number of bytes of text per id, 0 for special tokens; None where the number depends on neighbouring tokens."""
 
     def save(self, directory: Path) -> None:
-        """Write what `load_tokenizer` needs to `directory`."""
+        """Write the files that `load_tokenizer` reads to `directory`."""
 
 
 class ByteTokenizer:
-    """Every byte is a token; id 256 ends a text where the vocabulary has room for it, a newline where not."""
+    """A tokenizer whose ids 0 to 255 are bytes; a text ends with id 256 if the model's vocabulary has that id, else with a newline.
+
+    Args:
+        vocab_size: number of ids of the model.
+
+    Raises:
+        DataError: the model has fewer than 256 ids.
+    """
 
     name = "bytes"
 
@@ -74,7 +86,7 @@ class ByteTokenizer:
         self.special = Special(self.begin_of_text, (self.end_of_text,))
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """Bytes of each text in UTF-8; nothing is put around them."""
+        """(n,) bytes of each text in UTF-8; `special` has no effect."""
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -88,27 +100,30 @@ class ByteTokenizer:
         return lengths
 
     def save(self, directory: Path) -> None:
-        """Nothing to write: bytes need no table."""
+        """Write no file: plain bytes need no table."""
 
 
 class BpeTokenizer:
-    """A tokenizer held by the `tokenizers` package.
+    """A tokenizer of the `tokenizers` package.
 
     Args:
-        inner: that package's.
-        directory: where it came from, with the files beside it; None if it was made here.
+        inner: a `tokenizers.Tokenizer`.
+        directory: the directory with its companion files; None for a tokenizer that was trained in this process.
+
+    Raises:
+        DataError: a companion file is broken.
     """
 
     name = "bpe"
 
     def __init__(self, inner: Any, directory: Path | None = None) -> None:
         self.inner = inner
-        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids may have holes
+        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids need not be consecutive
         self.special = read_special(directory, inner)
         self._where = directory or "the tokenizer"
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """Token ids of each text; with `special`, as the file's own template has them."""
+        """(n,) token ids of each text; with `special`, including the ids of the template in tokenizer.json."""
         return [np.array(e.ids, np.int64) for e in self.inner.encode_batch_fast(list(texts), add_special_tokens=special)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -117,22 +132,26 @@ class BpeTokenizer:
 
     @property
     def begin_of_text(self) -> int:
-        """The id that the tokenizer puts before a text itself, else that of the end of the text before."""
+        """The begin-of-text id if the tokenizer's template starts a text with it, else the end-of-text id of the previous text."""
         bos = self.special.bos
         return self.end_of_text if bos is None or self.inner.encode("", add_special_tokens=True).ids[:1] != [bos] else bos
 
     @property
     def end_of_text(self) -> int:
-        """The first of the ids that end a text."""
+        """The first of the ids that end a text.
+
+        Raises:
+            DataError: no file declares an end-of-text id.
+        """
         if not self.special.eos:
             raise DataError(
-                f"nothing at {self._where} says which token ends a text; put its model's tokenizer_config.json beside {FILE_NAME}, or write one, "
-                f'for example {{"eos_token": "</s>"}} with a token that is there'
+                f"nothing at {self._where} says which token ends a text; put its model's tokenizer_config.json beside {TOKENIZER_FILE}, or "
+                f'write one, for example {{"eos_token": "</s>"}} with a token that is there'
             )
         return self.special.eos[0]
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """(vocab_size,) bytes: in the byte-level alphabet one character of a token stands for one byte. None for other alphabets."""
+        """(vocab_size,) number of bytes per id: in the byte-level alphabet, one character of a token is one byte. None for other alphabets."""
         if not _is_byte_level(self.inner):
             return None
         lengths = np.zeros(self.vocab_size, np.int64)
@@ -142,14 +161,14 @@ class BpeTokenizer:
         return lengths
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and the files that belong to it."""
-        self.inner.save(str(directory / FILE_NAME), pretty=False)
+        """Write tokenizer.json and its companion files to `directory`."""
+        self.inner.save(str(directory / TOKENIZER_FILE), pretty=False)
         for name, content in self.special.files.items():
             (directory / name).write_text(content, encoding="utf-8")
 
 
 def _is_byte_level(inner: Any) -> bool:
-    """Whether tokens are written in the alphabet of bytes (Radford et al., 2019), which their decoder reads."""
+    """Whether the tokens are written in the byte-level alphabet of GPT-2 (Radford et al., 2019)."""
     decoder = None if inner.decoder is None else json.loads(inner.decoder.__getstate__())
     return decoder is not None and decoder["type"] == "ByteLevel"
 
@@ -160,15 +179,18 @@ def have_tokenizers() -> bool:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer in a directory with tokenizer.json, or in such a file itself.
+    """The tokenizer in a tokenizer.json.
+
+    Args:
+        path: the file, or its directory.
 
     Raises:
-        DataError: there is none, it is broken, or `tokenizers` is not installed.
+        DataError: the file is missing or broken, or `tokenizers` is not installed.
     """
     file = Path(path)
-    file = file / FILE_NAME if file.is_dir() else file
+    file = file / TOKENIZER_FILE if file.is_dir() else file
     if not file.is_file():
-        raise DataError(f"no {FILE_NAME} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
+        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
     if not have_tokenizers():
         raise DataError(f"reading {file} needs the tokenizers package; pip install tokenizers, or use --tokenizer bytes")
     from tokenizers import Tokenizer as Inner
@@ -181,10 +203,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids; the end of text is id 0. The same texts give the same ids.
+    """Train a byte-level BPE of at most `vocab_size` ids, with id 0 as the end of text. Equal texts give equal ids.
 
     Raises:
-        DataError: the vocabulary has no room for the 256 bytes and the end of text.
+        DataError: `vocab_size` is below 257, the number of bytes plus the end-of-text id.
     """
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -1,8 +1,5 @@
 """Models, each in one file that reads from top to bottom, and their configurations."""
 
-from .config import PRESETS, GPT2Config
-from .gpt2 import GPT2
-from .llama import Llama
-from .llama_config import LlamaConfig, RopeScaling
+import lazy_loader
 
-__all__ = ["GPT2", "PRESETS", "GPT2Config", "Llama", "LlamaConfig", "RopeScaling"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,8 +6,8 @@ Letters::
     T  tokens of a sequence        H  heads, each D = C / H features            P  longest sequence (n_positions)
                                    I  width of the feed-forward layer           L  blocks
 
-Activations are cut along B, T and features; weights along both their axes. Heads lie beside each other, (B, T, H*D), and a tile holds whole
-heads. q, k and v are three parameters, so that each can be tiled by heads; `gpt2_names` maps them to Hugging Face's fused one.
+Activations are tiled along B, T and features; weights along both their axes. The heads are adjacent columns, (B, T, H*D), and a tile holds whole
+heads. q, k and v are three parameters, so that each can be tiled by heads; `gpt2_names` maps them to Hugging Face's fused parameter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from scheduler import TaskRuntime
 from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 
-from .. import functional
-from ..autograd import Tensor, checkpoint
-from ..cache import LayerPast, Past
-from ..functional import Masks
-from ..init import normal
-from ..layers import Dropout, Embedding, LayerNorm, Linear
-from ..module import Module, Parameter
-from ..tiling import ModelTiling
-from .config import GPT2Config
+from ..nn import functional
+from ..nn.autograd import Tensor, checkpoint
+from ..nn.functional import Masks
+from ..nn.initializers import normal
+from ..nn.kv_cache import LayerPast, Past
+from ..nn.layers import Dropout, Embedding, LayerNorm, Linear
+from ..nn.module import Module, Parameter
+from ..tiling.model_tiling import ModelTiling
+from .gpt2_config import GPT2Config
 from .language import LanguageModel
 
 
@@ -75,7 +75,7 @@ class MLP(Module):
 
 
 class Block(Module):
-    """One layer: x + attention(norm(x)), then the same with the feed-forward layer."""
+    """One block: x + attention(norm(x)), then x + mlp(norm(x)), both with dropout on the added branch."""
 
     def __init__(self, config: GPT2Config, tiling: ModelTiling, layer: int, *, flash: bool) -> None:
         width, tile, eps = config.n_embd, tiling.embd_tile, config.layer_norm_epsilon
@@ -98,13 +98,13 @@ class GPT2(LanguageModel):
     """A GPT-2 on a runtime.
 
     Args:
-        config: shape and numbers.
+        config: the model's shape and hyperparameters.
         tiling: tile sizes.
-        runtime: who computes.
+        runtime: the runtime that executes the tasks.
         dtype: element type of parameters and activations.
-        seed: of the first weights; None leaves them unwritten, for weights that are loaded.
-        recompute: keep only the input of each block and compute the rest again in the backward pass.
-        flash: attention without the full score matrix.
+        seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
+        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
+        flash: whether attention avoids the full matrix of scores.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class GPT2(LanguageModel):
         self.allocate(runtime, dtype, seed)
 
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
-        """What the head sees: (B, T) int32 -> (B, T, C)."""
+        """Features before the head: (B, T) int32 -> (B, T, C)."""
         x = self.wte(tokens)  # (B, T, C)
         x = functional.add_positions(x, self.wpe.weight) if past is None else x + self.wpe(past.positions)  # + (P, C)[positions] -> (B, T, C)
         x = self.embd_dropout(x, masks)
@@ -145,5 +145,5 @@ class GPT2(LanguageModel):
 
 
 def _projection_std(config: GPT2Config) -> float:
-    """Of layers that write to the residual stream: smaller by the root of their number (Radford et al., 2019, section 2.3)."""
+    """Initial standard deviation of layers that add to the residual stream: initializer_range / sqrt(2 L) (Radford et al., 2019, section 2.3)."""
     return config.initializer_range / sqrt(2 * config.n_layer)

@@ -1,8 +1,8 @@
-"""Names and layouts of GPT-2 weights: ours and Hugging Face's, both ways. Pure functions on arrays; the same for weights and gradients.
+"""Translation between our names and layouts of GPT-2 weights and Hugging Face's: pure functions on arrays, for weights and gradients alike.
 
-Theirs: ``transformer.`` in front of everything but the head, and one ``c_attn`` of shape (C, 3C) that holds q, k and v side by side. Their
-"Conv1D" weights are (in, out) like ours, so nothing is transposed. Checkpoints on the Hub come with and without the prefix, with and without
-attention masks (``attn.bias``), and with a head even when it is tied.
+Hugging Face puts ``transformer.`` before every name but the head's, and has one ``c_attn`` of shape (C, 3C) with q, k and v as column blocks. Its
+"Conv1D" weights are (in, out) like ours, so none is transposed. Checkpoints on the Hub come with and without the prefix, with and without attention
+masks (``attn.bias``), and with a head even when it is tied to the embedding.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from .checks import check_head
-from .config import GPT2Config
+from .config_checks import check_head
+from .gpt2_config import GPT2Config
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -30,7 +30,8 @@ def to_hf(arrays: Mapping[str, npt.NDArray[Any]], config: GPT2Config) -> Arrays:
     """Arrays under our names -> the state dict of a ``GPT2LMHeadModel``.
 
     Args:
-        arrays: as `Module.named_parameters` names them; a tied head is not among them.
+        arrays: name of `Module.named_parameters` -> array, without a tied head.
+        config: the model's config.
     """
     state: Arrays = {}
     for name, array in arrays.items():

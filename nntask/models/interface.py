@@ -1,4 +1,4 @@
-"""What tiling, trainer and planner ask of a model's config, and no more. `registry` lists the configs that answer."""
+"""The interface of model configs that tiling, training and planning use. `registry` lists the classes that implement it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, Protocol, Self
 
 
 class ModelConfig(Protocol):
-    """Shape of a model of blocks, each an attention and a feed-forward layer; a frozen dataclass with Hugging Face's field names.
+    """Shape of a model of blocks with an attention and a feed-forward layer each; implementations are frozen dataclasses with Hugging Face's fields.
 
-    The letters are those of the models: V, P, C, H, D, I.
+    Letters: V vocabulary, P longest sequence, C width of the residual stream, H heads, D width of a head, I width of the feed-forward layer.
     """
 
     @property
@@ -17,7 +17,7 @@ class ModelConfig(Protocol):
 
     @property
     def positions_key(self) -> str:
-        """How the family's JSON calls the longest sequence, for messages."""
+        """Key of the longest sequence in the family's JSON, for error messages."""
 
     @property
     def vocab_size(self) -> int:
@@ -37,11 +37,11 @@ class ModelConfig(Protocol):
 
     @property
     def n_head(self) -> int:
-        """H: heads of queries."""
+        """H: number of heads of queries."""
 
     @property
     def n_kv_head(self) -> int:
-        """Heads of keys and values; divides n_head."""
+        """Number of heads of keys and values; divides n_head."""
 
     @property
     def head_size(self) -> int:
@@ -53,7 +53,7 @@ class ModelConfig(Protocol):
 
     @property
     def num_inner_matrices(self) -> int:
-        """Matrices (C, I) of one feed-forward layer, in either orientation."""
+        """Number of matrices (C, I) or (I, C) in one feed-forward layer."""
 
     @property
     def num_parameters(self) -> int:
@@ -66,4 +66,4 @@ class ModelConfig(Protocol):
         """The same config with `count` blocks."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Values as Hugging Face's JSON has them, with the model_type."""
+        """The config as Hugging Face's JSON object, with its model_type."""

@@ -1,4 +1,4 @@
-"""What every language model here shares: its inputs, its loss and its scores. A model adds what lies between tokens and head.
+"""The base class of language models: inputs, loss and scores. A subclass adds the layers between tokens and head.
 
 Letters: B sequences of T tokens, C features of the residual stream, V vocabulary.
 """
@@ -12,23 +12,23 @@ from scheduler import TaskRuntime
 from tiles import TileTensor
 from tiles.ops import select
 
-from .. import functional
-from ..autograd import Tensor
-from ..cache import Past
 from ..errors import UsageError
-from ..functional import Masks
-from ..module import Module, Parameter
-from ..tiling import ModelTiling
+from ..nn import functional
+from ..nn.autograd import Tensor
+from ..nn.functional import Masks
+from ..nn.kv_cache import Past
+from ..nn.module import Module, Parameter
+from ..tiling.model_tiling import ModelTiling
 from .interface import ModelConfig
 
 
 class LanguageModel(Module):
-    """Base of models on a runtime; a subclass makes its parts, sets `lm_head` (V, C), calls `allocate` and defines `trunk`.
+    """Base class of language models; a subclass makes its layers, sets `lm_head` (V, C), calls `allocate` and defines `trunk`.
 
     Args:
-        config: shape and numbers.
+        config: the model's shape and hyperparameters.
         tiling: tile sizes.
-        runtime: who computes.
+        runtime: the runtime that executes the tasks.
     """
 
     lm_head: Parameter
@@ -39,25 +39,28 @@ class LanguageModel(Module):
         self.given_tiling = tiling
 
     def allocate(self, runtime: TaskRuntime, dtype: npt.DTypeLike, seed: int | None) -> None:
-        """Tiles and first values of every parameter, and the key of the dropout masks; see `Module.allocate`."""
+        """Create the tiles of every parameter with their initial values, and the key of the dropout masks; see `Module.allocate`."""
         super().allocate(runtime, dtype, seed)
         self.dropout_key = TileTensor(runtime, (2,), (2,), np.uint64, kind="input", data_class="data", name="dropout key")
         self.dropout_key.write(np.array([seed or 0, 0], np.uint64))
 
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
-        """What the head sees: (B, T) int32 -> (B, T, C).
+        """Features before the head: (B, T) int32 -> (B, T, C).
 
         Args:
-            past: keys and values of the tokens before these, to which theirs are added; None where the sequences begin here.
+            tokens: (B, T) int32.
+            masks: the dropout masks of this forward pass; None without dropout.
+            past: cached keys and values of the preceding tokens, to which the keys and values of these tokens are added; None where the sequences
+                begin with these tokens.
         """
         raise NotImplementedError
 
     def input_tensors(self, batch: int, seq_len: int | None = None) -> tuple[TileTensor, TileTensor]:
-        """Tokens and targets (B, T) int32, to be written before each step.
+        """Tokens and targets, (B, T) int32 each, which the program writes before each step.
 
         Args:
-            batch: B.
-            seq_len: T, at most the config's n_positions, which is the default.
+            batch: B, sequences.
+            seq_len: T, tokens of a sequence, at most n_positions; None for n_positions.
 
         Raises:
             UsageError: a count is not positive or T is too long.
@@ -75,7 +78,7 @@ class LanguageModel(Module):
         return tokens, targets
 
     def position_tensor(self, batch: int) -> TileTensor:
-        """(B,) int32 input for `next_logits`, cut like the sequences."""
+        """A (B,) int32 input for `next_logits`, tiled like the batch axis of the tokens."""
         tile = (self.given_tiling.minibatch_tile,)
         return TileTensor(self.runtime, (batch,), tile, np.int32, kind="input", data_class="data", name="positions")
 
@@ -84,16 +87,16 @@ class LanguageModel(Module):
 
         Args:
             tokens: (B, T) int32.
-            targets: (B, T) int32, usually the tokens one further; -1 is ignored (and counted by the mean).
+            targets: (B, T) int32, usually the tokens shifted by one; a target -1 adds no loss, but counts in the mean.
             reduction: "mean" over the B*T tokens, or "sum".
-            scale: factor on top; 1 / n for each of n equal minibatches makes their sum the mean over the batch.
-            minibatch: number of this forward pass within the step; it chooses the dropout masks.
+            scale: factor of the loss; 1 / n for each of n equal minibatches makes their sum the mean over the batch.
+            minibatch: index of this forward pass within the step; it selects the dropout masks.
 
         Returns:
-            (1,), a loss: call ``backward()`` on it.
+            (1,), the loss, whose ``backward()`` computes the gradients.
 
         Raises:
-            UsageError: an unknown reduction, or tokens and targets that do not fit the model.
+            UsageError: the reduction is unknown, or the tokens and targets do not fit the model.
         """
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}; choose one of them')
@@ -105,7 +108,11 @@ class LanguageModel(Module):
         return functional.linear_cross_entropy(x, self.lm_head, targets, scale=scale)  # (B, T, C) @ (V, C)^T -> (1,)
 
     def hidden(self, tokens: TileTensor, minibatch: int = 0) -> Tensor:
-        """What the head sees: (B, T) int32 -> (B, T, C)."""
+        """Features before the head, for sequences without a past: (B, T) int32 -> (B, T, C).
+
+        Raises:
+            UsageError: the tokens have another rank, or sequences are too long.
+        """
         if len(tokens.shape) != 2 or tokens.shape[1] > self.config.n_positions:
             raise UsageError(
                 f"tokens must be (B, T) with T at most {self.config.positions_key} = {self.config.n_positions}, got {tokens.shape}; "
@@ -114,15 +121,15 @@ class LanguageModel(Module):
         return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None)
 
     def logits(self, tokens: TileTensor) -> Tensor:
-        """Scores of the token after each token: (B, T) int32 -> (B, T, V). Large: for training use the model itself."""
+        """Scores of the next token after every token: (B, T) int32 -> (B, T, V). The result is large; training calls the model itself."""
         return functional.linear(self.hidden(tokens), self.lm_head, None, transpose_w=True)  # (B, T, C) @ (V, C)^T -> (B, T, V)
 
     def next_logits(self, tokens: TileTensor, positions: TileTensor) -> Tensor:
         """Scores of the token after one chosen token of each sequence.
 
         Args:
-            tokens: (B, T) int32; what follows the chosen token is ignored, any ids will do.
-            positions: (B,) int32 input: the chosen token, from 0.
+            tokens: (B, T) int32; ids after the chosen token have no effect.
+            positions: (B,) int32 input: index of the chosen token in its sequence, from 0.
 
         Returns:
             (B, 1, V).
@@ -131,5 +138,5 @@ class LanguageModel(Module):
         return functional.linear(last, self.lm_head, None, transpose_w=True)  # (B, 1, C) @ (V, C)^T -> (B, 1, V)
 
     def continued_logits(self, tokens: TileTensor, past: Past) -> Tensor:
-        """Scores of the token after each of some tokens that continue cached ones: (B, w) int32 -> (B, w, V)."""
+        """Scores of the next token after each of w tokens that continue cached sequences: (B, w) int32 -> (B, w, V)."""
         return functional.linear(self.trunk(tokens, None, past), self.lm_head, None, transpose_w=True)  # (B, w, C) @ (V, C)^T -> (B, w, V)

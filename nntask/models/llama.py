@@ -7,9 +7,9 @@ Letters::
     L  blocks                      G  heads of keys and values: H / G queries share one
                                    I  width of the feed-forward layer (intermediate_size)
 
-Activations are cut along B, T and features; weights along both their axes. Heads lie beside each other, (B, T, H*D) and (B, T, G*D). A tile of
-queries holds whole groups of heads that share a head of keys and values, and the tile of keys beside it holds just those. Matrices are (out, in), as
-Hugging Face stores them, so that a file maps onto tiles as it is; `llama_names` has the names.
+Activations are tiled along B, T and features; weights along both their axes. The heads are adjacent columns, (B, T, H*D) and (B, T, G*D). A tile of
+queries holds whole groups of heads that share a head of keys and values, and the corresponding tile of keys holds exactly these shared heads.
+Matrices are (out, in), as Hugging Face stores them, so that tiles map onto files without transposition; `llama_names` translates the names.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 from tiles.ops import elementwise
 
-from .. import functional
-from ..autograd import Tensor, checkpoint
-from ..cache import LayerPast, Past
-from ..functional import Masks
-from ..init import normal
-from ..layers import Embedding, RMSNorm, TransposedLinear
-from ..module import Module, Parameter
-from ..tiling import ModelTiling
+from ..nn import functional
+from ..nn.autograd import Tensor, checkpoint
+from ..nn.functional import Masks
+from ..nn.initializers import normal
+from ..nn.kv_cache import LayerPast, Past
+from ..nn.layers import Embedding, RMSNorm, TransposedLinear
+from ..nn.module import Module, Parameter
+from ..tiling.model_tiling import ModelTiling
 from .language import LanguageModel
 from .llama_config import LlamaConfig
 
 Angles = tuple[TileTensor, TileTensor]
-"""cos and sin of every position's angles, (T, D / 2) each, or (B, T, D / 2) where sequences are at positions of their own."""
+"""Cosines and sines of the rotary angles, (T, D / 2) each, or (B, T, D / 2) where each sequence has positions of its own."""
 
 
 class Attention(Module):
@@ -83,7 +83,7 @@ class MLP(Module):
 
 
 class Block(Module):
-    """One layer: x + attention(norm(x)), then the same with the feed-forward layer."""
+    """One block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: LlamaConfig, tiling: ModelTiling, layer: int, *, flash: bool) -> None:
         width, tile, eps = config.n_embd, tiling.embd_tile, config.rms_norm_eps
@@ -104,13 +104,13 @@ class Llama(LanguageModel):
     """A LLaMA on a runtime.
 
     Args:
-        config: shape and numbers.
+        config: the model's shape and hyperparameters.
         tiling: tile sizes.
-        runtime: who computes.
+        runtime: the runtime that executes the tasks.
         dtype: element type of parameters and activations.
-        seed: of the first weights; None leaves them unwritten, for weights that are loaded.
-        recompute: keep only the input of each block and compute the rest again in the backward pass.
-        flash: attention without the full score matrix.
+        seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
+        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
+        flash: whether attention avoids the full matrix of scores.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Llama(LanguageModel):
         self.frequencies.write(rotary_frequencies(config).astype(angle_dtype))
 
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
-        """What the head sees: (B, T) int32 -> (B, T, C)."""
+        """Features before the head: (B, T) int32 -> (B, T, C)."""
         if past is None:
             angles = elementwise.rotary_angles(self.frequencies, tokens.shape[1], tokens.tile[1])  # 2 x (T, D / 2)
         else:
@@ -155,9 +155,9 @@ class Llama(LanguageModel):
 
 
 def rotary_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
-    """Radians per position of each pair of features, theta^(-2i / D) and scaled as the config says, -> (D / 2,).
+    """Rotary frequencies, (D / 2,) fp32: radians per position of feature pair i, theta^(-2i / D), scaled as the config says.
 
-    In fp32 throughout, as transformers computes them: at position 100,000 the last digit of a frequency is a visible angle.
+    All arithmetic is in fp32, as in transformers: at position 100,000 the last digit of a frequency is a visible angle.
     """
     size = config.head_size
     plain = (1 / np.float32(config.rope_theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))).astype(np.float32)
@@ -170,6 +170,6 @@ def rotary_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
     low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert isinstance(low, float) and isinstance(high, float) and isinstance(original, int)  # noqa: PT018 - llama3, as the config has checked
     wavelengths = 2 * pi / plain  # positions per turn
-    share = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # of the plain frequency: 1 for short waves, 0 for long ones
+    share = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # weight of the unscaled frequency: 1 for short wavelengths, 0 for long ones
     blended: npt.NDArray[np.float32] = ((1 - share) * plain / factor + share * plain).astype(np.float32)
     return blended

@@ -1,8 +1,8 @@
-"""LLaMA configurations: the JSON keys of Hugging Face, checked one by one; and the presets.
+"""LLaMA configurations with the JSON keys of Hugging Face, checked one by one, and the presets.
 
-Rules: the six keys that fix the shape must be there, everything else has Hugging Face's default, keys we do not know are ignored. Rotary scaling is
-read as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters`` (transformers 5), and written the first way, which both read.
-Where a file has both, they must say the same.
+Rules: the six keys that fix the shape are required, every other key has Hugging Face's default, and unknown keys are ignored. Rotary scaling is read
+from ``rope_theta`` and ``rope_scaling`` (transformers 4) or from ``rope_parameters`` (transformers 5), and written in the former format, which both
+versions read. Where a file has both formats, their values must agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .checks import (
+from .config_checks import (
     LARGEST_COUNT,
     LARGEST_DEPTH,
     check_choice,
@@ -29,21 +29,20 @@ from .checks import (
 )
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3")
-"""Kinds of rotary scaling; yarn and longrope are not there."""
+"""The kinds of rotary scaling that are implemented; yarn and longrope are not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How the angles of a rotary embedding are stretched for longer sequences; field names as in ``rope_scaling``.
+    """Scaling of rotary frequencies for longer sequences; field names as in ``rope_scaling``.
 
     Args:
-        rope_type: "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides those with long
-            wavelengths (Llama 3.1). "dynamic" changes nothing up to max_position_embeddings, which no sequence here exceeds; beyond it,
-            transformers' angles depend on the longest sequence seen so far.
-        factor: at least 1.
-        low_freq_factor, high_freq_factor: of llama3. Wavelengths above original / low are divided, those below original / high are not, and
-            those between are blended.
-        original_max_position_embeddings: of llama3, the longest sequence of the first training.
+        rope_type: "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides only frequencies with
+            long wavelengths (Llama 3.1). "dynamic" has no effect up to max_position_embeddings tokens, the longest sequence that is accepted here.
+        factor: the divisor, at least 1.
+        low_freq_factor, high_freq_factor: for "llama3": frequencies with a wavelength above original / low are divided, frequencies with a
+            wavelength below original / high are kept, and the frequencies between are blended.
+        original_max_position_embeddings: for "llama3": the longest sequence of the original training, in tokens.
     """
 
     rope_type: str
@@ -53,30 +52,30 @@ class RopeScaling:
     original_max_position_embeddings: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values as JSON has them; what the kind does not use is left out."""
+        """The scaling as a JSON object, without the keys that its kind does not use."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape and numbers of a LLaMA; field names and meaning as in ``transformers.LlamaConfig``.
+    """Shape and hyperparameters of a LLaMA; field names and meaning as in ``transformers.LlamaConfig``.
 
     Args:
         vocab_size: V, number of token ids.
         hidden_size: C, width of the residual stream.
         intermediate_size: I, width inside the feed-forward layer.
         num_hidden_layers: number of blocks.
-        num_attention_heads: H, heads of queries.
-        num_key_value_heads: G, heads of keys and values; divides H, and None is H.
+        num_attention_heads: H, number of heads of queries.
+        num_key_value_heads: G, number of heads of keys and values; divides H; None for H.
         max_position_embeddings: P, longest sequence.
-        hidden_act: "silu", or "swish", which is the same.
+        hidden_act: "silu", or its synonym "swish".
         initializer_range: standard deviation of initial weights.
-        rms_norm_eps: added to the mean of squares.
-        tie_word_embeddings: the head is the token embedding.
+        rms_norm_eps: term added to the mean of squares.
+        tie_word_embeddings: whether the head is the token embedding.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: None for the angles as they are.
+        rope_scaling: scaling of the rotary frequencies; None for no scaling.
         attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases.
-        attention_dropout: of attention probabilities.
+        attention_dropout: dropout probability of attention probabilities.
         head_dim: D, even; None for C / H.
 
     Raises:
@@ -128,12 +127,12 @@ class LlamaConfig:
 
     @property
     def n_head(self) -> int:
-        """H: heads of queries."""
+        """H: number of heads of queries."""
         return self.num_attention_heads
 
     @property
     def n_kv_head(self) -> int:
-        """G: heads of keys and values."""
+        """G: number of heads of keys and values."""
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     @property
@@ -148,7 +147,7 @@ class LlamaConfig:
 
     @property
     def num_inner_matrices(self) -> int:
-        """Matrices of a feed-forward layer: gate, up and down."""
+        """Number of matrices of a feed-forward layer: gate, up and down."""
         return 3
 
     @property
@@ -162,7 +161,7 @@ class LlamaConfig:
         return heads * self.vocab_size * width + self.n_layer * block + width
 
     def with_dropout(self, p: float) -> LlamaConfig:
-        """The same config with dropout probability `p`, which acts on attention alone."""
+        """The same config with dropout probability `p`; attention probabilities are the only dropout of a LLaMA."""
         return replace(self, attention_dropout=p)
 
     def with_layers(self, count: int) -> LlamaConfig:
@@ -174,7 +173,8 @@ class LlamaConfig:
         """A config from decoded JSON.
 
         Args:
-            source: what the values came from, for messages.
+            values: the decoded JSON.
+            source: name of the file or object that holds the values, for error messages.
 
         Raises:
             UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule.
@@ -200,12 +200,12 @@ class LlamaConfig:
 
         Raises:
             DataError: the file cannot be read or is not JSON.
-            UsageError: see `from_dict`.
+            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule.
         """
         return cls.from_dict(*config_values(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Values as Hugging Face's JSON has them; ``LlamaForCausalLM`` loads them."""
+        """The config as Hugging Face's JSON object, which ``LlamaForCausalLM`` loads."""
         values = {**asdict(self), "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_dict()}
         return {"model_type": self.model_type, "architectures": ["LlamaForCausalLM"], **values}
 
@@ -232,14 +232,14 @@ _EXAMPLES: Final[dict[str, Any]] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Llama 3.2 1B, for messages."""
+"""Legal values for error messages: those of Llama 3.2 1B."""
 
 
 def _check(values: Mapping[str, Any], source: str) -> None:
-    """Check the type and range of every key that is there, rotary scaling apart, then the rules between them.
+    """Check the type and range of every present key except rotary scaling, then the rules between keys.
 
     Raises:
-        UsageError: the first rule that is broken.
+        UsageError: a rule is broken; the message names the first one.
     """
     for key in (*_REQUIRED, *_OPTIONAL):
         value = values.get(key)
@@ -263,12 +263,12 @@ def _check(values: Mapping[str, Any], source: str) -> None:
 
 
 def _rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` of either format, where they are there.
+    """``rope_theta`` and ``rope_scaling`` from either format, as far as they are present.
 
-    What transformers 5.23 takes where a number stands in two places is decided by the place; here the two must be equal.
+    A number that is present under two keys must be equal under both; transformers 5 silently takes one of them.
 
     Raises:
-        UsageError: they are not, or are no objects.
+        UsageError: two values disagree, or a scaling is no JSON object.
     """
     scalings: dict[str, dict[str, Any]] = {}
     thetas, originals = ({key: values[key]} if values.get(key) is not None else {} for key in ("rope_theta", _ORIGINAL))
@@ -296,29 +296,31 @@ def _rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return found
 
 
-def _agreed(what: str, places: Mapping[str, Any], source: str) -> Any:
-    """The value that all places have; None where there is no place.
+def _agreed(what: str, by_key: Mapping[str, Any], source: str) -> Any:
+    """The one value under all keys of `by_key`; None where `by_key` is empty.
 
     Raises:
-        UsageError: they have several.
+        UsageError: two keys have different values.
     """
-    value = next(iter(places.values()), None)
-    for key, other in places.items():
+    value = next(iter(by_key.values()), None)
+    for key, other in by_key.items():
         if other != value:
             raise UsageError(
-                f"{source} has {what} twice, {shown(value)} in {next(iter(places))} and {shown(other)} in {key}; remove the one that is wrong"
+                f"{source} has {what} twice, {shown(value)} in {next(iter(by_key))} and {shown(other)} in {key}; remove the one that is wrong"
             )
     return value
 
 
 def _scaling(values: object, longest: int, source: str) -> RopeScaling | None:
-    """Checked rotary scaling from decoded JSON; None for none.
+    """Checked rotary scaling from decoded JSON; None without scaling.
 
     Args:
-        longest: max_position_embeddings, the default of the original one.
+        values: the value of "rope_scaling".
+        longest: max_position_embeddings, the default of original_max_position_embeddings.
+        source: name of the config, for error messages.
 
     Raises:
-        UsageError: it is of no kind that is implemented, or a value breaks its rule.
+        UsageError: the kind of scaling is not implemented, or a value breaks its rule.
     """
     if values is None:
         return None
@@ -351,7 +353,7 @@ def _scaling(values: object, longest: int, source: str) -> RopeScaling | None:
 
 
 def _llama_3_2(*, hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> LlamaConfig:
-    """One of Meta's small text models of September 2024, which differ in three numbers."""
+    """The config of a text model of Meta's Llama 3.2, whose sizes differ in three numbers."""
     return LlamaConfig(
         vocab_size=128256,
         hidden_size=hidden_size,
@@ -381,4 +383,4 @@ PRESETS: Final[dict[str, LlamaConfig]] = {
     "llama-1b": _llama_3_2(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32),
     "llama-3b": _llama_3_2(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24),
 }
-"""Models by name; `llama-tiny` learns real text in minutes on two cores, the others are Llama 3.2 1B and 3B."""
+"""Name -> config. `llama-tiny` learns text in minutes on two cores; the others are Llama 3.2 1B and 3B."""

@@ -1,8 +1,8 @@
-"""Names of LLaMA weights: ours and Hugging Face's, both ways. Pure functions on arrays; the same for weights and gradients.
+"""Translation between our names of LLaMA weights and Hugging Face's: pure functions on arrays, for weights and gradients alike.
 
-Theirs: ``model.`` in front of everything but the head. Layouts are equal: matrices (out, in), embedding and head (V, C), so nothing is transposed
-or joined. Older checkpoints hold the rotary frequencies (``rotary_emb.inv_freq``), which follow from the config. Some hold a head although it is
-tied.
+Hugging Face puts ``model.`` before every name but the head's. Layouts are equal: matrices (out, in), embedding and head (V, C), so no weight is
+transposed or joined. Older checkpoints also hold the rotary frequencies (``rotary_emb.inv_freq``), which follow from the config and are dropped; some
+hold a head although it is tied to the embedding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
-from .checks import check_head
+from .config_checks import check_head
 from .llama_config import LlamaConfig
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -26,7 +26,8 @@ def to_hf(arrays: Mapping[str, npt.NDArray[Any]], config: LlamaConfig) -> Arrays
     """Arrays under our names -> the state dict of a ``LlamaForCausalLM``.
 
     Args:
-        arrays: as `Module.named_parameters` names them; a tied head is not among them.
+        arrays: name of `Module.named_parameters` -> array, without a tied head.
+        config: the model's config.
     """
     state = {_HEAD if name == "lm_head" else _PREFIX + name: array for name, array in arrays.items()}
     if config.tie_word_embeddings:

@@ -1,7 +1,8 @@
-"""The families of models, registered once: config, model, and Hugging Face's names of the weights.
+"""The registry of model families: config class, model class, and translation of weights from and to Hugging Face's names.
 
-A family's `from_hf` and `to_hf` turn a state dict into arrays under our names and back. They are asked about arrays without memory as well, whose
-places are then looked at (`nntask.hf.shadow`), so they may slice, split, transpose, and rename, and `to_hf` may join; neither may look at values.
+A family's `from_hf` and `to_hf` turn a state dict into arrays under our names and back. They are also applied to placeholders without memory, from
+whose addresses `nntask.hf.layout` derives byte ranges in files. So both may rename, slice, split and transpose, `to_hf` may also concatenate, and
+neither may read values.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy.typing as npt
 from scheduler import TaskRuntime
 
 from ..errors import UsageError
-from ..tiling import ModelTiling
+from ..tiling.model_tiling import ModelTiling
 from . import gpt2_names, llama_names
-from .checks import check_object, config_values, shown
-from .config import GPT2Config
+from .config_checks import check_object, config_values, shown
 from .gpt2 import GPT2
+from .gpt2_config import GPT2Config
 from .interface import ModelConfig
 from .language import LanguageModel
 from .llama import Llama
@@ -33,13 +34,13 @@ Translate = Callable[[Mapping[str, npt.NDArray[Any]], Any], Arrays]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that differ in their numbers only.
+    """A family of models, which differ only in the numbers of their configs.
 
     Args:
         config: class of the configs, a `ModelConfig` with ``from_dict``.
-        model: called as `build` is.
-        from_hf: Hugging Face's state dict and the config -> arrays under our names.
-        to_hf: arrays under our names and the config -> Hugging Face's state dict.
+        model: class of the models, with the arguments of `build`.
+        from_hf: (Hugging Face's state dict, config) -> arrays under our names.
+        to_hf: (arrays under our names, config) -> Hugging Face's state dict.
     """
 
     config: Any
@@ -52,20 +53,21 @@ FAMILIES: Final[dict[str, Family]] = {
     GPT2Config.model_type: Family(GPT2Config, GPT2, gpt2_names.from_hf, gpt2_names.to_hf),
     LlamaConfig.model_type: Family(LlamaConfig, Llama, llama_names.from_hf, llama_names.to_hf),
 }
-"""By the model_type of their configs. A program adds its own here."""
+"""model_type -> family. A program registers a family of its own by adding it here."""
 
 _UNNAMED: Final = GPT2Config.model_type
-"""What a config without model_type is: NNTile's files have none."""
+"""model_type of a config without one, as in NNTile's files."""
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> ModelConfig:
-    """A config from decoded JSON; its model_type says of which family.
+    """A config from decoded JSON, of the family that its model_type names.
 
     Args:
-        source: what the values came from, for messages.
+        values: the decoded JSON.
+        source: name of the file or object that holds the values, for error messages.
 
     Raises:
-        UsageError: it is no object, of no family, or breaks a rule of its family.
+        UsageError: `values` is no JSON object, names an unknown family, or breaks a rule of its family.
     """
     check_object(values, source, "model_type")
     kind = values.get("model_type", _UNNAMED)
@@ -76,14 +78,15 @@ def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> M
 
 
 def config_from_json(path: str | os.PathLike[str], advice: str = "check --config-path") -> ModelConfig:
-    """A config from a file in Hugging Face's format, or from a directory with a ``config.json``.
+    """A config from a file in Hugging Face's format.
 
     Args:
-        advice: what to do where it cannot be read.
+        path: the file, or the directory of a ``config.json``.
+        advice: remedy in the error message about a file that cannot be read.
 
     Raises:
         DataError: the file cannot be read or is not JSON.
-        UsageError: see `config_from_dict`.
+        UsageError: the config names an unknown family, or breaks a rule of its family.
     """
     return config_from_dict(*config_values(path, advice))
 
@@ -103,13 +106,15 @@ def build(
     recompute: bool = False,
     flash: bool = True,
 ) -> LanguageModel:
-    """The model that a config describes, on a runtime.
+    """Build the model that a config describes.
 
     Args:
+        config: the model's shape and hyperparameters.
         tiling: tile sizes.
+        runtime: the runtime that executes the tasks.
         dtype: element type of parameters and activations.
-        seed: of the first weights; None leaves them unwritten, for weights that are loaded.
-        recompute: keep only the input of each block and compute the rest again in the backward pass.
-        flash: attention without the full score matrix.
+        seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
+        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
+        flash: whether attention avoids the full matrix of scores.
     """
     return family_of(config).model(config, tiling, runtime, dtype=dtype, seed=seed, recompute=recompute, flash=flash)

@@ -1,22 +1,25 @@
 """Who runs what, and when there is memory for it: from ready tasks to running ones.
 
 A worker with room draws a task from the policy; the task is admitted to the worker's node if everything it misses there can be reserved in one
-step (`residency`), else it is blocked: it joins the node's line, holds nothing and occupies no worker. Behind the oldest of a line only tasks
-that need no new memory are admitted. Knows workers, policy and residency; does not know dependencies, failures or replays.
+step (`memory/admission`), else it is blocked: it joins the node's line, holds nothing and occupies no worker. Behind the oldest of a line only tasks
+that need no new memory are admitted. Knows workers, policy and admission; does not know dependencies, failures or replays.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Final, Literal
 
 from .errors import InvalidEvent, TaskError
 from .events import Action, RunTask
-from .policies import Pinned, Policy
+from .memory.admission import Admission, NothingToRead
+from .memory.compaction import Compaction
+from .memory.replicas import Replicas
+from .performance_model import Estimates
+from .policies import Explained, Pinned, Placement, Policy
 from .records import ANY, HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
-from .residency import NothingToRead, Residency
 
 TaskEvent = Literal[
     "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no room", "inputs arrived", "worker free", "finished",
@@ -54,73 +57,83 @@ class Dispatch:
         num_ready: tasks the policy holds.
     """
 
-    def __init__(self, residency: Residency, policy: Policy) -> None:
-        self.residency = residency
+    def __init__(self, replicas: Replicas, admission: Admission, policy: Policy) -> None:
+        self._replicas = replicas
+        self._admission = admission
+        self._compaction = Compaction(replicas)
+        self._horizon = replicas.horizon
+        self._copies = replicas.copies
         self.policy = policy
         self.host = Worker(HOST, "host", RAM, depth=1 << 60)
         self.workers: dict[WorkerId, Worker] = {HOST: self.host}
         self.crew: list[Worker] = []
-        self.blocked: list[list[Task]] = [[] for _ in residency.nodes]
+        self.blocked: list[list[Task]] = [[] for _ in replicas.nodes]
         self.doomed: list[tuple[Task, BaseException]] = []
-        self.actions: list[Action] = []
         self.num_active = 0
         self.num_blocked = 0
         self.num_ready = 0
         self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
-        self._room: list[int] = [0 for _ in residency.nodes]  # tasks the workers of each node can hold together
+        self._room: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
 
-    def join(self, worker: Worker) -> None:
+    def join(self, worker: Worker, actions: list[Action]) -> None:
         """A worker joins the crew."""
         self.workers[worker.id] = worker
         self.crew.append(worker)
         self.policy.join(worker)
         self._room[worker.node] += worker.depth
         if self.num_ready:
-            self._fill(worker)
+            self._fill(worker, actions)
 
     def keep_pins(self) -> None:
         """Tasks that only one worker may run are about to come: let a policy that knows of them stand in front of the one that does not."""
         if not isinstance(self.policy, Pinned):
             self.policy = Pinned(self.policy)
 
-    def push(self, task: Task, worker: Worker | None) -> None:
+    def explain(self, estimates: Estimates, names: Collection[str], count: int) -> Sequence[Placement]:
+        """Write down the next placements of recorded tasks of these names; the list grows as they happen."""
+        holder = self.policy if isinstance(self.policy, Pinned) else self
+        policy = holder.policy.policy if isinstance(holder.policy, Explained) else holder.policy
+        watched = holder.policy = Explained(policy, estimates, self.crew, names, count)
+        return watched.placements
+
+    def push(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Take a task that waits for nobody; `worker` ran the last one it waited for."""
         task.state = "ready"
         step = task.step
         if step is not None:
             order = task.order = step.first_order + task.position
-            if step.window != ANY and order > self.residency.horizon.order + step.window:
+            if step.window != ANY and order > self._horizon.order + step.window:
                 heapq.heappush(self.held, (order, task.id, task, worker))
                 return
-        self._hand_over(task, worker)
+        self._hand_over(task, worker, actions)
 
-    def _hand_over(self, task: Task, worker: Worker | None) -> None:
+    def _hand_over(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Give a ready task to the policy; what needs no worker is admitted at once."""
         if task.kinds[0] == "host":
-            self._assign(task, self.host)
+            self._assign(task, self.host, actions)
         else:
             self.num_ready += 1
             self.policy.push(task, worker)
 
-    def let_in(self) -> None:
+    def let_in(self, actions: list[Action]) -> None:
         """The planned order has advanced: let its next tasks into the policy."""
-        held, order = self.held, self.residency.horizon.order
+        held, order = self.held, self._horizon.order
         while held:
             task, worker = held[0][2:]
             if task.step is not None and task.order > order + task.step.window:
                 return
             heapq.heappop(held)
-            self._hand_over(task, worker)
+            self._hand_over(task, worker, actions)
 
-    def feed(self) -> None:
+    def feed(self, actions: list[Action]) -> None:
         """Give ready tasks to workers with room."""
         for worker in self.crew:
             if not self.num_ready:
                 return
             if len(worker.assigned) < worker.depth:
-                self._fill(worker)
+                self._fill(worker, actions)
 
-    def _fill(self, worker: Worker) -> None:
+    def _fill(self, worker: Worker, actions: list[Action]) -> None:
         """Draw ready tasks for a worker while it has room; not many more while its memory is short."""
         assigned, depth = worker.assigned, worker.depth
         line, limit = self.blocked[worker.node], self._room[worker.node]
@@ -129,13 +142,13 @@ class Dispatch:
             if task is None:
                 return
             self.num_ready -= 1
-            self._assign(task, worker)
+            self._assign(task, worker, actions)
 
-    def _assign(self, task: Task, worker: Worker) -> None:
+    def _assign(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         """Admit the task for the worker, or let it wait for memory."""
         line = self.blocked[worker.node]
-        is_behind = line and line[0].order < task.order and not self.residency.is_at_home(task, worker.node)
-        if is_behind or not self._admit(task, worker):
+        is_behind = line and line[0].order < task.order and not self._admission.is_at_home(task, worker.node)
+        if is_behind or not self._admit(task, worker, actions):
             task.state = "blocked"
             task.worker = worker.id
             task.node = worker.node
@@ -143,12 +156,12 @@ class Dispatch:
             line.sort(key=_order)
             self.num_blocked += 1
 
-    def _admit(self, task: Task, worker: Worker) -> bool:
+    def _admit(self, task: Task, worker: Worker, actions: list[Action]) -> bool:
         """Admit the task to the worker's node if it fits; a task found to have nothing to read counts as dealt with."""
         task.worker = worker.id
         task.node = worker.node
         try:
-            if not self.residency.admit(task):
+            if not self._admission.admit(task, actions):
                 return False
         except NothingToRead as unwritten:
             lost = unwritten.handle.lost
@@ -159,31 +172,33 @@ class Dispatch:
         worker.assigned.append(task)
         if task.num_arriving:
             task.state = "fetching"
+        elif worker.running is None:  # hot path: `stage`
+            self._run(task, worker, actions)
         else:
-            self.stage(task, worker)
+            task.state = "staged"
         return True
 
-    def stage(self, task: Task, worker: Worker) -> None:
+    def stage(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         """The task's data is in place: run it, or let it wait for its worker."""
         if worker.running is None:
-            self._run(task, worker)
+            self._run(task, worker, actions)
         else:
             task.state = "staged"
 
-    def _run(self, task: Task, worker: Worker) -> None:
-        if self.residency.has_several:
-            self.residency.invalidate_others(task)
+    def _run(self, task: Task, worker: Worker, actions: list[Action]) -> None:
+        if self._replicas.has_several:
+            self._replicas.invalidate_others(task, actions)
         task.state = "running"
         if worker is not self.host:
             worker.running = task
         self.num_active += 1
-        self.actions.append(RunTask(worker.id, task))
+        actions.append(RunTask(worker.id, task))
 
     def withdraw(self, task: Task) -> None:
         """A task that was admitted will never run: its data could not be fetched."""
         self.workers[task.worker].assigned.remove(task)
 
-    def retire(self, task: Task) -> Worker:
+    def retire(self, task: Task, actions: list[Action]) -> Worker:
         """A task that ran has ended: free its worker for the next one that is staged. Returns the worker."""
         worker = self.workers[task.worker]
         self.num_active -= 1
@@ -192,53 +207,53 @@ class Dispatch:
             worker.running = None
             for waiting in worker.assigned:
                 if waiting.state == "staged":
-                    self._run(waiting, worker)
+                    self._run(waiting, worker, actions)
                     break
         return worker
 
-    def refill(self, worker: Worker) -> None:
+    def refill(self, worker: Worker, actions: list[Action]) -> None:
         """Give ready tasks out, to `worker` first."""
         if worker is not self.host:
             if worker.running is None:
-                self._fill(worker)
+                self._fill(worker, actions)
             if len(self.crew) == 1:
                 return
-        self.feed()
+        self.feed(actions)
 
-    def retry(self) -> None:
+    def retry(self, actions: list[Action]) -> None:
         """Admit blocked tasks from the oldest on; behind one that does not fit, only those that need no new memory."""
         for line in sorted(filter(None, self.blocked), key=lambda line: line[0].order):
             is_head = True
             for task in list(line):
                 worker = self._find_worker(task)
-                if worker is None or not (is_head or self.residency.is_at_home(task, task.node)):
+                if worker is None or not (is_head or self._admission.is_at_home(task, task.node)):
                     is_head = False
                     continue
-                if not self._admit_blocked(task, worker):
+                if not self._admit_blocked(task, worker, actions):
                     is_head = False
 
     def oldest_blocked(self) -> Task | None:
         """The oldest task that waits for memory."""
         return min(chain.from_iterable(self.blocked), key=_order, default=None)
 
-    def rescue(self) -> bool:
+    def rescue(self, actions: list[Action]) -> bool:
         """When nothing runs or moves: let through any task that fits anywhere, oldest first, then any the policy holds.
 
         Returns:
             Whether something is under way now.
         """
         for task in sorted(chain.from_iterable(self.blocked), key=_order):
-            if self._place_anywhere(task):
+            if self._place_anywhere(task, actions):
                 return True
         for worker in self.crew:
             while self.num_ready and (drawn := self.policy.pop(worker)) is not None:
                 self.num_ready -= 1
-                self._assign(drawn, worker)
-                if drawn.state != "blocked" or self._place_anywhere(drawn):
+                self._assign(drawn, worker, actions)
+                if drawn.state != "blocked" or self._place_anywhere(drawn, actions):
                     return True
         return False
 
-    def _place_anywhere(self, task: Task) -> bool:
+    def _place_anywhere(self, task: Task, actions: list[Action]) -> bool:
         """Admit a blocked task on whatever node it fits; True if that, or a write-back towards it, is under way.
 
         When only fragmentation is in the way, the node is compacted first.
@@ -247,11 +262,11 @@ class Dispatch:
         for worker in (self.host, *self.crew):
             if worker.kind in task.kinds and worker.node not in tried and (task.pin is None or task.pin == worker.id):
                 tried.add(worker.node)
-                if self._admit_blocked(task, worker) or self.residency.copies:
+                if self._admit_blocked(task, worker, actions) or self._copies:
                     return True
-                if self.residency.compact_for(task, worker.node):
-                    return self._admit_blocked(task, worker)
-                if self.residency.copies:
+                if self._compaction.make_room(task, worker.node, actions):
+                    return self._admit_blocked(task, worker, actions)
+                if self._copies:
                     return True
         return False
 
@@ -267,9 +282,9 @@ class Dispatch:
                 return worker
         return None
 
-    def _admit_blocked(self, task: Task, worker: Worker) -> bool:
+    def _admit_blocked(self, task: Task, worker: Worker, actions: list[Action]) -> bool:
         home = task.worker, task.node
-        dealt_with = self._admit(task, worker)
+        dealt_with = self._admit(task, worker, actions)
         if task.state == "blocked":
             task.worker, task.node = home
         else:

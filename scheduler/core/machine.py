@@ -2,7 +2,7 @@
 
 Theory of operation. A submitted task gets edges from earlier tasks (`graph`). Without unfinished predecessors it is ready and belongs to the
 policy. A worker with room takes a task from the policy; the task is *admitted* to the worker's memory node when all of its missing bytes are
-reserved in one step (`residency`); otherwise it is blocked, holds nothing and occupies no worker, and no younger task that needs new bytes is
+reserved in one step (`memory/admission`); otherwise it is blocked, holds nothing and occupies no worker, and no younger task that needs new bytes is
 admitted to that node before it. Inputs that are not valid on the node are copied in; then the task is staged, and runs when its worker is
 free. A finished task unpins, invalidates what it overwrote, frees what died, and releases its successors.
 
@@ -13,17 +13,19 @@ Promises:
     Nothing ever hangs, as long as the program gives back what it has acquired;
   - a task that fails makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it.
 
+Actions. Every event has one list of actions: `Machine.handle` makes it, hands it down as the argument `actions` of whatever may cause some, and
+returns it. No part keeps it, so no action comes of anything but the event at hand, and a signature says whether a method can cause actions at all.
+
 No threads, clocks, I/O or arrays: the same machine serves real workers, virtual time and unit tests.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Literal
 
-from . import graph
-from .checks import check_replicas
+from . import dependencies as graph
 from .dispatch import Dispatch
 from .errors import InvalidEvent, Stalled, TaskError
 from .events import (
@@ -43,12 +45,17 @@ from .events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from .eviction import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
-from .lookaheads import Lookaheads
-from .memory import MemoryNode
-from .policies import Policy
+from .invariants import check_replicas
+from .memory.admission import Admission
+from .memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
+from .memory.extents import MemoryNode
+from .memory.replicas import Replicas
+from .memory.status import MemoryStatus
+from .performance_model import Estimates
+from .policies import Placement, Policy
+from .prefetchers import Lookaheads
 from .records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
-from .residency import Residency
+from .stalls import Stalls
 from .story import tell
 
 HISTORY: Final = 512
@@ -63,21 +70,31 @@ class Machine:
         policy: chooses among ready tasks.
         eviction: name of the eviction policy.
         prefetch: whether data is fetched and written back ahead of the tasks that ask for it.
+
+    Attributes:
+        memory: what may be asked of the memory nodes.
+        stalls: how long ready work waited beside idle workers.
+        handlers: the method that handles each type of event.
+        num_unfinished: tasks that are neither done, failed nor cancelled.
+        num_finished: all others ever submitted or replayed.
+        num_lost: handles whose data is lost.
     """
 
     def __init__(self, nodes: Sequence[MemoryNode], policy: Policy, *, eviction: str = DEFAULT_EVICTION, prefetch: bool = True) -> None:
-        self.horizon = Horizon()
-        self.residency = Residency(nodes, self.horizon, EVICTION_POLICIES[eviction](self.horizon))
-        self.nodes = self.residency.nodes
-        self.dispatch = Dispatch(self.residency, policy)
-        self.lookaheads = Lookaheads(self.dispatch, enabled=prefetch)
-        self.history: deque[Event] = deque(maxlen=HISTORY)
+        self._horizon = Horizon()
+        self._replicas = Replicas(nodes, self._horizon, EVICTION_POLICIES[eviction](self._horizon))
+        self._admission = Admission(self._replicas)
+        self._nodes = self._replicas.nodes
+        self._dispatch = Dispatch(self._replicas, self._admission, policy)
+        self._lookaheads = Lookaheads(self._dispatch, self._replicas, enabled=prefetch)
+        self.memory = MemoryStatus(self._replicas, self._admission)
+        self.stalls = Stalls(self._dispatch, self._replicas.copies)
+        self._history: deque[Event] = deque(maxlen=HISTORY)
         self.num_unfinished = 0
         self.num_finished = 0
         self.num_lost = 0
-        self._doomed = self.dispatch.doomed
-        self._actions: list[Action] = []
-        self._handlers: dict[type, Callable[..., None]] = {
+        self._progress = 0  # tasks ended, replicas dropped and copies ended when blocked tasks were last tried
+        self.handlers: dict[type, Callable[..., None]] = {
             TaskSubmitted: self._on_task_submitted,
             StepStarted: self._on_step_started,
             TaskFinished: self._on_task_finished,
@@ -92,24 +109,42 @@ class Machine:
         }
 
     @property
-    def policy(self) -> Policy:
-        """Who chooses among ready tasks."""
-        return self.dispatch.policy
+    def workers(self) -> Sequence[Worker]:
+        """Those that have joined, in that order."""
+        return self._dispatch.crew
+
+    @property
+    def program(self) -> Worker:
+        """The program itself, as the worker of its acquisitions and of tasks of kind host."""
+        return self._dispatch.host
+
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether the policy runs the parts of a step where the plan wants them."""
+        return self._dispatch.policy.keeps_parts
 
     @property
     def computes_on_last(self) -> bool:
         """Whether tasks run on data in the last tier."""
-        return any(worker.node == self.residency.last for worker in self.dispatch.crew)
+        return any(worker.node == self._replicas.last for worker in self._dispatch.crew)
 
     @property
-    def num_evictions(self) -> int:
-        """Replicas dropped so far to make room for others."""
-        return self.residency.num_evictions
+    def num_ready(self) -> int:
+        """Tasks that wait for a worker."""
+        return self._dispatch.num_ready
 
-    @property
-    def moved_bytes(self) -> dict[tuple[NodeId, NodeId], int]:
-        """Bytes copied so far over each link."""
-        return self.residency.copies.moved_bytes
+    def blocked(self, node: NodeId) -> Sequence[Task]:
+        """Tasks that wait for memory of a node, oldest first."""
+        return self._dispatch.blocked[node]
+
+    def explain(self, estimates: Estimates, names: Collection[str], count: int) -> Sequence[Placement]:
+        """Write down the next placements of recorded tasks of these names; the list grows as they happen.
+
+        Args:
+            estimates: what the policy goes by, or would.
+            count: placements wanted.
+        """
+        return self._dispatch.explain(estimates, names, count)
 
     def handle(self, event: Event) -> list[Action]:
         """Advance by one event and return what has to be done now.
@@ -120,85 +155,84 @@ class Machine:
             DoesNotFit: a source was attached whose readers find no room, or data was adopted for which the last tier has none; it is as if the
                 event had not happened.
         """
-        residency, dispatch = self.residency, self.dispatch
-        self.horizon.clock += 1
-        self.history.append(event)
+        dispatch = self._dispatch
+        self._horizon.clock += 1
+        self._history.append(event)
         actions: list[Action] = []
-        self._actions = residency.actions = dispatch.actions = actions
-        self._handlers[type(event)](event)
+        self.handlers[type(event)](event, actions)
         if not dispatch.num_active or dispatch.num_blocked or dispatch.doomed:
-            self._settle()
-        if self.lookaheads.by_node and self.horizon.replays:
-            self.lookaheads.run(event)
+            self._settle(actions)
+        if self._lookaheads.by_node and self._horizon.replays:
+            self._lookaheads.run(event, actions)
         return actions
 
-    def _on_worker_joined(self, event: WorkerJoined) -> None:
+    def _on_worker_joined(self, event: WorkerJoined, actions: list[Action]) -> None:
         worker = event.worker
-        if worker.id in self.dispatch.workers:
+        if worker.id in self._dispatch.workers:
             raise InvalidEvent(f"worker {worker.id} joined twice")
-        self.dispatch.join(worker)
-        self.lookaheads.settle()
+        self._dispatch.join(worker, actions)
+        self._lookaheads.settle()
 
-    def _on_task_submitted(self, event: TaskSubmitted) -> None:
+    def _on_task_submitted(self, event: TaskSubmitted, actions: list[Action]) -> None:
         task = event.task
         if task.state != "waiting":
-            raise InvalidEvent(f"{task!r} was submitted while {task.state}\n{tell(self.history, task)}")
+            raise InvalidEvent(f"{task!r} was submitted while {task.state}\n{tell(self._history, task)}")
         self.num_unfinished += 1
         for handle, _ in task.accesses:
             handle.num_uses += 1
         if task.pin is not None:
-            self.dispatch.keep_pins()
+            self._dispatch.keep_pins()
         if task.dues:
-            self.horizon.reached = task.order
+            self._horizon.reached = task.order
         graph.link(task)
         if not task.num_waiting:
-            self._make_ready(task, None)
-            if self.dispatch.num_ready:
-                self.dispatch.feed()
+            self._make_ready(task, None, actions)
+            if self._dispatch.num_ready:
+                self._dispatch.feed(actions)
 
-    def _on_step_started(self, event: StepStarted) -> None:
+    def _on_step_started(self, event: StepStarted, actions: list[Action]) -> None:
         replay = event.replay
         if replay.num_unfinished:
             raise InvalidEvent(f"a replay was started while replay {replay.number} still has {replay.num_unfinished} tasks")
         if replay.has_pins:
-            self.dispatch.keep_pins()
+            self._dispatch.keep_pins()
         replay.failure = None
         replay.num_unfinished = len(replay.tasks)
         replay.done = bytearray(len(replay.tasks))
         replay.frontier = 0
-        replay.part_nodes = self.lookaheads.part_nodes if len(self.lookaheads.part_nodes) == len(replay.parts) else ()
+        replay.part_nodes = self._lookaheads.part_nodes if len(self._lookaheads.part_nodes) == len(replay.parts) else ()
         replay.heads = [0] * len(replay.part_nodes)
-        if self.residency.num_cold:
-            self.residency.want(use.handle for use in replay.shared)
+        if self._replicas.num_cold:
+            self._replicas.want(use.handle for use in replay.shared)
         if replay.tasks:
-            self.horizon.replays.append(replay)
+            self._horizon.replays.append(replay)
         self.num_unfinished += len(replay.tasks)
         for handle, num_uses in replay.owned:
             handle.num_uses += num_uses
             if handle.replicas:  # a copy has kept it alive beyond its last use
-                self._lose(handle, "it died with an earlier replay")
-                self.residency.claims.reenter(handle, replay)
+                self._lose(handle, "it died with an earlier replay", actions)
+                self._replicas.claims.reenter(handle, replay)
             elif handle.lost is not None:
                 self._revive(handle)
         for use in replay.shared:
             use.handle.num_uses += use.num_uses
             use.handle.agenda = use.agenda
         if replay.tasks:
-            self.residency.claims.promise(replay)
+            self._replicas.claims.promise(replay)
         graph.link_step(replay.shared)
         for task in replay.roots:
             if not task.num_waiting:
-                self._make_ready(task, None)
+                self._make_ready(task, None, actions)
         if not replay.tasks:
-            self._actions.append(ReportStepDone(replay, replay.number))
-        self.dispatch.feed()
+            actions.append(ReportStepDone(replay, replay.number))
+        self._dispatch.feed(actions)
 
-    def _on_task_finished(self, event: TaskFinished) -> None:
+    def _on_task_finished(self, event: TaskFinished, actions: list[Action]) -> None:
         task = event.task
         if task.state != "running":
-            raise InvalidEvent(f"{task!r} finished while {task.state}\n{tell(self.history, task)}")
-        residency = self.residency
-        has_several = residency.has_several
+            raise InvalidEvent(f"{task!r} finished while {task.state}\n{tell(self._history, task)}")
+        replicas = self._replicas
+        has_several = replicas.has_several
         if task.step is not None:
             task.step.done[task.position] = 1
         elif task.dues:
@@ -208,127 +242,125 @@ class Machine:
             uses = handle.num_uses = handle.num_uses - 1
             if mode == SCRATCH:
                 replica.pins -= 1
-                residency.drop(replica)
+                replicas.drop(replica, actions)
                 continue
             if mode != R:
                 replica.state = "modified"
                 if handle.lost is not None:
                     self._revive(handle)
             if has_several:
-                residency.unpin(replica)
+                replicas.unpin(replica)
             else:  # nothing is ever evicted
                 replica.pins -= 1
             if not uses and handle.released:
-                self._free(handle)
-        residency.freed = True
+                self._free(handle, actions)
         task.state = "done"
-        self._retire(task)
+        self._retire(task, actions)
 
-    def _on_task_failed(self, event: TaskFailed) -> None:
+    def _on_task_failed(self, event: TaskFailed, actions: list[Action]) -> None:
         task = event.task
         if task.state != "running":
-            raise InvalidEvent(f"{task!r} failed while {task.state}\n{tell(self.history, task)}")
+            raise InvalidEvent(f"{task!r} failed while {task.state}\n{tell(self._history, task)}")
         for replica in task.replicas:
-            self.residency.unpin(replica)
+            self._replicas.unpin(replica)
             if replica.state == "scratch":
-                self.residency.drop(replica)
-        self.residency.freed = True
-        self._give_up(task, event.error, "failed")
-        self._retire(task)
+                self._replicas.drop(replica, actions)
+        self._give_up(task, event.error, "failed", actions)
+        self._retire(task, actions)
 
-    def _on_copy_finished(self, event: CopyFinished) -> None:
+    def _on_copy_finished(self, event: CopyFinished, actions: list[Action]) -> None:
         handle = event.source.handle
-        arrived = self.residency.finish_copy(event.source, event.target)
+        arrived = self._replicas.finish_copy(event.source, event.target)
         if not handle.num_uses and handle.released:
-            self._free(handle)
+            self._free(handle, actions)
         elif handle.lost is not None:
-            self.residency.drop_unpinned(handle)
+            self._replicas.drop_unpinned(handle, actions)
         for task in arrived:
-            self.dispatch.stage(task, self.dispatch.workers[task.worker])
+            self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
 
-    def _on_copy_failed(self, event: CopyFailed) -> None:
+    def _on_copy_failed(self, event: CopyFailed, actions: list[Action]) -> None:
         """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and who waits for them is cancelled."""
         source, target, error = event.source, event.target, event.error
         handle = source.handle
-        waiting = self.residency.end_copy(source, target)
-        self.residency.changed.discard(handle)
-        self.residency.unpin(source)
-        self.residency.unpin(target)
-        if source.node == FILE or self.nodes[source.node].is_storage:
-            self._lose(handle, f"it could not be read {'from its file' if source.node == FILE else 'back'}: {error}")
+        waiting = self._replicas.end_copy(source, target)
+        self._replicas.changed.discard(handle)
+        self._replicas.unpin(source)
+        self._replicas.unpin(target)
+        if source.node == FILE or self._nodes[source.node].is_storage:
+            self._lose(handle, f"it could not be read {'from its file' if source.node == FILE else 'back'}: {error}", actions)
             for task in waiting:
                 if any(each is handle and mode != W for each, mode in task.accesses):
-                    self.residency.copies.forget(task)
+                    self._replicas.copies.forget(task)
                     cancelled = TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")
                     cancelled.__cause__ = error
-                    self._doomed.append((task, cancelled))
+                    self._dispatch.doomed.append((task, cancelled))
                 elif not task.num_arriving:
-                    self.dispatch.stage(task, self.dispatch.workers[task.worker])
+                    self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
         else:
-            self.residency.break_tier(error)
-            if target.node != self.residency.last:
-                self.residency.drop(target)
+            self._replicas.break_tier(error)
+            if target.node != self._replicas.last:
+                self._replicas.drop(target, actions)
             for task in waiting:
                 if not task.num_arriving:
-                    self.dispatch.stage(task, self.dispatch.workers[task.worker])
+                    self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
         if not handle.num_uses and handle.released:
-            self._free(handle)
+            self._free(handle, actions)
 
-    def _lose(self, handle: HandleRecord, reason: str, root: str | None = None) -> None:
+    def _lose(self, handle: HandleRecord, reason: str, actions: list[Action], root: str | None = None) -> None:
         if handle.lost is None:
             self.num_lost += 1
         handle.lost = reason
         handle.root = root or reason
-        self.residency.drop_unpinned(handle)
+        self._replicas.drop_unpinned(handle, actions)
 
-    def _on_handle_released(self, event: HandleReleased) -> None:
+    def _on_handle_released(self, event: HandleReleased, actions: list[Action]) -> None:
         handle = event.handle
         handle.released = True
-        if handle in self.residency.held:
-            self.residency.let_go(handle)
+        if handle in self._replicas.held:
+            self._replicas.let_go(handle, actions)
         elif not handle.num_uses:
-            self._free(handle)
+            self._free(handle, actions)
 
-    def _on_handle_adopted(self, event: HandleAdopted) -> None:
+    def _on_handle_adopted(self, event: HandleAdopted, actions: list[Action]) -> None:
         event.handle.due = event.due
-        self.residency.adopt(event.handle, stays=event.stays)
+        self._replicas.adopt(event.handle, actions, stays=event.stays)
 
-    def _on_handle_changed(self, event: HandleChanged) -> None:
-        self.residency.change(event.handle)
+    def _on_handle_changed(self, event: HandleChanged, actions: list[Action]) -> None:
+        self._replicas.change(event.handle)
 
-    def _on_source_attached(self, event: SourceAttached) -> None:
+    def _on_source_attached(self, event: SourceAttached, actions: list[Action]) -> None:
         handle = event.handle
         if handle.num_uses or handle.agenda is not None:
-            raise InvalidEvent(f"{handle!r} was to be read from a file although tasks use it\n{tell(self.history, handle)}")
-        self.residency.take_for_readers(handle, event.scratch)
-        self._free(handle)
-        self.residency.attach(handle, event.source)
-        if self.residency.num_files == 1:
-            self.lookaheads.settle()
+            raise InvalidEvent(f"{handle!r} was to be read from a file although tasks use it\n{tell(self._history, handle)}")
+        self._replicas.take_for_readers(handle, event.scratch, actions)
+        self._free(handle, actions)
+        self._replicas.attach(handle, event.source)
+        if self._replicas.num_files == 1:
+            self._lookaheads.settle()
 
-    def _make_ready(self, task: Task, worker: Worker | None) -> None:
+    def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """The task waits for nobody; `worker` ran the last one it waited for."""
         if not (self.num_lost and self._reads_lost_data(task)):
-            self.dispatch.push(task, worker)
+            self._dispatch.push(task, worker, actions)
 
     def _reads_lost_data(self, task: Task) -> bool:
         """Whether the task has nothing to read; it is doomed then."""
         for handle, mode in task.accesses:
             if handle.lost is not None and (mode == R or mode == RW):
                 reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {handle.lost}"
-                self._doomed.append((task, TaskError(reason)))
+                self._dispatch.doomed.append((task, TaskError(reason)))
                 return True
         return False
 
-    def _retire(self, task: Task) -> None:
+    def _retire(self, task: Task, actions: list[Action]) -> None:
         """A task that ran has ended: free its worker, release its successors, and give the worker something new."""
-        dispatch = self.dispatch
-        worker = dispatch.retire(task)
-        self._release_successors(task, worker)
+        dispatch = self._dispatch
+        worker = dispatch.retire(task, actions)
+        self._release_successors(task, worker, actions)
         if dispatch.num_ready:
-            dispatch.refill(worker)
+            dispatch.refill(worker, actions)
 
-    def _release_successors(self, task: Task, worker: Worker | None) -> None:
+    def _release_successors(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         if task.is_exit:
             graph.unlink(task)
         task.replicas = ()
@@ -347,27 +379,27 @@ class Machine:
         for after in successors:
             after.num_waiting -= 1
             if not after.num_waiting:
-                self._make_ready(after, worker)
+                self._make_ready(after, worker, actions)
         if replay is not None:
             replay.num_unfinished -= 1
             if task.position == replay.frontier:
-                self._advance(replay)
+                self._advance(replay, actions)
             if not replay.num_unfinished:
-                self._actions.append(ReportStepDone(replay, replay.number))
+                actions.append(ReportStepDone(replay, replay.number))
 
-    def _advance(self, replay: Replay) -> None:
+    def _advance(self, replay: Replay, actions: list[Action]) -> None:
         """The planned task at the frontier of a replay has ended."""
         replay.frontier = replay.done.find(0, replay.frontier)
         if replay.frontier < 0:
             replay.frontier = len(replay.tasks)
-            self.horizon.replays.remove(replay)
-            self.residency.claims.forget(replay)
-            if not self.horizon.replays:
-                self.lookaheads.rest()
-        if self.dispatch.held:
-            self.dispatch.let_in()
+            self._horizon.replays.remove(replay)
+            self._replicas.claims.forget(replay)
+            if not self._horizon.replays:
+                self._lookaheads.rest()
+        if self._dispatch.held:
+            self._dispatch.let_in(actions)
 
-    def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
+    def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action]) -> None:
         """Mark what the task should have written as lost, and report."""
         task.state = state
         if task.step is not None:
@@ -379,74 +411,74 @@ class Machine:
         for handle, mode in task.accesses:
             handle.num_uses -= 1
             if mode == W or mode == RW:
-                self._lose(handle, reason, root)
+                self._lose(handle, reason, actions, root)
             if handle.released and not handle.num_uses:
-                self._free(handle)
+                self._free(handle, actions)
         if task.step is not None and task.step.failure is None:
             task.step.failure = error
-        self._actions.append(ReportFailure(task, error))
+        actions.append(ReportFailure(task, error))
 
-    def _cancel(self, task: Task, error: BaseException) -> None:
+    def _cancel(self, task: Task, error: BaseException, actions: list[Action]) -> None:
         """End a task that will never run."""
         if task.state == "blocked":
-            self.dispatch.unblock(task)
+            self._dispatch.unblock(task)
         elif task.state == "fetching":
-            self.dispatch.withdraw(task)
+            self._dispatch.withdraw(task)
             for replica in task.replicas:
-                self._let_go(replica)
-        self._give_up(task, error, "cancelled")
-        self._release_successors(task, None)
-        self.residency.freed = True
+                self._let_go(replica, actions)
+        self._give_up(task, error, "cancelled", actions)
+        self._release_successors(task, None, actions)
 
-    def _let_go(self, replica: Replica) -> None:
+    def _let_go(self, replica: Replica, actions: list[Action]) -> None:
         """A task that will not run no longer needs a replica; what holds no data goes."""
-        self.residency.unpin(replica)
+        self._replicas.unpin(replica)
         if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and not replica.is_home)):
-            self.residency.drop(replica)
+            self._replicas.drop(replica, actions)
 
     def _revive(self, handle: HandleRecord) -> None:
         handle.lost = handle.root = None
         self.num_lost -= 1
 
-    def _free(self, handle: HandleRecord) -> None:
+    def _free(self, handle: HandleRecord, actions: list[Action]) -> None:
         """The handle is dead: drop every replica; nothing is written back."""
         for replica in list(handle.replicas.values()):
             if replica.node in handle.replicas:  # an empty home goes with the last other replica
-                self.residency.drop(replica)
+                self._replicas.drop(replica, actions)
         if handle.lost is not None:
             self._revive(handle)
 
-    def _settle(self) -> None:
+    def _settle(self, actions: list[Action]) -> None:
         """Cancel what is doomed, retry what is blocked, and make sure that something is under way while tasks remain."""
-        residency, dispatch = self.residency, self.dispatch
+        replicas, dispatch = self._replicas, self._dispatch
         while True:
             while dispatch.doomed:
-                self._cancel(*dispatch.doomed.pop(0))
-            if residency.freed:
-                residency.freed = False
+                self._cancel(*dispatch.doomed.pop(0), actions)
+            progress = self.num_finished + replicas.num_released
+            if progress != self._progress:
+                self._progress = progress
                 if dispatch.num_blocked:
-                    dispatch.retry()
+                    dispatch.retry(actions)
                 if dispatch.num_ready:
-                    dispatch.feed()
-                if dispatch.doomed or residency.freed:
+                    dispatch.feed(actions)
+                if dispatch.doomed or progress != self.num_finished + replicas.num_released:
                     continue
-            if dispatch.num_active or residency.copies or not self.num_unfinished:
+            if dispatch.num_active or replicas.copies or not self.num_unfinished:
                 return
-            if dispatch.rescue():
+            if dispatch.rescue(actions):
                 continue
             oldest = dispatch.oldest_blocked()
             if oldest is not None:
-                dispatch.doomed.append((oldest, residency.broken or residency.does_not_fit(oldest)))
+                dispatch.doomed.append((oldest, replicas.broken or self._admission.does_not_fit(oldest)))
             elif dispatch.crew:
                 self._raise_stalled()
             else:
                 return
 
     def _raise_stalled(self) -> None:
-        kinds = sorted({worker.kind for worker in self.dispatch.crew})
+        kinds = sorted({worker.kind for worker in self._dispatch.crew})
         raise Stalled(
-            f"{self.num_unfinished} tasks remain, {self.dispatch.num_ready} of them ready, but nothing runs or moves; "
-            f"workers are of kind {', '.join(kinds)}\n{tell(self.history)}"
+            f"{self.num_unfinished} tasks remain, {self._dispatch.num_ready} of them ready, but nothing runs or moves; "
+            f"workers are of kind {', '.join(kinds)}\n{tell(self._history)}"
         )
 
     def validate(self) -> None:
@@ -455,9 +487,9 @@ class Machine:
         Raises:
             InvalidEvent: one is broken.
         """
-        check_replicas(self.residency, list(self.dispatch.admitted()))
-        self.dispatch.validate()
+        check_replicas(self._replicas, list(self._dispatch.admitted()))
+        self._dispatch.validate()
 
     def story(self, subject: Task | HandleRecord | None = None) -> str:
         """What happened lately, to one task or handle or in general."""
-        return tell(self.history, subject)
+        return tell(self._history, subject)

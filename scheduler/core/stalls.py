@@ -9,6 +9,7 @@ exact. Time is an argument.
 from __future__ import annotations
 
 from .dispatch import Dispatch
+from .memory.transfers import Copies
 from .records import HOST, WorkerId
 
 
@@ -20,10 +21,11 @@ class Stalls:
         by_worker: nanoseconds of each worker that ever was, until the last update.
     """
 
-    __slots__ = ("_dispatch", "_since", "by_worker", "stalled")
+    __slots__ = ("_copying", "_dispatch", "_since", "by_worker", "stalled")
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, copies: Copies) -> None:
         self._dispatch = dispatch
+        self._copying = copies.by_target
         self._since = 0
         self.stalled: list[WorkerId] = []
         self.by_worker: dict[WorkerId, int] = {}
@@ -33,8 +35,13 @@ class Stalls:
         """Of all workers together, until the last update."""
         return sum(self.by_worker.values())
 
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether to `update` after an event: copies are under way, tasks are blocked, or a worker was stalled."""
+        return bool(self._copying or self._dispatch.num_blocked or self.stalled)
+
     def update(self, now: int) -> None:
-        """Look again after an event at `now`, in nanoseconds; needed whenever copies are under way, tasks are blocked, or somebody is stalled."""
+        """Look again after an event at `now`, in nanoseconds."""
         if self.stalled:
             for one in self.stalled:
                 self.by_worker[one] = self.by_worker.get(one, 0) + now - self._since

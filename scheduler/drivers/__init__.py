@@ -1,1 +1,5 @@
-"""Drivers carry out the machine's actions: CPU threads, copy engines of simulated devices, virtual time."""
+"""Drivers carry out the machine's actions: worker threads of CPUs and GPUs, copies between memory nodes, disk I/O, NCCL; and callbacks on tasks."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,9 +1,9 @@
-"""Workers as threads: each runs its tasks' CPU kernels and advances the machine itself when one ends.
+"""Workers as threads: each runs the CPU kernels of its tasks and advances the machine itself when one ends.
 
-A worker sleeps in its mailbox (a C queue, no polling) only when it has nothing to run; a task that its own finished task led to never passes
-through a queue or another thread. Simulated devices use the same threads over their own memory.
+A worker sleeps in its mailbox (a C queue, no polling) only when it has no task. A successor that becomes ready by the worker's own task passes
+through no queue and no other thread. Simulated devices use the same threads over their own memory.
 
-Where there is a worker for every core that the process may use, each keeps to one (`cores_for`), so that its tiles stay in that core's caches.
+Where workers are as many as the cores that the process may use, each is pinned to one (`cores_for`), so that its tiles stay in that core's caches.
 """
 
 from __future__ import annotations
@@ -19,59 +19,62 @@ from typing import Any, Protocol
 
 from ..core.events import TaskFailed, TaskFinished
 from ..core.records import Task, Worker
-from ..watching import Watch
+from .callbacks import Watch
 
 
-class Engine(Protocol):
-    """What a worker thread needs of the runtime."""
+class WorkerRuntime(Protocol):
+    """The part of the runtime that a worker thread uses."""
 
     closing: bool
     watch: Watch
 
     @property
     def trace(self) -> object | None:
-        """Whoever wants to know of tasks."""
+        """The trace that records tasks; None without one."""
 
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
-        """Advance the machine after so many seconds in a kernel, if that is known; return the worker's next task, if it has one now."""
+        """Advance the machine by an event, with the seconds its kernel took if they are known; returns the worker's next task, if one is ready."""
 
     def fail(self, error: BaseException) -> None:
-        """The runtime is broken: wake everybody with the reason."""
+        """Mark the runtime as broken and wake all waiting threads with the reason."""
 
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Take note of a task's duration; called only where `trace` is something."""
+        """Record a task's duration; called only where `trace` is set."""
 
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Show a finished task, whose data is still in place, to who watches."""
+        """Call the program's callback with a finished task, whose data is still in memory."""
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores_for(num_workers: int) -> Sequence[int | None]:
-    """The core each worker keeps to; None for any.
+    """The core that each worker is pinned to; None for any core.
 
-    Workers keep to cores only where they are as many as the cores this process may use. Fewer are left to the system: two programs that chose the
-    same core would share it while another is idle. More would have to share. Only Linux says and sets which cores a thread may use.
+    Workers are pinned only where they are as many as the cores that this process may use. Fewer workers are left to the system: two programs that
+    chose
+    the same core would share it while another is idle. More workers would have to share cores. Only Linux lists and sets the cores of a thread.
     """
     usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
     return usable if len(usable) == num_workers else [None] * num_workers
 
 
 class WorkerThread(threading.Thread):
-    """One worker.
+    """The thread of one worker.
 
     Args:
-        core: where it keeps to, if anywhere.
+        engine: the runtime.
+        memory: memory of the worker's node.
+        core: the core that the thread is pinned to; None for any.
 
     Attributes:
         mailbox: tasks to run; None ends the thread.
         busy_ns: nanoseconds spent in kernels so far.
     """
 
-    def __init__(self, engine: Engine, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
+    def __init__(self, engine: WorkerRuntime, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
         super().__init__(name=f"nntask {name}", daemon=True)
         self.core = core
         self.engine = engine
@@ -83,25 +86,25 @@ class WorkerThread(threading.Thread):
         self.num_tasks = 0
 
     def run(self) -> None:
-        """Run tasks until told to stop."""
+        """Run tasks until `stop`."""
         if self.core is not None and sys.platform == "linux":
-            with contextlib.suppress(OSError):  # the process was moved off this core since: then anywhere
+            with contextlib.suppress(OSError):  # the process may no longer use this core: then run on any
                 os.sched_setaffinity(0, {self.core})
         engine, worker = self.engine, self.worker
         while (task := self.mailbox.get()) is not None:
             try:
                 while task is not None and not engine.closing:
                     task = engine.advance(self._execute(task), worker, self._seconds)
-            except BaseException as error:  # not of a kernel: a bug of ours, and nobody may be left waiting
+            except BaseException as error:  # not from a kernel: a bug of ours, and no thread may be left waiting
                 engine.fail(error)
             del task
 
     def stop(self) -> None:
-        """End the thread after the kernel it is in."""
+        """End the thread after its current kernel."""
         self.mailbox.put(None)
 
     def views_of(self, task: Task) -> list[Any]:
-        """The arguments of the task's kernel."""
+        """The arguments of the task's kernel: a view of each replica."""
         views: list[Any] = []
         memory = self.memory
         for replica in task.replicas:

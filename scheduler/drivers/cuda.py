@@ -1,6 +1,6 @@
-"""CUDA workers: the thread that puts a GPU's tasks on its flow, and the engines that copy from and to it.
+"""CUDA workers: the thread that submits a GPU's kernels, and the threads that copy from and to its memory.
 
-Knows no CUDA: a `gpu.Gpu` carries everything out. The order in which one stream waits for another is decided here and in `gpu.Flow`.
+This module knows no CUDA: a `gpu.Gpu` carries everything out. It decides, with `gpu.Flow`, the order in which one stream waits for another.
 """
 
 from __future__ import annotations
@@ -20,60 +20,61 @@ from . import cpu
 from .gpu import Ended, Event, Flow, Gpu, device_failed
 
 COPIES_IN_FLIGHT: Final = 4
-"""Copies on a stream that have not ended, at most."""
+"""Most unfinished copies on one stream."""
 
 
 _here = threading.local()
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None] | None:
-    """See `Flow.capture`, of the GPU whose worker runs this."""
+    """`Flow.capture` of the GPU whose worker thread calls this."""
     flow: Flow = _here.flow
     return flow.capture(run)
 
 
 def copy_on_gpu(source: Any, target: Any) -> None:
-    """Copy one view over another of the same size, among the kernels of the GPU whose worker runs this."""
+    """Copy one view over another of the same size, as a kernel of the GPU whose worker thread calls this."""
     flow: Flow = _here.flow
     flow.entered.copy(target.address, source.address, target.nbytes)
 
 
-class Engine(cpu.Engine, Protocol):
-    """What the thread of a GPU needs of the runtime."""
+class CudaWorkerRuntime(cpu.WorkerRuntime, Protocol):
+    """The part of the runtime that the worker thread of a GPU uses."""
 
     def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
-        """Take note of how long tasks took on the device."""
+        """Record the durations of tasks on the device."""
 
 
 class CudaThread(cpu.WorkerThread):
-    """The worker of a GPU. A task is finished once its kernels are on the flow; how long they took is known later.
+    """The worker thread of a GPU. A task counts as finished once its kernels are on the flow; the device's durations are known later.
 
     Args:
-        arena: memory of the GPU whose tasks it runs.
+        arena: memory of the GPU.
+        arguments: those of `WorkerThread`.
     """
 
-    engine: Engine
+    engine: CudaWorkerRuntime
 
     def __init__(self, arena: DeviceArena, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.flow = arena.flow
 
     def run(self) -> None:
-        """Run tasks until told to stop; what is on the flow then is waited for."""
+        """Run tasks until `stop`, then wait for the kernels that are on the flow."""
         flow = self.flow
         try:
             flow.gpu.enter(flow.stream)
             _here.flow = flow
             super().run()
-            self.settle()
-        except BaseException as error:  # nobody may be left waiting
+            self.drain()
+        except BaseException as error:  # no thread may be left waiting
             self.engine.fail(error)
 
-    def settle(self) -> None:
-        """Wait until the device has ended what is on the flow, and take note of it; called by any thread.
+    def drain(self) -> None:
+        """Wait until the device has ended all kernels on the flow, and record their durations; callable from any thread.
 
         Raises:
-            DeviceFailed: something failed.
+            DeviceFailed: a kernel failed.
         """
         self.flow.gpu.adopt()
         self.flow.wait()
@@ -103,20 +104,20 @@ class CudaThread(cpu.WorkerThread):
             self.engine.ended(self.worker, ended)
 
 
-class _Copy(NamedTuple):
+class _PendingCopy(NamedTuple):
     action: CopyTile
     begin: Event
     end: Event
 
 
 class CudaCopier(threading.Thread):
-    """Copies over one link of a GPU, on a stream of its own: several are asked for at a time, and each is reported when it has ended.
+    """Copies over one link of a GPU, on a stream of its own: several are in flight at once, and each is reported when it has ended.
 
     Args:
         arenas: memory of every node.
-        gpu: whose stream copies.
-        done: called after each copy with the action, its start and end.
-        fail: called with what went wrong, if anything; nothing is copied after that.
+        gpu: the GPU whose stream copies.
+        done: called after each copy with the action, its start and its end in nanoseconds.
+        fail: called with the error that ends the thread, if any.
     """
 
     def __init__(
@@ -132,12 +133,12 @@ class CudaCopier(threading.Thread):
         self._events: list[Event] = []
 
     def put(self, action: CopyTile) -> None:
-        """Ask for a copy of what the kernels so far have left, over what they have used; called under the engine's lock."""
+        """Ask for a copy, ordered after the kernels submitted so far; called under the engine's lock."""
         self._mailbox.put((action, marks_of(self.arenas[action.source.node], self.arenas[action.target.node])))
 
     def run(self) -> None:
-        """Copy until told to stop."""
-        under_way: deque[_Copy] = deque()
+        """Copy until `stop`."""
+        under_way: deque[_PendingCopy] = deque()
         try:
             self.gpu.adopt()
             while True:
@@ -150,18 +151,18 @@ class CudaCopier(threading.Thread):
                 under_way.append(self._start(*request))
             while under_way:
                 self._finish(under_way.popleft())
-        except BaseException as error:  # nobody may be left waiting
+        except BaseException as error:  # no thread may be left waiting
             self.fail(error)
 
     def stop(self) -> None:
         """End the thread after the copies already asked for."""
         self._mailbox.put(None)
 
-    def _start(self, action: CopyTile, marks: Sequence[tuple[Flow, int]]) -> _Copy:
+    def _start(self, action: CopyTile, marks: Sequence[tuple[Flow, int]]) -> _PendingCopy:
         source, target, stream = action.source, action.target, self._stream
         origin, goal, nbytes = self.arenas[source.node], self.arenas[target.node], source.handle.nbytes
         try:
-            copy = _Copy(action, self._event(), self._event())
+            copy = _PendingCopy(action, self._event(), self._event())
             for flow, number in marks:
                 flow.hold(stream, number)
             stream.record(copy.begin)
@@ -177,7 +178,7 @@ class CudaCopier(threading.Thread):
             raise device_failed(self.gpu, error) from error
         return copy
 
-    def _finish(self, copy: _Copy) -> None:
+    def _finish(self, copy: _PendingCopy) -> None:
         try:
             copy.end.wait()
             took = copy.end.seconds_since(copy.begin)

@@ -1,8 +1,8 @@
-"""GPUs through CuPy: which there are, and `gpu.Gpu` for one of them.
+"""GPUs through CuPy: the GPUs that are present, and `gpu.Gpu` for one of them.
 
-CuPy is imported when a GPU is asked for, never before. Streams, events and copies are the CUDA runtime's; memory and locking of host memory go to the
-driver itself, because a refusal there leaves no error behind for the next call of another library to find. Numbers of errors are those of CUDA
-(cudaError_t); the driver and the runtime use the same.
+CuPy is imported when a GPU is requested, never before. Streams, events and copies use the CUDA runtime; allocation and page-locking use the driver
+directly, because an error there is not left behind for the next call of another library. Error numbers are those of CUDA (cudaError_t), which driver
+and runtime share.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from .gpu import Event, Stream, device_failed
 PACKAGES: Final = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 INSTALL: Final = "pip install 'cupy-cuda12x[ctk]>=14' (drivers from 525) or 'cupy-cuda13x[ctk]>=14' (drivers from 580)"
 MOST_PARTS: Final = 16
-"""Of one GPU."""
+"""Most partitions of one GPU."""
 CONTEXT_NBYTES: Final = 512 << 20
-"""Beside the budget: kernels as they are loaded, workspace of products, local memory."""
+"""Device memory beside the budget: loaded kernels, workspace of products, local memory; bytes."""
 
 _OUT_OF_MEMORY: Final = 2
 _INSUFFICIENT_DRIVER: Final = 35
 _NOT_READY: Final = 600
 _ASKED_WRONG: Final = (1, 98, 200, 209, 400, 500, 701, *range(900, 910))
-"""Our mistakes: a value, a handle a kernel or a graph that the device does not take. Whatever else is raised means that it works no more."""
+"""Errors of the caller: an invalid value, handle, kernel or graph. Any other error means that the device has stopped working."""
 _PORTABLE: Final = 1
 
 
 class NoGpu(ValueError):
-    """GPUs were asked for that are not to be had; the message is one sentence with the way out."""
+    """The requested GPUs are not available; the message is one sentence with a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What is known of a GPU before it is used.
+    """Properties of a GPU that is not in use yet.
 
     Args:
-        index: as CUDA counts, after CUDA_VISIBLE_DEVICES.
-        capability: such as 90, for 9.0.
-        nbytes, free_nbytes: of its memory; free ones once a program like ours has begun to use it.
+        index: CUDA's index, after CUDA_VISIBLE_DEVICES.
+        name: CUDA's name of the model.
+        capability: compute capability times ten, such as 90 for 9.0.
+        nbytes: bytes of its memory.
+        free_nbytes: free bytes, once this process has a context on it.
     """
 
     index: int
@@ -57,7 +59,7 @@ class GpuFacts:
 
 
 def installed_packages() -> list[str]:
-    """Distributions of CuPy that are installed; one is as it should be."""
+    """Names of the installed distributions of CuPy; exactly one is correct."""
     if find_spec("cupy") is None:
         return []
     found = {str(distribution.name).lower() for distribution in metadata.distributions() if distribution.name}
@@ -67,15 +69,15 @@ def installed_packages() -> list[str]:
 def find_gpus(
     packages: Callable[[], Sequence[str]] = installed_packages, runtime: Callable[[], Any] | None = None, most: int | None = None
 ) -> list[GpuFacts]:
-    """GPUs that this process may use. Each that is looked at takes some memory for this process, and may belong to another one alone.
+    """The GPUs that this process may use. Each inspected GPU gives this process a context, which takes memory, and may be in exclusive use elsewhere.
 
     Args:
-        packages: what of CuPy is installed.
-        runtime: imports CuPy's `cuda.runtime`.
-        most: how many are looked at, the first ones, where there are so many; else all are.
+        packages: returns the installed distributions of CuPy.
+        runtime: imports and returns CuPy's `cuda.runtime`.
+        most: number of GPUs to inspect, from the first; None for all.
 
     Raises:
-        NoGpu: there is none, or it cannot be used.
+        NoGpu: there is no GPU, or CUDA cannot use it.
     """
     installed = packages()
     if not installed:
@@ -106,7 +108,7 @@ def _facts(cuda: Any, index: int) -> GpuFacts:
 
 
 def _reason(cuda: Any, package: str, error: RuntimeError) -> str:
-    """Why CUDA finds no GPU."""
+    """The reason why CUDA finds no GPU, with a remedy."""
     if getattr(error, "status", None) == _INSUFFICIENT_DRIVER:
         driver = int(cuda.driverGetVersion())
         if not driver:
@@ -126,14 +128,14 @@ def _version(number: int) -> str:
 
 
 def choose_gpus(count: int | None, found: Callable[[], list[GpuFacts]] | None = None) -> list[GpuFacts]:
-    """The GPUs that a run uses.
+    """The GPUs of a run.
 
     Args:
-        count: how many, the first ones; None for all there are, or none where CuPy is not installed.
-        found: those there are; `find_gpus` unless given.
+        count: number of GPUs, from the first; None for all GPUs, or none where CuPy is not installed.
+        found: returns the present GPUs; `find_gpus` unless given.
 
     Raises:
-        NoGpu: there are fewer, or CuPy is installed and finds none.
+        NoGpu: there are fewer than `count`, or CuPy is installed and finds none.
     """
     if count == 0 or (count is None and not installed_packages()):
         return []
@@ -153,7 +155,7 @@ def _runtime() -> Any:
 
 @cache
 def _driver() -> Any:
-    """The driver's own interface."""
+    """The driver's own interface (libcuda)."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), size]
@@ -164,12 +166,12 @@ def _driver() -> Any:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether CUDA, or a library above it, has asked for memory that the device does not have."""
+    """Whether an error of CUDA, or of a library above it, means that the device has no memory left."""
     return getattr(error, "status", None) == _OUT_OF_MEMORY or "ALLOC_FAILED" in str(error)
 
 
 def is_fatal(error: RuntimeError) -> bool:
-    """Whether an error of CUDA means that the device works no more."""
+    """Whether an error of CUDA means that the device has stopped working."""
     status = getattr(error, "status", None)
     if "EXECUTION_FAILED" in str(error):  # of cuBLAS and cuDNN
         return True
@@ -177,7 +179,7 @@ def is_fatal(error: RuntimeError) -> bool:
 
 
 class CupyEvent:
-    """A point of a stream, with its time."""
+    """`gpu.Event` as a CUDA event."""
 
     __slots__ = ("_cuda", "number")
 
@@ -186,18 +188,18 @@ class CupyEvent:
         self.number = cuda.eventCreateWithFlags(cuda.eventBlockingSync)
 
     def is_done(self) -> bool:
-        """Whether the device is past it."""
+        """Whether the device has passed the event."""
         status = self._cuda.eventQuery(self.number)
         if status and status != _NOT_READY:
             self.wait()  # raises with the error's name
         return bool(status == 0)
 
     def wait(self) -> None:
-        """Sleep until it is; other threads run meanwhile."""
+        """Sleep until the device has passed the event; the GIL is released meanwhile."""
         self._cuda.eventSynchronize(self.number)
 
     def seconds_since(self, earlier: Event) -> float:
-        """Between two points."""
+        """Seconds on the device between an earlier event and this one."""
         assert isinstance(earlier, CupyEvent)
         return float(self._cuda.eventElapsedTime(earlier.number, self.number)) * 1e-3
 
@@ -207,7 +209,7 @@ class CupyEvent:
 
 
 class CupyGraph:
-    """Kernels ready to be started; a graph that is under way when it is given up ends first (cuGraphExecDestroy)."""
+    """An instantiated CUDA graph. A graph that is destroyed while it runs finishes first (cuGraphExecDestroy)."""
 
     __slots__ = ("_cuda", "number")
 
@@ -221,7 +223,7 @@ class CupyGraph:
 
 
 class CupyStream:
-    """A stream that waits for no other by itself."""
+    """`gpu.Stream` as a non-blocking CUDA stream, which does not synchronise with the default stream."""
 
     __slots__ = ("_cuda", "_default", "number", "owner")
 
@@ -234,50 +236,50 @@ class CupyStream:
         self.number = self.owner.ptr
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy bytes; the driver knows whose memory an address is."""
+        """Copy bytes; the driver finds the memory of an address by itself."""
         if nbytes:
             self._cuda.memcpyAsync(target, source, nbytes, self._default, self.number)
 
     def record(self, event: Event) -> None:
-        """Let the event stand for this point."""
+        """Let the event stand for the current end of the stream."""
         self._cuda.eventRecord(event.number, self.number)  # type: ignore[attr-defined]
 
     def start(self, graph: object) -> None:
-        """Start a graph."""
+        """Launch a graph on the stream."""
         self._cuda.graphLaunch(graph.number, self.number)  # type: ignore[attr-defined]
 
     def hold(self, event: Event) -> None:
-        """What follows waits for it."""
+        """Let later work on the stream wait for the event."""
         self._cuda.streamWaitEvent(self.number, event.number)  # type: ignore[attr-defined]
 
 
-def name_of(facts: GpuFacts, part: int | None) -> str:
-    """What a GPU, or a part of it, is called."""
-    return f"GPU {facts.index} ({facts.name})" + ("" if part is None else f", part {part}")
+def name_of(facts: GpuFacts, partition: int | None) -> str:
+    """The name of a GPU, or of a partition of one, in reports and messages."""
+    return f"GPU {facts.index} ({facts.name})" + ("" if partition is None else f", part {partition}")
 
 
 class CupyGpu:
-    """One GPU, or with `part` one of several that share a card.
+    """`gpu.Gpu` for one GPU, or with `partition` for one of several partitions of a card.
 
     Args:
-        facts: of the card.
-        part: its number among those that share it, None where it has the card for itself.
+        facts: properties of the card.
+        partition: number of the partition; None for a whole card.
     """
 
-    def __init__(self, facts: GpuFacts, part: int | None = None) -> None:
+    def __init__(self, facts: GpuFacts, partition: int | None = None) -> None:
         self.index = facts.index
         self.facts = facts
-        self.name = name_of(facts, part)
+        self.name = name_of(facts, partition)
         self._cuda = _runtime()
         self._sizes: dict[int, int] = {}
 
     def adopt(self) -> None:
-        """The calling thread will use this GPU."""
+        """Make this GPU the calling thread's current device."""
         self._cuda.setDevice(self.index)
 
     @contextmanager
     def _visit(self) -> Iterator[None]:
-        """The calling thread uses this GPU for a moment: it may be the worker of another one, whose kernels would fail here."""
+        """Make this GPU the current device for the block only: the calling thread may be the worker of another GPU, whose kernels would fail here."""
         before = self._cuda.getDevice()
         self._cuda.setDevice(self.index)
         try:
@@ -286,15 +288,15 @@ class CupyGpu:
             self._cuda.setDevice(before)
 
     def enter(self, stream: Stream) -> None:
-        """Kernels and library calls of the calling thread go to that stream."""
+        """Direct kernels and library calls of the calling thread to a stream of this GPU."""
         self.adopt()
         stream.owner.use()  # type: ignore[attr-defined]
 
     def reserve(self, nbytes: int) -> int:
-        """Take memory.
+        """Allocate memory, and return its address.
 
         Raises:
-            MemoryError: the GPU has less.
+            MemoryError: the GPU has fewer free bytes.
         """
         address = ctypes.c_uint64()
         with self._visit():
@@ -310,7 +312,7 @@ class CupyGpu:
         return address.value
 
     def release(self, address: int) -> None:
-        """Give it back."""
+        """Free the memory at an address that `reserve` has returned."""
         del self._sizes[address]
         with self._visit():
             _driver().cuMemFree_v2(address)
@@ -326,17 +328,17 @@ class CupyGpu:
             return CupyEvent(self._cuda)
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
-        """Record kernels as a graph, ready to be started.
+        """Record the kernels that `run` starts on a stream as a graph.
 
         Raises:
-            RuntimeError: a library does what cannot be recorded.
+            RuntimeError: a library call cannot be recorded.
         """
         number = stream.number  # type: ignore[attr-defined]
         self._cuda.streamBeginCapture(number, self._cuda.streamCaptureModeThreadLocal)
         try:
             run()
         except BaseException:
-            with suppress(RuntimeError):  # it ends without a graph, which is what we want to hear nothing of
+            with suppress(RuntimeError):  # the capture ends without a graph, as it should
                 self._cuda.streamEndCapture(number)
             raise
         graph = self._cuda.streamEndCapture(number)
@@ -346,28 +348,29 @@ class CupyGpu:
             self._cuda.graphDestroy(graph)
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lock host memory for all GPUs; whether the system let us."""
+        """Page-lock host memory for all GPUs; returns whether the system allowed it."""
         with self._visit():
             self._cuda.free(0)
             return bool(_driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE) == 0)
 
     def unpin(self, address: int) -> None:
-        """Let it go."""
+        """Unlock the host memory at an address that `pin` has locked."""
         with self._visit():
             _driver().cuMemHostUnregister(address)
 
     def close(self) -> None:
-        """Give back what was taken beside the budget; nothing can be computed after that."""
+        """Free all reserved memory; nothing can be computed after that."""
         for address in list(self._sizes):
             self.release(address)
 
     def failed(self, error: RuntimeError) -> DeviceFailed:
-        """What a program is told when the card has stopped working."""
+        """The error that a program receives when the card has stopped working."""
         return device_failed(self, error)
 
 
 def connect(gpus: Sequence[CupyGpu]) -> list[tuple[int, int]]:
-    """Let cards reach each other's memory where the hardware can; pairs (from, to) that do. Others copy through host memory, by the driver."""
+    """Enable peer access between cards where the hardware has it; returns the pairs (from, to). The driver copies between others through host
+    memory."""
     cuda, pairs = _runtime(), []
     cards = sorted({gpu.index for gpu in gpus})
     for here in cards:

@@ -1,6 +1,7 @@
-"""Copies from and to files: a few threads that read and write the disk tier, and read the files that data begins in, several requests in flight.
+"""Copies from and to files: a few threads that read and write the disk tier, and that read attached source files, with several requests in flight.
 
-Reads go before writes: a task waits for a read, and hardly ever for a write. What a source raises is an answer like any other: its data is lost.
+Reads are served before writes, because tasks wait for reads and hardly ever for writes. An exception of a source is a regular outcome: the data of
+its handle is lost.
 """
 
 from __future__ import annotations
@@ -14,57 +15,66 @@ from typing import Any, Final, Protocol
 from ..core.errors import TierFailed
 from ..core.events import CopyTile
 from ..core.records import FILE, NodeId, Replica
-from ..storage import DiskTier, HostArena
+from ..storage.arena import HostArena
 from ..storage.device import STAGE_NBYTES, Arena, DeviceArena, marks_of
+from ..storage.tier import DiskTier
 from .gpu import Flow
 
 THREADS: Final = 4
-"""Requests in flight at most."""
+"""Number of threads, and so the most requests in flight."""
 
 
 def readers_nbytes(size: int, source: Source, *, has_gpus: bool) -> int:
-    """Host memory that the threads need to read a source for a handle of that size: what it works in and, on the way to a GPU, the data."""
+    """Bytes of host memory that the threads need to read a source: its scratch memory and, on the way to a GPU, a staging buffer.
+
+    Args:
+        size: bytes of the handle.
+        source: the source.
+        has_gpus: whether the data may be read for a GPU.
+    """
     return THREADS * (source.scratch_nbytes + (size if has_gpus else 0))
 
 
 def staging_nbytes(num_gpus: int, *, has_tier: bool) -> int:
-    """Host memory that the threads need between the disk tier and GPUs; it is no longer there for tiles."""
+    """Bytes of host memory for staging buffers between the disk tier and GPUs; tiles cannot use them."""
     return THREADS * STAGE_NBYTES if num_gpus and has_tier else 0
 
 
 Marks = Sequence[tuple[Flow, int]]
-"""Of the GPU at one end of a request, if it is one: how far its kernels must be."""
+"""For each GPU at an end of a request, its flow and the mark that the flow must be past."""
 _Request = tuple[CopyTile, Marks]
 
 
 class Source(Protocol):
-    """Where a handle's data lies in a file."""
+    """The data of a handle, as stored in a file."""
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes of working memory that `read` needs."""
+        """Bytes of scratch memory that `read` needs."""
 
     def read(self, out: Any, scratch: memoryview, /) -> None:
-        """Fill the handle's view; called in any thread, again whenever the data is wanted, and must give the same data each time.
+        """Fill the handle's view with the data. Any thread may call it, again each time the data is fetched, and it must give the same data each
+        time.
 
         Args:
-            scratch: `scratch_nbytes` of bytes.
+            out: the handle's view.
+            scratch: `scratch_nbytes` bytes of memory.
 
         Raises:
-            Exception: anything; whoever reads the handle is told.
+            Exception: any error; readers of the handle receive it.
         """
 
 
 class DiskEngine:
-    """Carries out copies from and to files.
+    """The threads that copy from and to files.
 
     Args:
         arenas: memory of every other node.
-        tier: the disk tier, if there is one.
-        node: its node.
-        done: called after each copy with the action, its start and end.
-        lost: called with a copy that failed and why.
-        fail: called with what went wrong in the engine itself.
+        tier: the disk tier; None without one.
+        node: the memory node of the tier.
+        done: called after each copy with the action, its start and its end in nanoseconds.
+        lost: called with a copy that failed and the error.
+        fail: called with an error of the engine itself.
     """
 
     def __init__(
@@ -100,17 +110,17 @@ class DiskEngine:
             self._wake.notify()
 
     def _marks(self, node: NodeId) -> Marks:
-        """What a copy from or to a node has to wait for there."""
+        """The marks of a node's kernels that a copy from or to it must wait for."""
         return marks_of(self.arenas[node])
 
     def stop(self) -> None:
-        """End the threads after the requests they are in; requests that nobody began are dropped."""
+        """End the threads after their current requests; requests that no thread has begun are dropped."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
 
     def join(self) -> None:
-        """Wait for the threads, then close the file."""
+        """Wait for the threads to end, then close the file."""
         for thread in self._threads:
             thread.join()
         if self.tier is not None:
@@ -125,41 +135,41 @@ class DiskEngine:
             return (self._reads or self._writes).popleft()
 
     def _run(self) -> None:
-        room = _Room()
+        buffers = _Buffers()
         while (request := self._next()) is not None:
             action, marks = request
             try:
                 start = perf_counter_ns()
                 if action.source.node == FILE:
-                    error = self._read_file(action.source, action.target, marks, room)
+                    error = self._read_file(action.source, action.target, marks, buffers)
                 else:
-                    error = self._carry_out(action, marks, room)
+                    error = self._carry_out(action, marks, buffers)
                 if error is None:
                     self._done(action, start, perf_counter_ns())
                 else:
                     self._lost(action, error)
-            except BaseException as bug:  # nobody may be left waiting
+            except BaseException as bug:  # no thread may be left waiting
                 self._fail(bug)
             del action, request
 
-    def _read_file(self, file: Replica, target: Replica, marks: Marks, room: _Room) -> BaseException | None:
-        """Fill a replica from its file; what went wrong."""
+    def _read_file(self, file: Replica, target: Replica, marks: Marks, buffers: _Buffers) -> BaseException | None:
+        """Fill a replica from its source file; returns the source's error, or None."""
         source: Source = file.view  # type: ignore[assignment]  # opaque to the core
         view: Any = file.handle.view
         arena, nbytes = self.arenas[target.node], file.handle.nbytes
         try:
-            scratch = room.scratch_of(source.scratch_nbytes)
+            scratch = buffers.scratch_of(source.scratch_nbytes)
             if isinstance(arena, HostArena):
                 source.read(view(arena.memory, target.offset), scratch)
                 return None
-            stage = room.stage_of(nbytes)
+            stage = buffers.stage_of(nbytes)
             source.read(view(stage.memory, 0), scratch)
-        except BaseException as error:  # not ours: it may raise anything, like a kernel
+        except BaseException as error:  # the source is the program's and may raise anything, like a kernel
             return error
         arena.exchange(stage.address, target.offset, nbytes, marks[0][1], writes=True)
         return None
 
-    def _carry_out(self, action: CopyTile, marks: Marks, room: _Room) -> TierFailed | None:
+    def _carry_out(self, action: CopyTile, marks: Marks, buffers: _Buffers) -> TierFailed | None:
         assert self.tier is not None  # only its node has such copies
         source, target = action.source, action.target
         reads = source.node == self.node
@@ -169,7 +179,7 @@ class DiskEngine:
             if isinstance(arena, HostArena):
                 (self.tier.read if reads else self.tier.write)(arena, here.offset, there.offset, size)
             else:
-                self._stage(arena, here.offset, there.offset, size, marks[0][1], room.stage_of(STAGE_NBYTES), reads=reads)
+                self._stage(arena, here.offset, there.offset, size, marks[0][1], buffers.stage_of(STAGE_NBYTES), reads=reads)
         except OSError as error:
             what = "read back from" if reads else "written to"
             failure = TierFailed(
@@ -180,20 +190,20 @@ class DiskEngine:
             return failure
         return None
 
-    def _stage(self, arena: DeviceArena, offset: int, place: int, size: int, after: int, stage: HostArena, *, reads: bool) -> None:
-        """Copy between the tier and a GPU, piece by piece through the memory of this thread."""
+    def _stage(self, arena: DeviceArena, offset: int, file_offset: int, size: int, after: int, stage: HostArena, *, reads: bool) -> None:
+        """Copy between the tier and a GPU, piece by piece through the staging buffer of this thread."""
         assert self.tier is not None
         for start in range(0, size, STAGE_NBYTES):
             count = min(STAGE_NBYTES, size - start)
             if reads:
-                self.tier.read(stage, 0, place + start, count)
+                self.tier.read(stage, 0, file_offset + start, count)
             arena.exchange(stage.address, offset + start, count, after, writes=reads)
             if not reads:
-                self.tier.write(stage, 0, place + start, count)
+                self.tier.write(stage, 0, file_offset + start, count)
 
 
-class _Room:
-    """Working memory of one thread, as large as its largest request so far."""
+class _Buffers:
+    """Scratch memory and staging buffer of one thread, each as large as its largest request so far."""
 
     def __init__(self) -> None:
         self._scratch = bytearray()
@@ -201,13 +211,13 @@ class _Room:
         self._nbytes = 0
 
     def scratch_of(self, nbytes: int) -> memoryview:
-        """For what a source asks for."""
+        """Scratch memory of `nbytes` bytes for a source."""
         if nbytes > len(self._scratch):
             self._scratch = bytearray(nbytes)
         return memoryview(self._scratch)[:nbytes]
 
     def stage_of(self, nbytes: int) -> HostArena:
-        """For data on its way from or to a GPU."""
+        """A staging buffer of at least `nbytes` bytes for data on its way from or to a GPU."""
         if self._stage is None or nbytes > self._nbytes:
             self._stage, self._nbytes = HostArena(nbytes), nbytes
         return self._stage

@@ -1,11 +1,11 @@
-"""What the runtime asks of a GPU, and the order of work on one.
+"""Interface of a GPU, and the order of work on one.
 
-A `Gpu` gives memory and streams; CuPy carries that out, or in tests `testing.FakeGpu`. What is put on a stream is carried out in its order, beside
-other streams. A `Flow` is the stream of kernels of one GPU. Nobody waits for a kernel to end before what follows is asked for: a task counts as
-finished as soon as its kernels are on the stream, since later kernels come after it there. Whoever uses the same memory from elsewhere (a copy from
-or to it on another stream) first lets its stream wait, on the device, until the flow is past a *mark*; the mark it needs is the last one at the
-moment the copy was decided on, because whoever used that memory before is in front of it. A copy, on the other hand, is reported only once it has
-ended, so host memory, other devices and files never see anything half done.
+A `Gpu` provides memory and streams; CuPy implements it, and `testing.FakeGpu` in tests. Work on a stream is carried out in order, concurrently with
+other streams. A `Flow` is the stream of kernels of one GPU. A task counts as finished as soon as its kernels are on the flow, since later kernels
+come after them there; the host does not wait for a kernel before it submits the next. A copy on another stream that uses the same memory first lets
+its stream wait, on the device, until the flow is past a *mark*. The mark it needs is the newest one at the moment the machine decides on the copy,
+because every earlier kernel that used the memory is in front of that mark. A copy itself is reported only once it has ended, so host memory, other
+devices and files never hold half-written data.
 """
 
 from __future__ import annotations
@@ -21,98 +21,99 @@ from ..core.errors import DeviceFailed
 from ..core.records import Task
 
 BOUNCE_NBYTES: Final = 1 << 20
-"""Of the device's memory, beside any budget: bytes that move by less than so much go through it."""
+"""Device memory beside the budget, through which bytes pass that move by less than this distance; bytes."""
 IN_FLIGHT: Final = 8
-"""Tasks on a flow that have not ended, at most: the device has the next ones before it ends one, and copies wait for no more than these."""
+"""Most unfinished tasks on a flow: enough that the device never waits for the host, and copies wait for at most these."""
 
 
 class Event(Protocol):
     """A point of a stream."""
 
     def is_done(self) -> bool:
-        """Whether the device is past it."""
+        """Whether the device has passed the event."""
 
     def wait(self) -> None:
-        """Sleep until it is; other threads run meanwhile.
+        """Sleep until the device has passed the event; the GIL is released meanwhile.
 
         Raises:
-            Exception: something before it failed.
+            Exception: work before the event failed.
         """
 
     def seconds_since(self, earlier: Event) -> float:
-        """Between two points that the device is past."""
+        """Seconds on the device between an earlier event and this one, both of which the device has passed."""
 
 
 class Stream(Protocol):
-    """Work in order."""
+    """Work that a device carries out in order."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes between two addresses, each of host memory or of any GPU; the ranges do not overlap."""
 
     def record(self, event: Event) -> None:
-        """Let the event stand for this point; what it stood for before is forgotten."""
+        """Let the event stand for the current end of the stream, and for no earlier point."""
 
     def hold(self, event: Event) -> None:
-        """What is put here from now on begins after the point that the event stands for now."""
+        """Let later work on this stream begin after the point that the event stands for now."""
 
     def start(self, graph: object) -> None:
-        """Put everything that `Gpu.capture` has recorded here, in its order."""
+        """Append all work that `Gpu.capture` has recorded, in its order."""
 
 
 class Gpu(Protocol):
-    """One GPU, or a part of one."""
+    """One GPU, or a partition of one."""
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """The GPU's name in reports."""
 
     def reserve(self, nbytes: int) -> int:
-        """Take memory for good.
+        """Allocate memory.
 
         Returns:
-            Its address.
+            Address of the memory.
 
         Raises:
-            MemoryError: there is not so much.
+            MemoryError: the GPU has fewer than `nbytes` free bytes.
         """
 
     def release(self, address: int) -> None:
-        """Give it back."""
+        """Free the memory at an address that `reserve` has returned."""
 
     def stream(self) -> Stream:
         """A new stream."""
 
     def event(self) -> Event:
-        """A new event, which stands for a point that has passed."""
+        """A new event, which stands for a point that the device has passed."""
 
     def enter(self, stream: Stream) -> None:
-        """Kernels that the calling thread starts from now on are for this GPU, on that stream."""
+        """Direct kernels of the calling thread to a stream of this GPU."""
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> object:
-        """Record what `run` puts on that stream, which holds nothing else and which the calling thread has entered; nothing of it is carried out.
+        """Record the work that `run` puts on a stream, without executing it. The stream is empty, and the calling thread has entered it.
 
         Raises:
-            RuntimeError: something in it cannot be recorded.
+            RuntimeError: some of the work cannot be recorded.
         """
 
     def adopt(self) -> None:
-        """The calling thread will use streams and events of this GPU."""
+        """Let the calling thread use streams and events of this GPU."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lock host memory in place so that copies of it run at full speed; whether that was possible."""
+        """Page-lock host memory so that copies of it run at full speed; returns whether the system allowed it."""
 
     def unpin(self, address: int) -> None:
-        """Let it go."""
+        """Unlock the host memory at an address that `pin` has locked."""
 
     def close(self) -> None:
-        """Give back what it took for itself; nothing can be computed after that."""
+        """Free all memory of the GPU; nothing can be computed after that."""
 
 
 class Ended(NamedTuple):
-    """A task that the device has ended.
+    """A task whose kernels the device has ended.
 
     Args:
-        start_ns, end_ns: as `time.perf_counter_ns` counts; the device's durations, added to the moment it began to be busy.
+        task: the task.
+        start_ns, end_ns: on the clock of `time.perf_counter_ns`: the device's durations, added to the moment the device became busy.
     """
 
     task: Task
@@ -127,17 +128,17 @@ class _Mark(NamedTuple):
 
 
 class Flow:
-    """The kernels of one GPU, and how far it is with them.
+    """The stream of kernels of one GPU, and its progress.
 
     Args:
-        gpu: whose.
+        gpu: the GPU.
 
     Attributes:
-        number: of the last mark; read it under the engine's lock, where tasks finish and copies are decided on.
-        entered: where the worker's thread puts kernels now: the stream of the flow, or the one where a graph is recorded.
+        number: number of the newest mark; read it under the engine's lock, where tasks finish and copies are decided on.
+        entered: the stream to which the worker's thread submits kernels: that of the flow, or the one on which a graph is recorded.
 
     Raises:
-        MemoryError: the GPU has no room for `BOUNCE_NBYTES`.
+        MemoryError: the GPU has fewer than `BOUNCE_NBYTES` free bytes.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -152,21 +153,21 @@ class Flow:
         self._last_ns = perf_counter_ns()
         self._num_tasks = 0
         self._bounce = gpu.reserve(BOUNCE_NBYTES)
-        self._aside: Stream | None = None  # where graphs are recorded: nobody else puts anything there
+        self._aside: Stream | None = None  # where graphs are recorded, and nothing else runs
         self.entered = self.stream
 
     def close(self) -> None:
-        """Give back its memory; everything on the stream has ended."""
+        """Free the flow's memory; all work on the stream has ended."""
         self.gpu.release(self._bounce)
 
     def begin(self) -> list[Ended]:
-        """A task is about to be put on the stream: wait until there is room for it.
+        """Wait until the flow may take one more task.
 
         Returns:
-            Tasks that the device has ended since the last time.
+            Tasks that the device has ended since the last call of `begin` or `collect`.
 
         Raises:
-            DeviceFailed: something on the stream failed.
+            DeviceFailed: work on the stream failed.
         """
         ended = self.collect()
         while (oldest := self._too_many()) is not None:
@@ -179,7 +180,7 @@ class Flow:
         return ended
 
     def mark(self, task: Task | None = None) -> None:
-        """What was put on the stream so far is one more piece of work, that of `task` or of nobody.
+        """Mark the current end of the stream, as the end of `task` or of work that belongs to no task.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -203,17 +204,20 @@ class Flow:
         try:
             for start in pieces if target <= origin else reversed(pieces):
                 size = min(step, nbytes - start)
-                place = origin + start
+                source = origin + start
                 if size > distance:
-                    self.stream.copy(self._bounce, place, size)
-                    place = self._bounce
-                self.stream.copy(target + start, place, size)
+                    self.stream.copy(self._bounce, source, size)
+                    source = self._bounce
+                self.stream.copy(target + start, source, size)
         except RuntimeError as error:
             raise device_failed(self.gpu, error) from error
         self.mark()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        """What puts on the flow, with one call, all that `run` would start; None where that cannot be recorded. Called by the worker's thread.
+        """Record all work that `run` submits as a graph; called by the worker's thread.
+
+        Returns:
+            A function that launches the graph on the flow; None where the work cannot be recorded.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -232,10 +236,10 @@ class Flow:
         return partial(self.stream.start, graph)
 
     def collect(self) -> list[Ended]:
-        """Tasks that the device has ended since the last time.
+        """Tasks that the device has ended since the last call.
 
         Raises:
-            DeviceFailed: something on the stream failed.
+            DeviceFailed: work on the stream failed.
         """
         ended: list[Ended] = []
         with self._lock:
@@ -251,17 +255,17 @@ class Flow:
         return ended
 
     def hold(self, stream: Stream, number: int) -> None:
-        """What is put on another stream from now on begins after the mark of that number."""
+        """Let later work on another stream begin after the mark of that number."""
         with self._lock:
-            place = number - self._marks[0].number if self._marks else -1
-            if place >= 0:  # else the device is past it
-                stream.hold(self._marks[place].event)
+            position = number - self._marks[0].number if self._marks else -1
+            if position >= 0:  # else the device is past the mark
+                stream.hold(self._marks[position].event)
 
     def wait(self) -> None:
-        """Until everything that was put on the stream has ended.
+        """Wait until all work on the stream has ended.
 
         Raises:
-            DeviceFailed: something failed.
+            DeviceFailed: some of it failed.
         """
         with self._lock:
             newest = self._marks[-1].event if self._marks else None
@@ -273,7 +277,7 @@ class Flow:
         self.entered = stream
 
     def _too_many(self) -> Event | None:
-        """The oldest event, where as many tasks are on the flow as may be; others than the worker collect them too."""
+        """The oldest event if the flow has as many tasks as it may; threads other than the worker collect ended tasks, too."""
         with self._lock:
             return self._marks[0].event if self._num_tasks >= IN_FLIGHT else None
 
@@ -297,5 +301,5 @@ class Flow:
 
 
 def device_failed(gpu: Gpu, error: BaseException) -> DeviceFailed:
-    """What a program is told when a GPU has stopped working."""
+    """The error that a program receives when a GPU has stopped working."""
     return DeviceFailed(f"{gpu.name} stopped working: {error}; continue from the last checkpoint, on another GPU or after a reset")

@@ -1,8 +1,8 @@
-"""What is asked of NCCL: communicators of two ranks, over which one program sends what is in its GPU's memory to another's; CuPy carries that out.
+"""Interface of NCCL: communicators of two ranks, over which one process sends bytes of its GPU's memory to another's. CuPy implements it.
 
-A communicator belongs to one thread. What it sends and receives is put on a stream and matched in order: the n-th send with the n-th receive. A
-kernel then waits on the device for the other side, so a stream may stand still for as long as the peer does, and only `abort` ends that. NCCL allows
-no two ranks of a communicator on one GPU.
+A communicator belongs to one thread. Its sends and receives are put on a stream and matched in order, the n-th send with the n-th receive. A kernel
+then waits on the device for the other rank. So a stream may stand still as long as the peer does, and only `abort` ends that. NCCL does not allow
+two ranks of a communicator on one GPU.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from .gpu import Gpu, Stream
 INSTALL_NCCL: Final = "pip install 'nvidia-nccl-cu12>=2.19,<3' for CUDA 12, or 'nvidia-nccl-cu13>=2.19,<3' for CUDA 13"
 
 OLDEST_CUPY: Final = 14
-"""Its first version of which ids are bytes; they were tuples of numbers with signs before."""
+"""First version of CuPy whose unique ids are bytes."""
 
 UniqueId = bytes
-"""What both ranks of a communicator know, and nobody else."""
+"""Secret that both ranks of a communicator share."""
 
 
 class Communicator(Protocol):
-    """One of two ranks. After an error nothing but `abort` may be called."""
+    """One of two ranks. After an error only `abort` may be called."""
 
     def send(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Put on the stream: bytes of this GPU go to the other rank."""
+        """Send bytes of this GPU to the other rank, in the order of the stream."""
 
     def receive(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Put on the stream: bytes that the other rank sends come to this address."""
+        """Receive bytes of the other rank at an address, in the order of the stream."""
 
     def check(self) -> None:
-        """Look for what has gone wrong since the last call.
+        """Check for asynchronous errors since the last call.
 
         Raises:
-            Exception: the network failed, or the other rank is gone; what is on the stream may never end.
+            Exception: the network failed, or the other rank is gone; work on the stream may never end.
         """
 
     def abort(self) -> None:
-        """End it; what is on the stream ends at once, whether bytes have come or not. Idempotent."""
+        """End the communicator; its work on streams ends at once, whether bytes have arrived or not. Idempotent."""
 
 
 class Nccl(Protocol):
@@ -46,16 +46,16 @@ class Nccl(Protocol):
 
     @property
     def card(self) -> str:
-        """What tells this GPU from others of the same machine."""
+        """An identifier of this GPU that no other GPU of the machine has."""
 
     def gpu(self) -> Gpu:
-        """A handle of that GPU for memory and streams, not shared with anybody."""
+        """The GPU as an own `Gpu`, for memory and streams that no other code shares."""
 
     def free_nbytes(self) -> int:
-        """Bytes of that GPU's memory that nobody has taken."""
+        """Free bytes of that GPU's memory."""
 
     def unique_id(self) -> UniqueId:
-        """A new one."""
+        """A new unique id."""
 
     def join(self, unique_id: UniqueId, rank: int) -> Communicator:
         """Become rank 0 or 1 of a communicator on the GPU that the calling thread has adopted; returns when the other rank has joined, too.
@@ -66,39 +66,39 @@ class Nccl(Protocol):
 
 
 class CupyCommunicator:
-    """One of two ranks.
+    """`Communicator` through CuPy.
 
     Args:
         library: `cupy.cuda.nccl`.
         own: its `NcclCommunicator`.
-        peer: the other rank.
+        peer: number of the other rank.
     """
 
     def __init__(self, library: Any, own: Any, peer: int) -> None:
         self._byte, self._own, self._peer = library.NCCL_UINT8, own, peer
 
     def send(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Send."""
+        """Send bytes of this GPU."""
         self._own.send(address, nbytes, self._byte, self._peer, stream.number)  # type: ignore[attr-defined]
 
     def receive(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Receive."""
+        """Receive bytes at an address of this GPU."""
         self._own.recv(address, nbytes, self._byte, self._peer, stream.number)  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        """Look for errors."""
+        """Raise an asynchronous error, if there is one."""
         self._own.check_async_error()
 
     def abort(self) -> None:
-        """End it."""
+        """Abort the communicator."""
         self._own.abort()
 
 
 class CupyNccl:
-    """NCCL for one GPU.
+    """`Nccl` through CuPy, for one GPU.
 
     Args:
-        facts: of the GPU.
+        facts: properties of the GPU.
 
     Raises:
         NoGpu: CuPy finds no NCCL.
@@ -112,11 +112,11 @@ class CupyNccl:
         self.card = str(runtime.deviceGetPCIBusId(facts.index))
 
     def gpu(self) -> Gpu:
-        """The GPU."""
+        """The GPU as an own `CupyGpu`."""
         return CupyGpu(self._facts)
 
     def free_nbytes(self) -> int:
-        """As CUDA says."""
+        """Free bytes of the GPU's memory according to CUDA."""
         before = self._cuda.getDevice()
         self._cuda.setDevice(self._facts.index)
         try:
@@ -125,19 +125,19 @@ class CupyNccl:
             self._cuda.setDevice(before)
 
     def unique_id(self) -> UniqueId:
-        """A new one."""
+        """A new unique id."""
         return bytes(self._library.get_unique_id())
 
     def join(self, unique_id: UniqueId, rank: int) -> Communicator:
-        """Join."""
+        """Join a communicator of two ranks."""
         return CupyCommunicator(self._library, self._library.NcclCommunicator(2, unique_id, rank), 1 - rank)
 
 
 def find_library() -> Any:
-    """`cupy.cuda.nccl`, which CuPy 14 replaces by nothing but `available = False` where libnccl.so.2 is not to be found.
+    """The module `cupy.cuda.nccl`. CuPy 14 has a stub with `available = False` in its stead where it does not find libnccl.so.2.
 
     Raises:
-        NoGpu: it is not to be found, or CuPy is older.
+        NoGpu: libnccl.so.2 is not found, or CuPy is older.
     """
     import cupy
 

@@ -1,4 +1,4 @@
-"""Copy engines of simulated devices: one thread per device and direction, optionally at a set bandwidth."""
+"""Copy engines of simulated devices: one thread per device and direction, optionally with a limited bandwidth."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from queue import SimpleQueue
 from time import perf_counter_ns
 
 from ..core.events import CopyTile
-from ..storage import HostArena
+from ..storage.arena import HostArena
 
 
 class CopyEngine(threading.Thread):
-    """Carries out copies in the order they were asked for.
+    """A thread that carries out copies in the order of the requests.
 
     Args:
         arenas: memory of every node.
-        done: called after each copy with the action, its start and end.
-        fail: called with what a copy raised, if anything.
-        bandwidth: bytes per second the link is slowed down to; None for as fast as memory goes.
+        done: called after each copy with the action, its start and its end in nanoseconds.
+        fail: called with an error of a copy.
+        bandwidth: simulated bytes per second of the link; None for the speed of memory.
+        name: name of the thread.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class CopyEngine(threading.Thread):
         self._mailbox.put(action)
 
     def run(self) -> None:
-        """Copy until told to stop."""
+        """Copy until `stop`."""
         while (action := self._mailbox.get()) is not None:
             try:
                 self._copy(action)
-            except BaseException as error:  # nobody may be left waiting
+            except BaseException as error:  # no thread may be left waiting
                 self.fail(error)
             del action
 
@@ -62,6 +63,6 @@ class CopyEngine(threading.Thread):
         self.done(action, start, perf_counter_ns())
 
     def stop(self) -> None:
-        """End the thread after the copies already asked for, which no longer take their time."""
+        """End the thread after the pending copies, which no longer wait for the simulated bandwidth."""
         self._pace.set()
         self._mailbox.put(None)

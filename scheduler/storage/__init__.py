@@ -1,6 +1,6 @@
-"""Memory of nodes: one arena per node, taken once, so that no allocation happens while tasks run."""
+"""Memory of nodes: one arena per node, reserved once, so that no allocation happens while tasks run; the disk tier; budgets; stored performance
+models."""
 
-from .arena import HostArena
-from .tier import DiskTier
+import lazy_loader
 
-__all__ = ["DiskTier", "HostArena"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

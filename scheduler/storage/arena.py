@@ -1,7 +1,7 @@
 """Host memory as one anonymous mapping of a node's whole budget.
 
-Pages are taken by the kernel when first touched and stay, so memory in use is the high-water mark of the extents, not the budget, and no page
-faults happen once a training step has run. Huge pages are asked for where the system has them.
+The kernel backs a page when it is first touched, and the page stays. So the memory in use is the high-water mark of the extents, not the budget, and
+no page faults happen after the first training step. Huge pages are requested where the system has them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 
 class HostArena:
-    """Host memory of `nbytes` bytes.
+    """A mapping of `nbytes` bytes of host memory.
 
     Attributes:
-        memory: the mapping, as views are made over it.
-        address: where it begins, for copies.
+        memory: the mapping, over which views are made.
+        address: where the mapping begins, for copies.
 
     Raises:
-        MemoryError: the system refuses to reserve so much.
+        MemoryError: the system refuses to reserve so much address space.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -34,9 +34,9 @@ class HostArena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def copy_from(self, source: HostArena, source_offset: int, offset: int, nbytes: int) -> None:
-        """Copy bytes between arenas, or within one even where they overlap; other threads run meanwhile."""
+        """Copy bytes between arenas, or within one even if the ranges overlap. The copy releases the GIL."""
         ctypes.memmove(self.address + offset, source.address + source_offset, nbytes)
 
     def look(self, view: Callable[[Any, int], Any], offset: int, nbytes: int) -> Any:
-        """A read-only view of what lies there."""
+        """A read-only view of `nbytes` bytes at an offset, made by the handle's `view`."""
         return view(memoryview(self.memory).toreadonly(), offset)

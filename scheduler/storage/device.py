@@ -1,4 +1,4 @@
-"""Memory of a GPU: one reservation of a node's whole budget, and copies from, to and within it; host memory that such copies find locked in place."""
+"""Memory of a GPU: one reservation of a node's whole budget, copies from, to and within it, and page-locked host memory for these copies."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from ..drivers.gpu import Flow, Gpu, Stream, device_failed
 from .arena import HostArena
 
 STAGE_NBYTES: Final = 4 << 20
-"""Host memory of each thread that reads and writes files for a GPU, counted in the budget of host memory."""
+"""Staging buffer of each thread that reads and writes files for a GPU, counted in the budget of host memory; bytes."""
 
 PIN_NBYTES: Final = 64 << 20
-"""Host memory is locked in pieces of so much, when a copy first touches them: locking takes pages, and all of a budget at once would take seconds."""
+"""Size of the pieces in which host memory is page-locked, each when a copy first touches it: locking backs the pages, and would take seconds for a
+whole budget. Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Where a node's memory begins on its GPU; a handle's view is made over it."""
+    """The address where a node's memory begins on its GPU; a handle's view is made over it."""
 
     address: int
 
 
 class PinnedRange:
-    """Host memory as copies of a GPU use it: locked in place where the system allows it, else copied at the speed of ordinary memory.
+    """Host memory of a GPU's copies: page-locked where the system allows it, else copied at the speed of pageable memory.
 
     Args:
-        gpu: any of those that copy.
+        gpu: any of the GPUs that copy.
         arena: the memory.
+        nbytes: bytes from the arena's beginning that may be locked.
 
     Attributes:
-        is_refused: whether the system has refused to lock some of it; nothing more is locked then.
+        is_refused: whether the system has refused to lock a piece; no further piece is locked then.
     """
 
     def __init__(self, gpu: Gpu, arena: HostArena, nbytes: int) -> None:
@@ -43,7 +45,7 @@ class PinnedRange:
         self._lock = threading.Lock()
 
     def pieces(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Cut a range so that each piece lies in one locked region, or in none: (address, bytes); one copy may not span two."""
+        """Cut a range so that each piece lies in one locked region or in none, because one copy may not span two: yields (address, bytes)."""
         end = address + nbytes
         while address < end:
             number = (address - self._begin) // PIN_NBYTES
@@ -54,14 +56,14 @@ class PinnedRange:
             address = stop
 
     def close(self) -> None:
-        """Unlock everything."""
+        """Unlock all pieces."""
         for number in self._pinned:
             self._gpu.unpin(self._begin + number * PIN_NBYTES)
         self._pinned.clear()
 
     @property
     def nbytes(self) -> int:
-        """Locked bytes, all of them within the arena."""
+        """Number of locked bytes, all within the arena."""
         return sum(min(PIN_NBYTES, self._end - self._begin - number * PIN_NBYTES) for number in tuple(self._pinned))
 
     def _pin(self, number: int) -> None:
@@ -75,16 +77,16 @@ class PinnedRange:
 
 
 class DeviceArena:
-    """Memory of `nbytes` bytes on a GPU.
+    """A reservation of `nbytes` bytes on a GPU.
 
     Attributes:
-        memory: as views are made over it.
-        address: where it begins.
-        flow: the kernels that use it.
-        host: host memory that is copied from and to it.
+        memory: the memory over which views are made.
+        address: where the memory begins.
+        flow: the GPU's stream of kernels.
+        host: host memory that is copied from and to this memory.
 
     Raises:
-        MemoryError: the GPU has less.
+        MemoryError: the GPU has fewer free bytes.
     """
 
     def __init__(self, gpu: Gpu, nbytes: int, host: PinnedRange | None = None) -> None:
@@ -106,7 +108,7 @@ class DeviceArena:
             stream.copy(begin, self.address + offset + begin - address, count)
 
     def exchange(self, address: int, offset: int, nbytes: int, after: int, *, writes: bool) -> None:
-        """Copy to host memory, or with `writes` from it, once the flow is past the mark `after`, and wait until that is done.
+        """Copy to host memory, or with `writes` from it, once the flow is past the mark `after`; returns when the copy has ended.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -121,13 +123,13 @@ class DeviceArena:
             raise device_failed(self.gpu, error) from error
 
     def look(self, view: Callable[[Any, int], Any], offset: int, nbytes: int) -> Any:
-        """A read-only view of a copy of what lies there, once everything that was asked of the device has ended."""
+        """A read-only view of a host copy of `nbytes` bytes at an offset, taken after all kernels submitted so far have ended."""
         copy = HostArena(nbytes)
         self.exchange(copy.address, offset, nbytes, self.flow.number, writes=False)
         return copy.look(view, 0, nbytes)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back to the GPU."""
         self.flow.close()
         self.gpu.release(self.address)
 
@@ -138,7 +140,7 @@ class DeviceArena:
         return iter(((address, nbytes),))
 
     def _own(self) -> Any:
-        """Stream and event of the calling thread."""
+        """The stream and the event of the calling thread."""
         if not hasattr(self._local, "pair"):
             self.gpu.adopt()
             self._local.pair = self.gpu.stream(), self.gpu.event()
@@ -149,5 +151,5 @@ Arena = HostArena | DeviceArena
 
 
 def marks_of(*arenas: Arena) -> Sequence[tuple[Flow, int]]:
-    """How far the kernels of each GPU among them must be before anything else may use what they have used so far."""
+    """The newest mark of each GPU among the arenas; until the flow is past it, no other stream may use the memory of the kernels submitted so far."""
     return [(arena.flow, arena.flow.number) for arena in arenas if isinstance(arena, DeviceArena)]

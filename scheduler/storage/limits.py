@@ -1,4 +1,4 @@
-"""How much host memory this process may use: machine and cgroup limits (v1 and v2), and what it uses already."""
+"""Limits on the host memory of this process: the machine's memory, cgroup limits (v1 and v2), and the memory already in use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import psutil
 from ..core.errors import DoesNotFit
 
 RESERVE: Final = 256 << 20
-"""What the process may take besides its budget once it runs: modules, task records, pages of files being written, which a cgroup counts as well.
-
-Measured: 60 MiB more than at the start at 3,000 tasks a step; a run that saved 350 MB in a cgroup with 41 MiB left over for all this was killed.
-"""
+"""Bytes reserved beside the budget for the running process: modules, task records (60 MiB at 3,000 tasks a step), and dirty pages of files being
+written, which a cgroup counts as well."""
 
 _FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -32,20 +30,24 @@ def memory_limit() -> int:
 
 
 def default_ram_budget() -> int:
-    """0.9 x (limit - resident memory now), bytes; where the limit is small, less by `RESERVE`, but at least half."""
+    """Default budget of host memory: 0.9 x (limit - resident memory now); where the limit is small, less by `RESERVE`, but at least half. Bytes."""
     free: int = memory_limit() - psutil.Process().memory_info().rss
     return max(min(int(0.9 * free), max(free - RESERVE, free // 2)), 1 << 20)
 
 
 def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tuple[int, int]:
-    """Budgets of RAM and of each simulated device, whose memory is RAM as well; together within what this process may use.
+    """Budgets of RAM and of each simulated device, whose memory is RAM as well; their sum is within the limit of this process.
 
     Args:
-        ram, device: as asked for, in bytes; None for a share of what is free: the same for RAM and for each device if neither is given, else what
-            the other leaves, and for a device at most as much as RAM.
+        ram, device: requested bytes; None for a default: equal parts of the free memory if neither is given, else the bytes that the other budget
+            leaves, for a device at most as many as for RAM.
+        num_devices: number of simulated devices.
+
+    Returns:
+        Bytes of RAM, and of each device.
 
     Raises:
-        DoesNotFit: what was asked for is above the limit.
+        DoesNotFit: the requested bytes are above the limit.
     """
     limit = memory_limit()
     asked = (ram or 0) + (device or 0) * num_devices
@@ -65,7 +67,7 @@ def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
 
 
 def _own_cgroup_files() -> list[Path]:
-    """Limit files of the cgroup this process is in, and of its parents."""
+    """Limit files of the cgroup of this process and of its parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -74,11 +76,11 @@ def _own_cgroup_files() -> list[Path]:
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
-            base, leaf = Path("/sys/fs/cgroup"), "memory.max"
+            root, leaf = Path("/sys/fs/cgroup"), "memory.max"
         elif "memory" in controllers.split(","):
-            base, leaf = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            root, leaf = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
         else:
             continue
-        group = base / name.lstrip("/")
-        found += [place / leaf for place in (group, *group.parents) if place.is_relative_to(base)]
+        group = root / name.lstrip("/")
+        found += [directory / leaf for directory in (group, *group.parents) if directory.is_relative_to(root)]
     return found

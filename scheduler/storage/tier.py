@@ -1,8 +1,8 @@
-"""The disk tier: one file in a directory the user names, with direct I/O where the file system has it.
+"""The disk tier: one file in a directory that the user names, with direct I/O where the file system has it.
 
-The file is unlinked right after opening, so that nothing is left behind by a kill, and two runs may share a directory. Direct I/O keeps the
-system's page cache, which would count against the same memory limit, out of the way; arenas and extents are aligned to pages for it. Space that
-is written once is reused; what lies beyond the budget after fragmentation is given back to the file system.
+The file is unlinked right after opening, so that a kill leaves nothing behind and two runs may share a directory. Direct I/O bypasses the system's
+page cache, which would count against the same memory limit; arenas and extents are aligned to pages for it. The machine reuses space within the
+file; space beyond the tier's budget after fragmentation is given back to the file system.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class DiskTier:
     """An anonymous file that holds extents.
 
     Args:
-        directory: made if missing, but not what it lies in, which may be mistyped.
+        directory: created if missing; its parent is not, because a missing parent is more likely a typing error.
 
     Attributes:
         is_direct: whether I/O bypasses the page cache.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created or written.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -51,7 +51,7 @@ class DiskTier:
             raise
 
     def free_bytes(self) -> int:
-        """What the file system has left for us now: the budget of a tier without a size."""
+        """Free bytes of the file system for this user: the budget of a tier without a given size."""
         found = os.fstatvfs(self._fd)
         return found.f_bavail * found.f_frsize
 
@@ -81,19 +81,19 @@ class DiskTier:
             done += got
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give the file system an extent back; best effort, the bytes are not read again."""
+        """Give an extent back to the file system, as a best effort; its bytes are not read again."""
         fallocate = _fallocate()
         if fallocate is not None:
             fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes))
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Close the file, which frees its space. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _go_direct(self) -> bool:
-        """Switch to direct I/O if a page can be written and read that way."""
+        """Switch to direct I/O if a page can be written and read with it; returns whether it can."""
         import fcntl
 
         direct = getattr(os, "O_DIRECT", 0)

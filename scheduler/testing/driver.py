@@ -16,10 +16,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
+from ..core.actions import carry_out
 from ..core.dispatch import TASK_TRANSITIONS
-from ..core.eventlog import Entry, EventLog, Revival, describe
+from ..core.event_log import Entry, EventLog, Revival, describe
 from ..core.events import (
     Action,
     CopyFailed,
@@ -27,6 +28,7 @@ from ..core.events import (
     CopyTile,
     DiscardExtent,
     Event,
+    ForgetObject,
     HandleReleased,
     MoveTile,
     ReportFailure,
@@ -39,9 +41,9 @@ from ..core.events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from ..core.eviction import DEFAULT_EVICTION
 from ..core.machine import Machine
-from ..core.memory import PAGE, MemoryNode
+from ..core.memory.eviction_policies import DEFAULT_EVICTION
+from ..core.memory.extents import PAGE, MemoryNode
 from ..core.policies import POLICIES
 from ..core.records import (
     ANY,
@@ -61,8 +63,8 @@ from ..core.records import (
     WorkerId,
     WorkerKind,
 )
-from ..core.steps import RecordedTask, StepPlan
-from .truth import Run, Wrong, mix, truth
+from ..core.step_plan import RecordedTask, StepPlan
+from .sequential import Run, Wrong, mix, truth
 
 GARBAGE: Final = 0xDEADBEEFDEADBEEF
 CPU: Final[tuple[WorkerKind, ...]] = ("cpu", "sim")
@@ -97,7 +99,7 @@ class FakeDriver:
         self.fresh_machine = partial(fresh_machine, pages, policy, storage=storage, eviction=eviction, prefetch=prefetch)
         self.window = window
         self.machine = self.fresh_machine()
-        self.memory: list[dict[int, int]] = [{} for _ in self.machine.nodes]  # the number in each page, by its offset
+        self.memory: list[dict[int, int]] = [{} for _ in self.machine.memory.names]  # the number in each page, by its offset
         self.log = EventLog()
         self.actions: list[Entry] = []
         self.runs: list[Run] = []
@@ -199,33 +201,44 @@ class FakeDriver:
         actions = self.machine.handle(event)
         self.actions += map(describe, actions)
         for action in actions:
-            self._carry_out(action)
+            carry_out(action, self)
         self.machine.validate()
         self._check_files()
         self._check_transitions()
 
-    def _carry_out(self, action: Action) -> None:
-        if isinstance(action, RunTask):
-            self._begin(action.task)
-        elif isinstance(action, CopyTile):
-            self.copying[action] = self.load(action.source)
-            self._store(action.target, GARBAGE)
-        elif isinstance(action, MoveTile):
-            if self.num_under_way:
-                raise Wrong("tiles were moved while something was under way")
-            memory, distance = self.memory[action.node], action.offset - action.source_offset
-            pages = range(action.source_offset, action.source_offset + action.nbytes, PAGE)
-            memory.update({page + distance: memory.get(page, 0) for page in pages})
-        elif isinstance(action, DiscardExtent):
-            self.memory[action.node].update(dict.fromkeys(range(action.offset, action.offset + action.nbytes, PAGE), 0))
-        elif isinstance(action, ReportFailure):
-            run = self._current[action.task]
-            run.error, run.ended = action.error, True
-        else:
-            assert isinstance(action, ReportStepDone)
-            self.steps_done.append((action.replay, action.number))
+    def copy_tile(self, action: CopyTile) -> None:
+        """The copy is under way: its target holds garbage until it ends."""
+        self.copying[action] = self.load(action.source)
+        self._store(action.target, GARBAGE)
 
-    def _begin(self, task: Task) -> None:
+    def move_tile(self, action: MoveTile) -> None:
+        """Move pages within a node, which must be idle."""
+        if self.num_under_way:
+            raise Wrong("tiles were moved while something was under way")
+        memory, distance = self.memory[action.node], action.offset - action.source_offset
+        pages = range(action.source_offset, action.source_offset + action.nbytes, PAGE)
+        memory.update({page + distance: memory.get(page, 0) for page in pages})
+
+    def discard_extent(self, action: DiscardExtent) -> None:
+        """The pages read as zeros from now on."""
+        self.memory[action.node].update(dict.fromkeys(range(action.offset, action.offset + action.nbytes, PAGE), 0))
+
+    def forget_object(self, action: ForgetObject) -> None:
+        """Impossible: no node is counted."""
+        raise Wrong(f"{action.handle!r} has no buffer of its own")
+
+    def report_failure(self, action: ReportFailure) -> None:
+        """The task has ended without results."""
+        run = self._current[action.task]
+        run.error, run.ended = action.error, True
+
+    def report_step_done(self, action: ReportStepDone) -> None:
+        """Note the replay."""
+        self.steps_done.append((action.replay, action.number))
+
+    def run_task(self, action: RunTask) -> None:
+        """The task is under way: it has read its inputs, and what it overwrites holds garbage."""
+        task = action.task
         run = self._current[task]
         if run.ended or task in self.running:
             raise Wrong(f"{task!r} was started twice")
@@ -264,7 +277,7 @@ class FakeDriver:
 
     def _end_copy(self, copy: CopyTile, error: BaseException | None) -> None:
         value = self.copying.pop(copy)
-        if error is not None and (self.is_read(copy) or self.machine.nodes[copy.target.node].is_storage):
+        if error is not None and (self.is_read(copy) or copy.target.node == self.machine.memory.tier):
             if self.is_read(copy):
                 self.unreadable.add(copy.source.handle)
             self.bring(CopyFailed(copy.source, copy.target, error))
@@ -276,7 +289,7 @@ class FakeDriver:
 
     def is_read(self, copy: CopyTile) -> bool:
         """Whether a copy reads from a file: one of the program's, or the disk tier."""
-        return copy.source.node == FILE or self.machine.nodes[copy.source.node].is_storage
+        return copy.source.node in (FILE, self.machine.memory.tier)
 
     def finish(self, run: Run, error: BaseException | None = None) -> None:
         """End one task, which must be running; it may fail."""
@@ -316,9 +329,9 @@ class FakeDriver:
     def _check_files(self) -> None:
         found = [handle for handle in self.handles if FILE in handle.replicas]
         cold = sum(len(handle.replicas) == 1 for handle in found)
-        residency = self.machine.residency
-        if (len(found), cold) != (residency.num_files, residency.num_cold):
-            raise Wrong(f"{len(found)} handles are in files, {cold} nowhere else, but {residency.num_files} and {residency.num_cold} were counted")
+        counted = self.machine.memory.num_in_files
+        if (len(found), cold) != counted:
+            raise Wrong(f"{len(found)} handles are in files, {cold} nowhere else, but {counted[0]} and {counted[1]} were counted")
 
     def _check_transitions(self) -> None:
         for task, run in list(self._current.items()):
@@ -415,12 +428,12 @@ def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction:
 
 def collect_inside(machine: Machine) -> None:
     """Make every handler of a machine begin and end with a garbage collection."""
-    handlers: dict[type, Callable[[Any], None]] = machine._handlers
+    handlers = machine.handlers
 
-    def wrapped(handler: Callable[[Any], None]) -> Callable[[Any], None]:
-        def run(event: Any) -> None:
+    def wrapped(handler: Callable[..., None]) -> Callable[..., None]:
+        def run(event: Event, actions: list[Action]) -> None:
             gc.collect(0)
-            handler(event)
+            handler(event, actions)
             gc.collect(0)
 
         return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..trace import Accesses, Trace
+from ..execution.trace import Accesses, Trace
 
 
 class FatalTrace(Trace):

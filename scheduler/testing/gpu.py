@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..storage import HostArena
+from ..storage.arena import HostArena
 
 _PLANTED: Final = "planted: the device fell off the bus"
 

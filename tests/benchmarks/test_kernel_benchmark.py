@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.deadline import DEADLINE
 
 pytest.importorskip("torch")
 
@@ -16,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """The script as a command."""
-    return subprocess.run([sys.executable, "benchmarks/kernels.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run([sys.executable, "benchmarks/kernels.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False)
 
 
+@pytest.mark.long
 def test_every_case_runs_and_nothing_is_written() -> None:
     """One line per case with four positive rates, one comparison with torch each and one with a copy where memory binds; no result file."""
     results = ROOT / "benchmarks" / "results" / "kernels.json"

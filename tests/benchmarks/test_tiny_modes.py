@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.deadline import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.-]+")
@@ -25,8 +26,13 @@ LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.-]+")
             ["a step's speed", "a step of", "seconds per 10^12 model flops"],
             marks=pytest.mark.long,
         ),
-        ("generation", "--case=tiny", ["gpt2, 128 new tokens of one text, fp32", "gpt2, 128 new tokens of one text, fp32: peak resident memory"]),
-        ("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"]),
+        pytest.param(
+            "generation",
+            "--case=tiny",
+            ["gpt2, 128 new tokens of one text, fp32", "gpt2, 128 new tokens of one text, fp32: peak resident memory"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"], marks=pytest.mark.long),
         pytest.param("dask/cluster", "--suite=traffic --tiny", ["tiny on 2 nodes: bytes sent per node and step"], marks=pytest.mark.long),
         pytest.param(
             "dask/cluster", "--suite=cost --tiny", ["tiny on 2 nodes: what Dask adds", "messages that the scheduler"], marks=pytest.mark.long
@@ -39,7 +45,7 @@ def test_a_script_prints_its_claims(script, flags, claims):
     """One line each, with a ratio."""
     before = sorted((ROOT / "benchmarks" / "results").iterdir())
     command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--rounds=1", "--output=", *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     found = [match[1] for match in LINE.finditer(done.stdout)]
     assert len(found) == len(claims), done.stdout

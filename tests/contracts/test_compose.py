@@ -10,8 +10,8 @@ import pytest
 import yaml
 from distributed.cli import dask_scheduler, dask_worker
 
-from nntask.trainer.settings import TrainSettings
-from wrappers.cli.flags import scan, table_of
+from nntask.config.settings import TrainSettings
+from wrappers.cli.options.flags import scan, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "docker").glob("compose*.yaml"))

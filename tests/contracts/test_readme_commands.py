@@ -21,13 +21,13 @@ from safetensors.numpy import save_file
 
 from nntask.data.tokenizer import train_bpe
 from nntask.models import gpt2_names
-from nntask.models.config import GPT2Config
 from nntask.models.gpt2 import GPT2
-from nntask.tiling import ModelTiling
+from nntask.models.gpt2_config import GPT2Config
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 FENCE = re.compile(r"(?:^<!-- ci: (?P<marker>.*?) -->\n)?^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELL: Final = ("sh", "bash")
 OTHERS: Final = ("python", "text", "toml", "json", "mermaid")
@@ -99,7 +99,7 @@ def run_blocks(page: Path, markers: tuple[str | None, ...], clone: Path) -> None
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_run_as_printed(page: Path, clone: Path) -> None:
     """All blocks without a marker."""
     run_blocks(page, (None,), clone)
@@ -107,13 +107,13 @@ def test_commands_run_as_printed(page: Path, clone: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, ("minutes",))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, ("minutes",))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_minutes_run_as_printed(page: Path, clone: Path) -> None:
     """Those that take minutes as well, among the others."""
     run_blocks(page, (None, "minutes"), clone)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_escapes(page: Path) -> None:
     """Each fence says what it is, each marker is one of the three, and none marks a block that is no command."""
     text = page.read_text()

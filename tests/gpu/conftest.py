@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,11 +14,8 @@ from typing import Any
 
 import pytest
 
-from nntask.trainer.gpus import cards
+from nntask.hardware.gpus import cards
 from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
-
 
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cublas", "nvidia-cudnn-frontend", "torch")
 """Whose versions results depend on."""

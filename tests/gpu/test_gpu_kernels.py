@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cuda_kernels import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
-from test_kernels import Maker
+from support.cuda_cases import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
+from support.kernel_cases import Maker
 
+from tiles.kernels.catalog import kernel
 from tiles.kernels.cuda.array import DeviceArray
-from tiles.kernels.registry import kernel
 
 
 class Bench:

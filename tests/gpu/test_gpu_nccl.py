@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
+from support.dask_nodes import nodes
+from support.deadline import DEADLINE
 
 from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
 from scheduler.drivers.nccl import CupyCommunicator, CupyNccl, find_library
-from wrappers.dask import nccl
-from wrappers.dask.nccl import NcclCarriers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "wrappers"))
-from test_dask_exchange import nodes
+from wrappers.dask.training import nccl
+from wrappers.dask.training.nccl import NcclTransport
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +59,10 @@ def test_two_cards_exchange(cards: list[CupyNccl]) -> None:
     """Buckets both ways, larger than a piece; what NCCL takes is measured; at the end every thread has ended, one of them in the middle."""
     if len(cards) < 2:
         pytest.skip("NCCL takes a card for each node, and there is one")
-    carriers = [NcclCarriers(cards[rank], rank, 2) for rank in range(2)]
+    transports = [NcclTransport(cards[rank], rank, 2) for rank in range(2)]
     rng = np.random.default_rng(0)
-    with nodes(2, lambda rank: carriers[rank]) as comms:
-        assert all(each.taken_nbytes() >= 4 * nccl.PIECE for each in carriers)
+    with nodes(2, lambda rank: transports[rank]) as comms:
+        assert all(each.taken_nbytes() >= 4 * nccl.PIECE for each in transports)
         for number in range(20):
             size = int(rng.integers(1, 3 * nccl.PIECE))
             source, ended, errors = rng.integers(0, 256, size, np.uint8), [Event(), Event()], []
@@ -77,11 +74,11 @@ def test_two_cards_exchange(cards: list[CupyNccl]) -> None:
             here = number % 2
             comms[1 - here].receive.host(over(ended[0]), target, peer=here, key=str(number), count=1)  # type: ignore[misc]
             comms[here].send.host(over(ended[1]), source, peer=1 - here, key=str(number))  # type: ignore[misc]
-            assert all(event.wait(60) for event in ended)
+            assert all(event.wait(DEADLINE) for event in ended)
             assert errors == [None, None]
             assert np.array_equal(source, target)
-        carriers[0]._links[0, 1].put([np.zeros(3 * nccl.PIECE, np.uint8)])  # nobody receives it
-    for each in carriers:
+        transports[0]._links[0, 1].put([np.zeros(3 * nccl.PIECE, np.uint8)])  # nobody receives it
+    for each in transports:
         for link in each._links.values():
-            link.join(60)
+            link.join(DEADLINE)
             assert not link.is_alive()

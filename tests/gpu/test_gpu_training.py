@@ -7,51 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu_training import Training, on_gpus
 
-from nntask.models.config import GPT2Config
-from nntask.models.gpt2 import GPT2
-from nntask.optim import AdamW
-from nntask.tiling import ModelTiling
+from nntask.models.gpt2_config import GPT2Config
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 from tiles.kernels.registry import BF16
 
 CONFIG = GPT2Config(vocab_size=1000, n_positions=128, n_embd=128, n_layer=3, n_head=4)
-STEPS = 12
-IDS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (STEPS, 2, 2, 129)).astype(np.int32)
-
-
-def losses(runtime: Runtime, *, dropout: float = 0.0, dtype: Any = np.float32, weights: dict[str, np.ndarray] | None = None) -> list[float]:
-    """Of some steps of two minibatches, two in flight; `weights` takes the ones of the beginning."""
-    with runtime:
-        tiling = ModelTiling(minibatch_tile=1, seq_tile=64, vocab_tile=300)
-        model = GPT2(CONFIG.with_dropout(dropout), tiling, runtime, seed=3, dtype=dtype)
-        if weights is not None:
-            weights.update({name: tensor.read() for name, tensor in model.tensors().items()})
-        optimizer = AdamW(model.parameters(), lr=1e-3, max_norm=1.0)
-        inputs = [model.input_tensors(2) for _ in range(2)]
-        kept = []
-        with runtime.record() as step:
-            model.train()
-            for number, (tokens, targets) in enumerate(inputs):
-                loss = model(tokens, targets, scale=0.5, minibatch=number)
-                loss.backward()
-                kept.append(loss.data)
-            optimizer.step()
-        found: list[float] = []
-        for number, ids in enumerate(IDS):
-            for (tokens, targets), part in zip(inputs, ids, strict=True):
-                tokens.write(part[:, :-1])
-                targets.write(part[:, 1:])
-            model.dropout_key.write(np.array([3, number], np.uint64))
-            optimizer.prepare(number + 1)
-            ticket = step.replay()
-            found.append(sum(float(ticket.read(loss)[0]) for loss in kept))
-        return found
+TRAINING = Training(CONFIG, ModelTiling(minibatch_tile=1, seq_tile=64, vocab_tile=300), 12, 1e-3)
+losses = TRAINING.losses
 
 
 def on_gpu(gpus: list[Any], nbytes: int = 1 << 30, ram: int = 1 << 30, **more: Any) -> Runtime:
     """A runtime on devices alone."""
-    return Runtime(0, gpus=gpus, gpu_memory=nbytes, ram=ram, **more)
+    return on_gpus(gpus, nbytes, ram, **more)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -100,7 +70,7 @@ def test_losses_are_torchs(open_gpus: Any) -> None:
     model.tie_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     theirs = []
-    for ids in IDS:
+    for ids in TRAINING.ids():
         optimizer.zero_grad()
         total = 0.0
         for part in ids:

@@ -6,12 +6,13 @@ import weakref
 import numpy as np
 import pytest
 
-from nntask import checkpoint, functional, no_grad
-from nntask.autograd import ParameterEdge, Tensor
+from nntask import checkpoint, no_grad
 from nntask.errors import UsageError
-from nntask.init import constant, normal
-from nntask.layers import LayerNorm, Linear
-from nntask.module import Module, Parameter
+from nntask.nn import functional
+from nntask.nn.autograd import ParameterEdge, Tensor
+from nntask.nn.initializers import constant, normal
+from nntask.nn.layers import LayerNorm, Linear
+from nntask.nn.module import Module, Parameter
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
 

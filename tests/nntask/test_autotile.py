@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from nntask.config.resolution import resolve
+from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.errors import DataError
-from nntask.models.config import GPT2Config
-from nntask.tiletable import add_row, read_table, shape_of
-from nntask.tiling import Limits, ModelTiling, cut
-from nntask.trainer.autotile import _kernel_seconds, _larger, _smaller, measure
-from nntask.trainer.fitting import capture
-from nntask.trainer.prepare import with_tiles
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.models.gpt2_config import GPT2Config
+from nntask.planning.memory_fit import capture
+from nntask.tiling.model_tiling import Limits, ModelTiling, cut
+from nntask.tiling.tile_table import add_row, read_table, shape_of
+from nntask.training.autotune import _kernel_seconds, _larger, _smaller, measure
 
 CONFIG = GPT2Config(vocab_size=300, n_positions=32, n_embd=24, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 ASKED = TrainSettings(model=ModelSettings(model="gpt2"), tiling=TilingSettings(batch=6, minibatch=2), resources=ResourceSettings(ncpu=2))
@@ -21,9 +20,7 @@ ROW = ModelTiling(1, 16, 24, 96, 2, 150)
 
 def plan_of(config, batch):
     """The step of a model over a batch in minibatches of 2."""
-    settings = replace(ASKED, tiling=replace(ASKED.tiling, batch=batch))
-    settings, tiling = with_tiles(resolve(settings, config), config)
-    return capture(settings, config, tiling)
+    return capture(resolve(replace(ASKED, tiling=replace(ASKED.tiling, batch=batch)), config))
 
 
 def test_a_step_lasts_as_long_as_its_kinds_of_tasks():
@@ -42,7 +39,7 @@ def test_a_step_lasts_as_long_as_its_kinds_of_tasks():
 def test_a_trial_says_what_it_left_out(layers, left_out):
     """Models of more than two layers run with two."""
     config = replace(CONFIG, n_layer=layers)
-    seconds, words = measure(resolve(ASKED, config), config, cut(config, 2, 32, Limits(32, 64, 256)))
+    seconds, words = measure(resolve(ASKED, config), cut(config, 2, 32, Limits(32, 64, 256)))
     assert 0 < seconds < 60
     assert words == left_out
 

@@ -12,28 +12,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.checkpoints import RUNTIME, save_step, tensor
+from support.deadline import DEADLINE
 
-from nntask.checkpoints import find_checkpoint, save_checkpoint, step_directories
+from nntask.checkpoints.store import find_checkpoint, save_checkpoint, step_directories
 from nntask.errors import DataError, Diverged, UsageError
-from nntask.tensorfile import load_tensors, save_tensors
-from scheduler import InlineRuntime
+from nntask.io.safetensors_file import load_tensors, save_tensors
 from tiles import TileTensor
 
-RUNTIME = InlineRuntime()
+TESTS = Path(__file__).resolve().parents[1]
 FILES = ("model.safetensors", "optimizer.safetensors")
-
-
-def tensor(shape, tile, dtype=np.float32, seed=0) -> TileTensor:
-    """A tensor of seeded normals."""
-    made = TileTensor(RUNTIME, shape, tile, dtype)
-    made.write(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
-    return made
-
-
-def save_step(run: Path, step: int, keep: int = 3) -> Path:
-    """Save a checkpoint of one weight and one moment."""
-    state = {"step": step, "cursor": [0, step], "model": {}}
-    return save_checkpoint(run, state, {"w": tensor((4, 3), (2, 2), seed=step)}, {"m": tensor((4, 3), (2, 2))}, keep=keep)
 
 
 def test_ragged_tensors_round_trip_and_safetensors_reads_them(tmp_path):
@@ -215,46 +203,66 @@ def test_values_too_large_for_the_type_they_are_stored_in_are_refused(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
-from test_checkpoints import save_step
-run, count = Path({run!r}), {count}
-save_step(run, 5)
-seen = 0
-def hook(event, args):
-    global seen
-    if event in ("os.rename", "os.symlink", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "open"):
-        seen += 1
-        if seen == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(hook)
-save_step(run, 10, keep=1)
-print("saved")
+from support.checkpoints import save_step
+def save(run, count):
+    seen = 0
+    def hook(event, args):
+        nonlocal seen
+        if event in ("os.rename", "os.symlink", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "open"):
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+    save_step(run, 5)
+    sys.addaudithook(hook)
+    save_step(run, 10, keep=1)
+for count in map(int, sys.argv[2:]):
+    child = os.fork()
+    if not child:
+        save(Path(sys.argv[1]) / str(count), count)
+        os._exit(0)
+    print(count, os.waitpid(child, 0)[1])
 """
+COUNTS = [1, 5, 9, 13, 17, 21, 25, 29, 33, 37]
 
 
-@pytest.mark.parametrize("count", [1, 5, 9, 13, 17, 21, 25, 29, 33, 37])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, count):
+def python(script: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    """Run a script that may import what tests share."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    command = [sys.executable, "-c", script, *map(str, argv)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Run directories by when the process was killed: before which file operation of its second save. And how each process ended."""
+    folder = tmp_path_factory.mktemp("killed")
+    done = python(KILLED, folder, *COUNTS)
+    assert done.returncode == 0, done.stderr
+    return folder, dict(tuple(map(int, line.split())) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(killed, count):
     """SIGKILL before the n-th file operation of a save: the newest checkpoint loads, and the next save works."""
-    script = KILLED.format(here=str(Path(__file__).parent), run=str(tmp_path), count=count)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL or "saved" in done.stdout, done.stderr
-    found = find_checkpoint(tmp_path)
+    run, ended = killed[0] / str(count), killed[1][count]
+    assert ended in (0, signal.SIGKILL)
+    assert ended or count > 30, "the save has more operations than this"
+    found = find_checkpoint(run)
     assert found.step in (5, 10)
     found.load({"w": tensor((4, 3), (2, 2))}, {"m": tensor((4, 3), (2, 2))})
-    save_step(tmp_path, 15, keep=1)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000015"]
+    save_step(run, 15, keep=1)
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000015"]
 
 
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
-from test_checkpoints import save_step
+from support.checkpoints import save_step
 from nntask.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
 try:
-    save_step(Path({run!r}), 10)
+    save_step(Path(sys.argv[1]), 10)
 except StorageError as error:
     print(error)
     raise SystemExit(error.exit_code)
@@ -265,8 +273,7 @@ except StorageError as error:
 def test_a_disk_without_room_keeps_the_previous_checkpoint(tmp_path, limit):
     """A write that fails for lack of room exits 6, names the checkpoint that is safe, and leaves no debris."""
     save_step(tmp_path, 5)
-    script = FULL.format(here=str(Path(__file__).parent), run=str(tmp_path), limit=limit)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = python(FULL, tmp_path, limit)
     assert done.returncode == 6, done.stderr
     assert "step-000005 is safe" in done.stdout
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]

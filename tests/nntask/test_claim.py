@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nntask.errors import StorageError, UsageError
-from nntask.trainer.claim import LOCK, Claim, check_unclaimed
-from nntask.trainer.outputs import check_new_run
+from nntask.training.run_directory import check_new_run
+from nntask.training.run_lock import LOCK, Claim, check_unclaimed
 
 
 def claimed(run: Path) -> Claim:

@@ -1,18 +1,30 @@
-"""GPT-2 configurations: what is accepted, and what each wrong file says."""
+"""Configurations of every family: what is accepted, what a wrong file says, which family it is of. Rotary scaling: `test_rotary_config`."""
 
 import json
 
 import pytest
 
 from nntask.errors import DataError, UsageError
-from nntask.models.config import PRESETS, GPT2Config
+from nntask.models.gpt2_config import PRESETS, GPT2Config
+from nntask.models.llama_config import LlamaConfig
+from nntask.models.registry import FAMILIES, config_from_dict, config_from_json
 
-SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+LLAMA_SMALL = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+}
+SMALL = {GPT2Config: GPT2_SMALL, LlamaConfig: LLAMA_SMALL}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def test_a_hugging_face_config_is_read(tmp_path):
+def test_a_gpt2_of_hugging_face_is_read(tmp_path):
     """Keys we know are taken, the others ignored, numbers of floats may be whole; a directory stands for its config.json."""
-    values = {**SMALL, "n_inner": None, "n_ctx": 1024, "architectures": ["GPT2LMHeadModel"], "resid_pdrop": 0, "activation_function": "gelu"}
+    values = {**GPT2_SMALL, "n_inner": None, "n_ctx": 1024, "architectures": ["GPT2LMHeadModel"], "resid_pdrop": 0, "activation_function": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = GPT2Config.from_json(tmp_path)
     assert config == GPT2Config.from_json(tmp_path / "config.json")
@@ -20,9 +32,19 @@ def test_a_hugging_face_config_is_read(tmp_path):
     assert GPT2Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_a_llama_of_hugging_face_is_read(tmp_path):
+    """The same; without num_key_value_heads every head has its own keys."""
+    about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 500000, "bos_token_id": 1, "pretraining_tp": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_SMALL, **about}))
+    config = LlamaConfig.from_json(tmp_path)
+    assert config == config_from_json(tmp_path / "config.json")
+    assert (config.n_kv_head, config.head_size, config.rope_theta, config.rms_norm_eps) == (32, 64, 500000.0, 1e-6)
+    assert (config.n_embd, config.n_layer, config.inner_size, config.n_positions) == (2048, 16, 8192, 131072)
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+BROKEN = {
+    GPT2Config: [
         ({"n_layer": "12"}, ["n_layer", "whole number", '"12" (a string)', '"n_layer": 12']),
         ({"n_layer": 12.0}, ["n_layer", "whole number", "12.0 (a number)"]),
         ({"n_head": True}, ["n_head", "whole number", "true (a boolean)"]),
@@ -41,47 +63,116 @@ def test_a_hugging_face_config_is_read(tmp_path):
         ({"model_type": "llama"}, ["model_type", "gpt2", '"llama"']),
         ({"add_cross_attention": True}, ["add_cross_attention", "false"]),
     ],
-)
-def test_a_broken_value_is_named(change, words):
+    LlamaConfig: [
+        ({"num_hidden_layers": "16"}, ["num_hidden_layers", "whole number", '"16" (a string)', '"num_hidden_layers": 16']),
+        ({"num_attention_heads": True}, ["num_attention_heads", "true (a boolean)"]),
+        ({"hidden_size": 0}, ["hidden_size", "at least 1", "got 0"]),
+        ({"hidden_size": 2050}, ["divisible by num_attention_heads", "hidden_size 2050 and num_attention_heads 32"]),
+        ({"num_key_value_heads": 5}, ["divisible by num_key_value_heads", "num_attention_heads 32 and num_key_value_heads 5", "is 4"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads", "at least 1"]),
+        ({"head_dim": 63}, ["head_dim", "must be even", "got 63", "use 64 or 62"]),
+        ({"hidden_size": 32 * 33}, ["the head size, must be even", "got 33"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]),
+        ({"hidden_act": None}, ["hidden_act", "null"]),
+        ({"attention_dropout": 1.0}, ["attention_dropout", "below 1"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps", "positive"]),
+        ({"rope_theta": 10**400}, ["rope_theta", "positive and finite", "of 401 characters"]),
+        ({"hidden_size": 10**30}, ["hidden_size", "at most 2147483647"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "at most 16384"]),
+        ({"hidden_size": 2**31 - 2}, ["divisible by num_attention_heads", "the nearest legal num_attention_heads is"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}, ["rotary scaling twice", "remove"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 5.0}}, ["twice"]),
+        ({"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 6.0}}, ["rope_theta twice, 5.0", "6.0", "remove"]),
+        ({"original_max_position_embeddings": 4, "rope_scaling": LLAMA3}, ["original_max_position_embeddings twice, 4", "8192", "remove"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "must be 1", "0.5"]),
+        ({"rope_theta": "1e6"}, ["rope_theta", "a number", '"1e6" (a string)']),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
+        ({"mlp_bias": None}, ["mlp_bias", "true or false", "null"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling", "JSON object", "a string"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type in rope_scaling", "default, linear, dynamic, llama3", '"yarn"']),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type in rope_scaling", '"longrope"']),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "lacks factor", "rope_type linear"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor in rope_scaling", "at least 1", "got 0.5"]),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["factor in rope_scaling", "a number", '"2" (a string)']),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "must be 1", "0.5"]),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4}}, ["low_freq_factor", "below high_freq_factor", "4.0 and 4.0"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["lacks low_freq_factor, high_freq_factor"]),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1.5}}, ["original_max_position_embeddings", "whole number"]),
+        ({"model_type": "gpt2"}, ["model_type", "llama", '"gpt2"']),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), [(kind, *case) for kind, cases in BROKEN.items() for case in cases])
+def test_a_broken_value_is_named(kind, change, words):
     """Each message has the key, the value with its JSON type, and what to write."""
     with pytest.raises(UsageError) as caught:
-        GPT2Config.from_dict({**SMALL, **change}, "some.json")
+        kind.from_dict({**SMALL[kind], **change}, "some.json")
     assert caught.value.exit_code == 2
     for word in [*words, "some.json"]:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("key", list(SMALL))
-def test_a_missing_key_is_named(key):
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, values in SMALL.items() for key in values])
+def test_a_missing_key_is_named(kind, key):
     """The shape has no defaults."""
     with pytest.raises(UsageError, match=f"lacks {key};"):
-        GPT2Config.from_dict({k: v for k, v in SMALL.items() if k != key})
+        kind.from_dict({k: v for k, v in SMALL[kind].items() if k != key})
 
 
-def test_a_file_that_is_missing_or_truncated_is_missing_data(tmp_path):
-    """Exit code 4, with the path; a list instead of an object breaks a rule."""
+@pytest.mark.parametrize("read", [GPT2Config.from_json, LlamaConfig.from_json, config_from_json])
+def test_a_file_that_is_missing_or_truncated_is_missing_data(tmp_path, read):
+    """Exit code 4, with the path; a list instead of an object breaks a rule; nor is there an end to what is nested deeper than any reader goes."""
     path = tmp_path / "config.json"
     with pytest.raises(DataError, match=r"config\.json cannot be read"):
-        GPT2Config.from_json(path)
-    path.write_text(json.dumps(SMALL)[:-7])
-    with pytest.raises(DataError, match="not whole JSON"):
-        GPT2Config.from_json(path)
+        read(path)
+    for text in (json.dumps(GPT2_SMALL)[:-7], "[" * 200_000):
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"config\.json is not whole JSON"):
+            read(path)
     path.write_text("[1]")
     with pytest.raises(UsageError, match="JSON object"):
-        GPT2Config.from_json(path)
+        read(path)
 
 
 def test_a_config_made_in_python_obeys_the_same_rules():
     """No way around the checks."""
     with pytest.raises(UsageError, match="divisible"):
         GPT2Config(vocab_size=10, n_positions=8, n_embd=10, n_layer=1, n_head=4)
+    with pytest.raises(UsageError, match="divisible"):
+        LlamaConfig(**{**LLAMA_SMALL, "num_key_value_heads": 3})
+
+
+def test_the_model_type_names_the_family():
+    """Without one it is a GPT-2, as in NNTile's files; an unknown one is named with those that there are."""
+    assert list(FAMILIES) == ["gpt2", "llama"]
+    assert isinstance(config_from_dict({**LLAMA_SMALL, "model_type": "llama"}), LlamaConfig)
+    assert isinstance(config_from_dict({"vocab_size": 10, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}), GPT2Config)
+    for kind in ("mistral", 5, None, ["llama"]):
+        with pytest.raises(UsageError, match=r"model_type in x\.json must be one of gpt2, llama, got"):
+            config_from_dict({**LLAMA_SMALL, "model_type": kind}, "x.json")
+    with pytest.raises(UsageError, match="JSON object"):
+        config_from_dict([1])  # type: ignore[arg-type]
 
 
 def test_presets_have_the_published_sizes():
-    """Numbers of parameters of OpenAI's models, and ours."""
+    """Numbers of parameters of OpenAI's models, of Llama 3.2 1B and 3B, and ours."""
     sizes = {name: config.num_parameters for name, config in PRESETS.items()}
     assert sizes["gpt2"] == 124_439_808
     assert sizes["gpt2-medium"] == 354_823_168
     assert sizes["gpt2-large"] == 774_030_080
     assert sizes["gpt2-xl"] == 1_557_611_200
+    assert sizes["llama-1b"] == 1_235_814_400
+    assert sizes["llama-3b"] == 3_212_749_824
     assert (PRESETS["tiny"].n_layer, PRESETS["tiny"].n_embd, PRESETS["tiny"].vocab_size) == (4, 256, 4096)
+    tiny = PRESETS["llama-tiny"]
+    assert (tiny.n_layer, tiny.n_embd, tiny.vocab_size, tiny.n_head, tiny.n_kv_head) == (4, 256, 4096, 4, 2)
+    assert PRESETS["llama-3b"].head_size == 128
+
+
+def test_layers_and_dropout_are_changed_by_one_name():
+    """--dropout has one place in a LLaMA and three in a GPT-2; tiles are tried on fewer blocks of either."""
+    assert [PRESETS[name].with_layers(2).n_layer for name in ("tiny", "llama-1b")] == [2, 2]
+    assert PRESETS["llama-tiny"].with_dropout(0.2).attention_dropout == 0.2
+    changed = PRESETS["tiny"].with_dropout(0.2)
+    assert (changed.resid_pdrop, changed.embd_pdrop, changed.attn_pdrop) == (0.2, 0.2, 0.2)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.search import search
 
 from nntask.data import BatchStream, ByteTokenizer, Cursor, DataSpec, TokenFile, check_spec, in_order, open_dataset
-from nntask.data.order import permuted
+from nntask.data.sampler import permuted
 from nntask.data.texts import PIECE_NBYTES, Text
 from nntask.errors import DataError, UsageError
 
@@ -46,7 +47,7 @@ def test_a_last_evaluation_batch_is_filled_with_ignored_targets(tmp_path):
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@search(60)
 def test_the_order_of_an_epoch_is_a_permutation(count, seed, epoch):
     """Every sequence is visited exactly once."""
     assert sorted(permuted(np.arange(count), count, seed, epoch).tolist()) == list(range(count))
@@ -165,7 +166,7 @@ def test_text_becomes_the_same_tokens_again_and_from_the_cache(tmp_path):
 
 def test_stdlib_needs_no_network_and_holds_out_whole_texts():
     """The standard library gives megabytes of text, split by file."""
-    from nntask.data.corpus import stdlib_corpus
+    from nntask.data.corpora import stdlib_corpus
 
     corpus = stdlib_corpus()
     names = {t.name for t in corpus.train}

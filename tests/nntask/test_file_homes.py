@@ -14,17 +14,17 @@ from safetensors.numpy import load_file, save_file
 
 from nntask import no_grad
 from nntask.errors import StorageError
-from nntask.hf.directory import ModelDirectory
-from nntask.models.config import GPT2Config
+from nntask.hf.model_directory import ModelDirectory
 from nntask.models.gpt2 import GPT2
+from nntask.models.gpt2_config import GPT2Config
 from nntask.models.gpt2_names import to_hf
-from nntask.optim import AdamW, Group
-from nntask.tiling import ModelTiling
+from nntask.optim.optimizers import AdamW, Group
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Codelet, InlineRuntime, Runtime, TaskError, Trace
 from scheduler.core.records import FILE, RAM
 from wrappers.cli import main
 
-CONFIG = GPT2Config(vocab_size=512, n_positions=32, n_embd=128, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+CONFIG = GPT2Config(vocab_size=512, n_positions=32, n_embd=128, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 TILING = ModelTiling(1, 32, 64, 128, 2, 128)
 IDS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (4, 1, CONFIG.n_positions + 1)).astype(np.int32)
 
@@ -98,7 +98,7 @@ def test_a_forward_pass_writes_no_weights(directory: Path, machine: str, tmp_pat
     with Runtime(0 if machine.startswith("device") else 2, ram=quarter, trace=seen, **options) as runtime:
         assert losses(directory, runtime) == expected
         stats = runtime.stats()
-        runtime._engine.validate()
+        runtime._executor.validate()
     place = "sim:0" if machine.startswith("device") else "ram"
     moved = stats["moved_bytes"]
     assert not [name for source, target, name in seen.copies if target != RAM and ".weight" in name and source != FILE]
@@ -125,7 +125,7 @@ def train(path: Path, **options) -> tuple[list[bytes], dict[str, np.ndarray], di
             optimizer.prepare(number + 1, 1e-2)
             found.append(step.replay().read(loss.data).tobytes())
         runtime.wait()
-        runtime._engine.validate()
+        runtime._executor.validate()
         stats = runtime.stats()
         plan = step.plan
         least = [plan.minimum_bytes(is_last=False, computes=True), plan.minimum_bytes(is_last=True, computes=False)]
@@ -193,7 +193,7 @@ def test_a_file_that_is_spoiled(directory: Path, tmp_path: Path, spoil, words: s
         assert str(cause).startswith("transformer.wte.weight was lost: ")
         assert f"{path / 'model.safetensors'} {words}" in str(cause)
         assert head.read().shape == (128,)
-        runtime._engine.validate()
+        runtime._executor.validate()
 
 
 def touch(runtime: Runtime, tensor) -> None:  # type: ignore[no-untyped-def]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from nntask.models.config import PRESETS
-from nntask.trainer.flops import flop_counts, flop_counts_of
+from nntask.hardware.flops import flop_counts, flop_counts_of
+from nntask.models.gpt2_config import PRESETS
 
 
 @pytest.mark.parametrize("flash", [True, False])

@@ -15,22 +15,21 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from nntask.config.resolution import resolve
+from nntask.config.settings import ModelSettings, ObserveSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.data import Batch
-from nntask.models.config import GPT2Config
-from nntask.trainer.fitting import capture, choose_order
-from nntask.trainer.machine import open_runtime
-from nntask.trainer.places import open_store, this_machine
-from nntask.trainer.planning import plan_run
-from nntask.trainer.prepare import with_tiles
-from nntask.trainer.recorded import RecordedEngine
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import ModelSettings, ObserveSettings, ResourceSettings, TilingSettings, TrainSettings
-from scheduler.core.perf import Models, footprint
+from nntask.engine.recorded import RecordedEngine
+from nntask.hardware.machine_model import open_store, this_machine
+from nntask.hardware.runtimes import runtime_for
+from nntask.models.gpt2_config import GPT2Config
+from nntask.planning.memory_fit import capture, choose_order
+from nntask.planning.simulate import plan_run
+from scheduler.core.performance_model import Models, footprint
 from scheduler.core.records import NodeId, Task, WorkerKind
-from scheduler.drivers.virtual import simulate
+from scheduler.simulation.virtual_time import simulate
 
-CONFIG: Final = GPT2Config(vocab_size=1024, n_positions=64, n_embd=128, n_layer=3, n_head=4)
-STEPS: Final = 6
+CONFIG: Final = GPT2Config(vocab_size=1024, n_positions=64, n_embd=128, n_layer=2, n_head=4)
+STEPS: Final = 5
 BOUNDLESS: Final = 1 << 50
 
 
@@ -41,25 +40,24 @@ def settings(**resources: Any) -> TrainSettings:
         tiling=TilingSettings(batch=4, minibatch=1, embd_tile=64, inner_tile=128, vocab_tile=256, head_tile=2),
         resources=ResourceSettings(**{"ncpu": 1, "ram": "1GiB", **resources}),
     )
-    return with_tiles(resolve(asked, CONFIG), CONFIG)[0]
+    return resolve(asked, CONFIG).settings
 
 
 def needed() -> int:
     """Bytes of a step in submission order, one task at a time."""
-    asked = settings()
-    return capture(asked, CONFIG, with_tiles(asked, CONFIG)[1]).needed_bytes()
+    return capture(resolve(settings(), CONFIG)).needed_bytes()
 
 
 def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str, Any], dict[str, int], str]:
     """Real steps on random tokens, two in flight as in training; the runtime's counts at the end, the bytes that a step after the first moved on
     average, and the order."""
-    tiling = with_tiles(asked, CONFIG)[1]
     if trace is not None:
         asked = replace(asked, observe=ObserveSettings(trace=str(trace)))
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (STEPS, 4, CONFIG.n_positions + 1)).astype(np.int32)
     before: dict[str, int] = {}
-    with open_runtime(asked) as runtime:
-        engine = RecordedEngine(CONFIG, tiling, runtime, asked)
+    run = resolve(asked, CONFIG)
+    with runtime_for(run) as runtime:
+        engine = RecordedEngine(run, runtime)
         runtime.wait()
         under_way, after = deque[Any](), before
         for step, batch in enumerate(ids, 1):
@@ -134,8 +132,9 @@ def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, 
     """Within a quarter, knowing nothing but what a run has left in the store."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = settings(ncpu=2, **({} if ram == "unlimited" else {"ram": f"{needed() // 3}B", "disk": str(tmp_path / "tier")}))
-    target = this_machine(asked)
-    order = choose_order(capture(asked, CONFIG, with_tiles(asked, CONFIG)[1]), asked, target)
+    run = resolve(asked, CONFIG)
+    target = this_machine(run.machine)
+    order = choose_order(capture(run), run, target)
     machine = Restless(Models({"cpu": target.rates["cpu"]} if target.rates else {}))
     found = simulate(
         order.plan,
@@ -166,10 +165,10 @@ def test_transfers_hide_behind_computation() -> None:
         tiling=TilingSettings(batch=4, minibatch=1, minibatch_tile=1, vocab_tile=1571),
         resources=ResourceSettings(ncpu=0, sim_gpu=1, ram="1GiB", gpu_memory="64MiB"),
     )
-    asked, tiling = with_tiles(resolve(asked, config), config)
-    plan = capture(asked, config, tiling)
-    target = this_machine(asked).with_budget(0, BOUNDLESS).with_budget(1, plan.needed_bytes() // 4)
-    order = choose_order(plan, asked, target)
+    run = resolve(asked, config)
+    plan = capture(run)
+    target = this_machine(run.machine).with_budget(0, BOUNDLESS).with_budget(1, plan.needed_bytes() // 4)
+    order = choose_order(plan, run, target)
     machine: dict[str, Any] = {
         "plan": order.plan,
         "workers": target.workers,

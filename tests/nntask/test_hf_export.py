@@ -3,7 +3,6 @@
 import json
 import os
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -11,28 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_oracle import batches, hf_model, our_model, random_config
-from test_hf_directory import CUTS, weights
-from test_tokenizers import BEGIN, END, TURN, llama3
+from support.gpt2_oracle import random_config
+from support.model_directories import CUTS, HUGE, saved, weights
+from support.tokenizers_of_others import BEGIN, END, TURN, llama3
 
-from nntask import no_grad
-from nntask.checkpoints import find_checkpoint, save_checkpoint
 from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import train_bpe
 from nntask.errors import StorageError, UsageError
+from nntask.export.huggingface import export
 from nntask.models.gpt2 import GPT2
-from nntask.trainer.export import export
-from nntask.trainer.settings import TrainSettings
 from scheduler import InlineRuntime
-
-HUGE = 1 << 40
-
-
-def saved(run, model, tokenizer=None):
-    """A checkpoint of a model."""
-    state = {"step": 1, "cursor": [0, 0], "model": model.config.to_dict(), "settings": asdict(TrainSettings())}
-    save_checkpoint(run, {**state, "tokenizer": tokenizer and tokenizer.name}, model.tensors(), {}, tokenizer=tokenizer)
-    return find_checkpoint(run)
 
 
 def text_of(seed: int) -> str:
@@ -50,24 +37,6 @@ def text_of(seed: int) -> str:
         "\u200b\x00\x7f\xa0",
     )
     return "".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randrange(0, 120)))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-4), (ml_dtypes.bfloat16, 2e-2)])
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_transformers(tmp_path, dtype, tolerance, tied):
-    """Their logits on the exported directory are ours, in fp32 and in bf16."""
-    config = random_config(7, tie_word_embeddings=tied, initializer_range=0.1)
-    model = our_model(hf_model(config), config, CUTS[1], InlineRuntime(), dtype=dtype)
-    export(saved(tmp_path / "run", model), tmp_path / "out", dtype="auto", shard_nbytes=HUGE, tokenizer=None)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    assert theirs.dtype == (torch.float32 if dtype == np.float32 else torch.bfloat16)
-    tokens = batches(config, 1, 3, config.n_positions)[0][0]
-    given, _ = model.input_tensors(*tokens.shape)
-    given.write(tokens)
-    with no_grad(), torch.no_grad():
-        ours = model.logits(given).read().astype(np.float32)
-        expected = theirs.float()(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
-    assert np.abs(ours - expected).max() < tolerance * max(1.0, np.abs(expected).max())
 
 
 @pytest.mark.parametrize("shard_nbytes", [HUGE, 20_000, 1])

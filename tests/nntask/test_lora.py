@@ -6,99 +6,36 @@ from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
-import hf_oracle
-import llama_oracle
 import ml_dtypes
 import numpy as np
 import peft
 import pytest
 import torch
+from support import gpt2_oracle, llama_oracle
+from support.training import GPT, LENGTH, LLAMA, MODELS, TILINGS, VOCAB, Job, build
 
 from nntask import no_grad
-from nntask.autograd import Tensor, checkpoint
+from nntask.adapters.lora import LoRA, adapted, add_adapters, largest_rank
 from nntask.errors import DataError, UsageError
-from nntask.functional import Masks
-from nntask.hf.directory import ModelDirectory
-from nntask.init import constant
-from nntask.lora import LoRA, adapted, add_adapters, largest_rank
-from nntask.models.config import GPT2Config
+from nntask.hf.model_directory import ModelDirectory
+from nntask.io.safetensors_file import fingerprint_of, save_tensors
 from nntask.models.gpt2 import GPT2
-from nntask.models.llama import Llama
-from nntask.models.llama_config import LlamaConfig
-from nntask.module import Parameter
-from nntask.optim import SGD, AdamW, decay_groups
-from nntask.tensorfile import fingerprint_of, save_tensors
-from nntask.tiling import ModelTiling
+from nntask.models.gpt2_config import GPT2Config
+from nntask.nn.autograd import Tensor, checkpoint
+from nntask.nn.functional import Masks
+from nntask.nn.initializers import constant
+from nntask.nn.module import Parameter
+from nntask.optim.optimizers import SGD, AdamW
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime, TaskRuntime, Trace
-from scheduler.capture import CapturingRuntime
-from wrappers.torch import to_torch
+from scheduler.api.capturing_runtime import CapturingRuntime
+from wrappers.torch.interchange import to_torch
 
 PAGE = 4096
-FAMILIES = {"gpt2": hf_oracle, "llama": llama_oracle}
+FAMILIES = {"gpt2": gpt2_oracle, "llama": llama_oracle}
 TILING = ModelTiling(minibatch_tile=2, seq_tile=9, embd_tile=17, inner_tile=23, vocab_tile=50)
-BATCH, LENGTH, STEPS = 4, 16, 3
-GPT = GPT2Config(vocab_size=61, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
-LLAMA = LlamaConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=8,
-    max_position_embeddings=LENGTH,
-)
-CUT = ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=30, head_tile=2, vocab_tile=25)
-MODELS = {"gpt2": (GPT2, GPT), "llama": (Llama, LLAMA)}
-
-
-def with_adapters(runtime: TaskRuntime, family: str = "gpt2", *, tiling: ModelTiling = CUT, lora: LoRA | None = None, **options):
-    """A model from a seed, with adapters."""
-    kind, config = MODELS[family]
-    model = kind(config, tiling, runtime, **{"seed": 3, **options})
-    add_adapters(model, lora or LoRA(3, 6.0, 0.1), seed=3)
-    return model
-
-
-class Job:
-    """A clipped step of two minibatches with every dropout there is, recorded where the runtime records."""
-
-    def __init__(self, runtime: TaskRuntime, family: str = "gpt2", start: ModelDirectory | None = None, **options) -> None:
-        self.model = with_adapters(runtime, family, **options)
-        if start is not None:
-            start.attach(self.model.frozen_tensors())
-        self.optimizer = AdamW(decay_groups(self.model, 0.1), 3e-2, max_norm=1.0)
-        self.inputs = [self.model.input_tensors(BATCH // 2) for _ in range(2)]
-        self.step = None
-        if isinstance(runtime, Runtime):
-            with runtime.record() as self.step:
-                self.outputs = self.emit()
-
-    def emit(self) -> list:
-        """Tensors of the losses and of the gradient norm."""
-        self.model.train()
-        losses = [self.model(*pair, scale=0.5, minibatch=number) for number, pair in enumerate(self.inputs)]
-        for loss in losses:
-            loss.backward()
-        self.optimizer.step()
-        return [*losses, self.optimizer.grad_norm]
-
-    def run(self, steps: int = STEPS) -> list[bytes]:
-        """Bits of losses and norms of every step."""
-        rng, found = np.random.default_rng(7), []
-        for number in range(steps):
-            ids = rng.integers(0, 61, (BATCH, LENGTH + 1)).astype(np.int32)
-            for (tokens, targets), part in zip(self.inputs, np.split(ids, 2), strict=True):
-                tokens.write(part[:, :-1])
-                targets.write(part[:, 1:])
-            self.model.dropout_key.write(np.array([3, number], np.uint64))
-            self.optimizer.prepare(number + 1, 3e-2)
-            if self.step is None:
-                found.append(b"".join(output.read().tobytes() for output in self.emit()))
-            else:
-                ticket = self.step.replay()
-                found.append(b"".join(ticket.read(output).tobytes() for output in self.outputs))
-        return found
+STEPS = 3
+CUT = TILINGS["gpt2"]
 
 
 class Copies(Trace):
@@ -113,20 +50,30 @@ class Copies(Trace):
         self.names[source, target][name] += 1
 
 
+def with_adapters(runtime: TaskRuntime, family: str = "gpt2", **options):
+    """A model from a seed, with adapters."""
+    return build(runtime, f"{family} adapters", **options)
+
+
+def job(runtime: TaskRuntime, family: str = "gpt2", **options) -> Job:
+    """It trains."""
+    return Job(runtime, f"{family} adapters", **options)
+
+
 @cache
-def truth(family: str, lanes: int) -> list[bytes]:
+def truth(family: str) -> list[bytes]:
     """What running every task at once, in order, gives."""
-    return Job(InlineRuntime(lanes), family).run()
+    return job(InlineRuntime(), family).run(STEPS)
 
 
 @cache
 def plan(family: str, recompute: bool = False):
     """The step in submission order."""
     runtime = CapturingRuntime(1)
-    job = Job(runtime, family, recompute=recompute)
+    found = job(runtime, family, recompute=recompute)
     with runtime.record():
-        job.outputs = job.emit()
-    return runtime.plan, job.model
+        found.outputs = found.emit()
+    return runtime.plan, found.model
 
 
 def pages(tensors) -> int:
@@ -155,8 +102,8 @@ def test_losses_are_pefts(family: str) -> None:
     optimizer = AdamW(model.parameters(), 1e-2, weight_decay=0.1, max_norm=0.5)
     tokens, targets = model.input_tensors(3)
     losses = []
-    for step, (x, y) in enumerate(hf_oracle.batches(config, 20, 3, config.n_positions), 1):
-        expected = hf_oracle.hf_loss(theirs, x, y)
+    for step, (x, y) in enumerate(gpt2_oracle.batches(config, 20, 3, config.n_positions), 1):
+        expected = gpt2_oracle.hf_loss(theirs, x, y)
         torch_optimizer.zero_grad()
         expected.backward()
         torch.nn.utils.clip_grad_norm_(learnt, 0.5)
@@ -179,7 +126,7 @@ def test_gradients_with_dropout_are_the_slopes(family: str) -> None:
     model = with_adapters(runtime, family, dtype=np.float64, lora=LoRA(3, 5.0, 0.3))
     tokens, targets = model.input_tensors(2)
     rng = np.random.default_rng(1)
-    ids = rng.integers(0, 61, (2, LENGTH + 1)).astype(np.int32)
+    ids = rng.integers(0, VOCAB, (2, LENGTH + 1)).astype(np.int32)
     tokens.write(ids[:, :-1])
     targets.write(ids[:, 1:])
     values = {name: rng.standard_normal(t.shape) * 0.2 for name, t in model.trained_tensors().items()}
@@ -224,13 +171,13 @@ def test_no_task_writes_or_differentiates_what_is_frozen(family: str, recompute:
 def test_the_ledger_counts_the_adapters_share() -> None:
     """Bytes by class at the peak of a real run: optimizer state is two moments of the adapters, gradients at most theirs of two steps in flight."""
     with Runtime(2, ram=1 << 26) as runtime:
-        job = Job(runtime)
-        job.run(2)
+        learning = job(runtime)
+        learning.run(2)
         peak = runtime.stats()["peak_bytes_by_class"]["ram"]
-    trained = pages(job.model.trained_tensors().values())
+    trained = pages(learning.model.trained_tensors().values())
     assert peak["optimizer"] == 2 * trained
     assert peak.get("gradients", 0) <= 2 * trained
-    assert trained < pages(job.model.frozen_tensors().values())
+    assert trained < pages(learning.model.frozen_tensors().values())
 
 
 def test_frozen_tiles_go_to_the_tier_at_most_once(tmp_path: Path) -> None:
@@ -238,9 +185,9 @@ def test_frozen_tiles_go_to_the_tier_at_most_once(tmp_path: Path) -> None:
     found, _ = plan("gpt2")
     trace = Copies()
     with Runtime(1, ram=found.needed_bytes() // 3, disk=tmp_path, trace=trace) as runtime:
-        job = Job(runtime)
-        assert job.run() == truth("gpt2", 1)
-        frozen = {handle.name for tensor in job.model.frozen_tensors().values() for handle in tensor.handles}
+        learning = job(runtime)
+        assert learning.run(STEPS) == truth("gpt2")
+        frozen = {handle.name for tensor in learning.model.frozen_tensors().values() for handle in tensor.handles}
     out, back = trace.names[0, 1], trace.names[1, 0]
     assert max(out[name] for name in frozen) == 1
     assert max(back[name] for name in frozen) > 1
@@ -253,10 +200,10 @@ def test_frozen_tiles_of_a_directory_never_go_to_the_tier(family: str, tmp_path:
     config = MODELS[family][1]
     FAMILIES[family].hf_model(config).save_pretrained(tmp_path / "base")
     directory, trace = ModelDirectory.open(tmp_path / "base"), Copies()
-    want = Job(InlineRuntime(), family, directory, seed=None).run()
+    want = job(InlineRuntime(), family, start=directory, seed=None).run(STEPS)
     with Runtime(1, ram=plan(family)[0].needed_bytes() // 3, disk=tmp_path / "tier", trace=trace) as runtime:
-        found = Job(runtime, family, directory, seed=None)
-        assert found.run() == want
+        found = job(runtime, family, start=directory, seed=None)
+        assert found.run(STEPS) == want
         frozen = {handle.name for tensor in found.model.frozen_tensors().values() for handle in tensor.handles}
     assert not frozen & set(trace.names[0, 1])
     assert sum(trace.names[0, 1].values()) > 0
@@ -273,29 +220,15 @@ def test_more_matrices_than_there_are_places_for_dropout() -> None:
         Masks(deep.dropout_key).stream(4096)
 
 
-@pytest.mark.parametrize(
-    ("family", "workers", "options"),
-    [
-        ("gpt2", 4, {"sched": "eager"}),
-        ("gpt2", 2, {"sched": "reuse", "sim_gpus": 1}),
-        ("llama", 2, {"sched": "dmda", "sim_gpus": 2}),
-    ],
-)
-def test_losses_are_the_same_bits(family: str, workers: int, options: dict) -> None:
-    """Workers, policies and simulated devices, with four lanes."""
-    with Runtime(workers, ram=1 << 28, lanes=4, **options) as runtime:
-        assert Job(runtime, family).run() == truth(family, 4)
-
-
 @pytest.mark.parametrize("family", MODELS)
 def test_losses_are_the_same_bits_recomputed(family: str) -> None:
     """--recompute block, of which the first block too is recomputed although nothing below it is learnt."""
-    assert Job(InlineRuntime(), family, recompute=True).run() == truth(family, 1)
+    assert job(InlineRuntime(), family, recompute=True).run(STEPS) == truth(family)
     kept, _ = plan(family)
     recomputed, _ = plan(family, True)
     assert Counter(task.name for task in recomputed.tasks)["attention"] == 2 * Counter(task.name for task in kept.tasks)["attention"]
     assert recomputed.needed_bytes() < kept.needed_bytes()
-    assert len(set(truth(family, 1))) == STEPS
+    assert len(set(truth(family))) == STEPS
 
 
 def test_first_values_do_not_depend_on_tiles() -> None:
@@ -340,7 +273,7 @@ def test_a_module_of_torch_has_them_merged(family: str) -> None:
     rng = np.random.default_rng(2)
     for tensor in model.trained_tensors().values():
         tensor.write(rng.standard_normal(tensor.shape).astype(np.float32) * 0.3)
-    ids = rng.integers(0, 61, (2, LENGTH)).astype(np.int32)
+    ids = rng.integers(0, VOCAB, (2, LENGTH)).astype(np.int32)
     tokens, _ = model.input_tensors(2)
     tokens.write(ids)
     model.eval()
@@ -353,13 +286,13 @@ def test_a_module_of_torch_has_them_merged(family: str) -> None:
 def test_bf16_keeps_frozen_weights_as_stored() -> None:
     """Masters and moments in fp32 are the adapters' alone, and frozen weights have the bits they had."""
     runtime = InlineRuntime()
-    job = Job(runtime, dtype=ml_dtypes.bfloat16)
-    before = {name: tensor.read().tobytes() for name, tensor in job.model.frozen_tensors().items()}
-    learnt = {name: tensor.read().tobytes() for name, tensor in job.model.trained_tensors().items()}
-    job.run()
-    assert {name: tensor.read().tobytes() for name, tensor in job.model.frozen_tensors().items()} == before
-    assert all(tensor.read().tobytes() != learnt[name] for name, tensor in job.model.trained_tensors().items())
-    state = job.optimizer.tensors()
+    learning = job(runtime, dtype=ml_dtypes.bfloat16)
+    before = {name: tensor.read().tobytes() for name, tensor in learning.model.frozen_tensors().items()}
+    learnt = {name: tensor.read().tobytes() for name, tensor in learning.model.trained_tensors().items()}
+    learning.run(STEPS)
+    assert {name: tensor.read().tobytes() for name, tensor in learning.model.frozen_tensors().items()} == before
+    assert all(tensor.read().tobytes() != learnt[name] for name, tensor in learning.model.trained_tensors().items())
+    state = learning.optimizer.tensors()
     assert {name.partition(".")[2] for name in state} == set(learnt)
     assert {name.partition(".")[0] for name in state} == {"master", "m", "v"}
     assert {tensor.dtype for tensor in state.values()} == {np.dtype(np.float32)}

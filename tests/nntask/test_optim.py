@@ -7,10 +7,10 @@ import torch
 
 from nntask import SGD, Adam, AdamW, Group, decay_groups
 from nntask.errors import UsageError
-from nntask.init import normal
-from nntask.layers import Linear
-from nntask.module import Module
-from nntask.optim import norm_of
+from nntask.nn.initializers import normal
+from nntask.nn.layers import Linear
+from nntask.nn.module import Module
+from nntask.optim.optimizers import norm_of
 from scheduler import InlineRuntime, Runtime
 
 SHAPE = (7, 5)

@@ -11,26 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nntask.config.resolution import resolve
+from nntask.config.settings import CheckpointSettings, ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.config.units import format_least, parse_size
 from nntask.errors import DoesNotFit, UsageError
-from nntask.models.config import GPT2Config
-from nntask.sizes import format_least, parse_size
-from nntask.tiling import ModelTiling
-from nntask.trainer import fitting, places, planning
-from nntask.trainer.imagined import LARGEST_SHARE, format_devices, imaginary, parse_devices, with_coarse_tiles
-from nntask.trainer.machine import open_runtime
-from nntask.trainer.places import open_store, this_machine
-from nntask.trainer.prepare import with_tiles
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import CheckpointSettings, ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.hardware import machine_spec
+from nntask.hardware.imaginary import LARGEST_SHARE, format_devices, imaginary_machine, parse_devices
+from nntask.hardware.machine_model import open_store, this_machine
+from nntask.hardware.machine_spec import devices_of, machine_of
+from nntask.hardware.runtimes import open_runtime
+from nntask.models.gpt2_config import GPT2Config
+from nntask.planning import memory_fit as fitting
+from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
-from scheduler.core.orders import candidates, repetition
-from scheduler.core.perf import Models
+from scheduler.core.performance_model import Models
 from scheduler.core.records import NodeId
-from scheduler.crew import SIM_DEPTH
-from scheduler.ordering import EQUAL
+from scheduler.execution.workers import SIM_DEPTH
+from scheduler.planning.choose_order import EQUAL
+from scheduler.planning.orders import candidates, repetition
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)
+SHALLOW = replace(CONFIG, n_layer=1, vocab_size=64, n_positions=32)
 PAGE = 4096
 
 
@@ -63,8 +65,7 @@ def test_a_step_that_fits_moves_nothing() -> None:
 def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     """As scratch memory of RAM, beside what the step uses."""
     small = resolve(settings(ncpu=1), CONFIG)  # one after another, whatever durations are measured
-    small, tiling = with_tiles(small, CONFIG)
-    target, plan = this_machine(small), fitting.capture(small, CONFIG, tiling)
+    target, plan = this_machine(small.machine), fitting.capture(small)
     order = fitting.choose_order(plan, small, target)
     needs = fitting.least_needs(plan, small, target, order)
     (alone, *_), (beside, *_) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
@@ -139,7 +140,7 @@ def test_the_largest_model_and_minibatch() -> None:
     assert not fits(number + 2)
 
 
-@pytest.mark.parametrize("ram", ["8MiB", "13MiB"])
+@pytest.mark.parametrize("ram", ["8MiB", pytest.param("13MiB", marks=pytest.mark.long)])
 def test_the_largest_minibatch_is_the_largest_in_tiles_of_one(ram: str) -> None:
     """What is found fits, and one sequence more does not."""
     asked = replace(settings(ram=ram), tiling=TilingSettings(batch=4, minibatch=1, minibatch_tile=1))
@@ -188,8 +189,7 @@ def test_simulated_devices_have_their_own_budgets() -> None:
 def test_orders_where_activations_are_as_small_as_scalars(embd_tile: int) -> None:
     """A sum of tiles of a page creates nothing large, but is no update, for the backward pass follows it."""
     asked = settings()
-    asked, tiling = with_tiles(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG), CONFIG)
-    plan = fitting.capture(asked, CONFIG, tiling)
+    plan = fitting.capture(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG))
     found = repetition(plan)
     assert found.num_minibatches == 4
     assert all(found.updates[after] for at, is_update in enumerate(found.updates) if is_update for after in plan.successors[at])
@@ -200,14 +200,14 @@ def test_orders_where_activations_are_as_small_as_scalars(embd_tile: int) -> Non
 def test_imaginary_machines() -> None:
     """Devices with memory and flop/s; twice the flop/s is faster, and tiles are coarse."""
     asked = settings(ncpu=None, ram="")
-    slow, fast = (plan_run(asked, CONFIG, imaginary(f"2x64MiB@{flops}", asked, "1GB/s")) for flops in ("1GF", "2GF"))
+    slow, fast = (plan_run(asked, CONFIG, imaginary_machine(f"2x64MiB@{flops}", asked.resources, "1GB/s")) for flops in ("1GF", "2GF"))
     assert slow["feasible"]
     assert slow["budget_bytes"]["gpu:1"] == 64 << 20
     assert fast["seconds_per_step"] < slow["seconds_per_step"]
     assert slow["tiles"]["inner_tile"] == CONFIG.inner_size
     assert slow["tiles"]["vocab_tile"] == CONFIG.vocab_size // 8
     tight = replace(asked, resources=replace(asked.resources, ram="1MiB"))
-    assert not plan_run(tight, CONFIG, imaginary("2x64MiB", tight))["feasible"]
+    assert not plan_run(tight, CONFIG, imaginary_machine("2x64MiB", tight.resources))["feasible"]
 
 
 def with_advice(asked: TrainSettings, change: str) -> tuple[TrainSettings, dict[str, str]]:
@@ -228,50 +228,50 @@ def with_advice(asked: TrainSettings, change: str) -> tuple[TrainSettings, dict[
 
 def all_advice_helps(asked: TrainSettings, config: GPT2Config, devices: str) -> list[str]:
     """Each change that is advised, typed alone as it is printed, makes the step fit."""
-    refused = plan_run(asked, config, imaginary(devices, asked) if devices else None)
+    refused = plan_run(asked, config, imaginary_machine(devices, asked.resources) if devices else None)
     assert not refused["feasible"]
     for change in refused["advice"]:
         changed, others = with_advice(asked, change)
         larger = others.get("devices", devices)
-        assert plan_run(changed, config, imaginary(larger, changed) if larger else None)["feasible"], change
+        assert plan_run(changed, config, imaginary_machine(larger, changed.resources) if larger else None)["feasible"], change
     return list(refused["advice"])
 
 
 def test_devices_far_too_small_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles cut for so little memory would be more tasks than a step may have: larger ones say how much memory would do, and that is true."""
-    monkeypatch.setattr(fitting, "MOST_TASKS", 60_000)
-    wide = replace(CONFIG, n_embd=512, vocab_size=10_000)
+    monkeypatch.setattr(fitting, "MOST_TASKS", 10_000)
+    wide = replace(CONFIG, n_embd=256, vocab_size=3_000, n_layer=1)
     asked = settings(ncpu=None, ram="")
     asked = replace(asked, tiling=replace(asked.tiling, batch=1))
-    advice = all_advice_helps(asked, wide, "2x256KiB")
+    advice = all_advice_helps(asked, wide, "2x128KiB")
     assert advice[0].startswith("--devices 2x")
     with pytest.raises(DoesNotFit, match=r"more than .* tasks of a step; look at devices that have fewer, such as --devices 2x") as refused:
-        plan_run(asked, wide, imaginary("2x1KiB", asked))
+        plan_run(asked, wide, imaginary_machine("2x1KiB", asked.resources))
     _, others = with_advice(asked, str(refused.value))
-    plan_run(asked, wide, imaginary(others["devices"].rstrip(","), asked))
+    plan_run(asked, wide, imaginary_machine(others["devices"].rstrip(","), asked.resources))
 
 
 def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of an imaginary device are those of its memory up to the limit of tasks; beyond it they grow, to a 16th of its memory at most."""
     wide = replace(CONFIG, n_embd=512, vocab_size=10_000)
-    asked = resolve(settings(ncpu=None, ram=""), wide)
-    target = imaginary("1x1MiB", asked)
-    coarse = with_coarse_tiles(asked, wide, target)
-    num_tasks = fitting.TASKS_PER_WORK * 4 * fitting.work_of(with_tiles(coarse, wide)[0], wide)
+    flags = settings(ncpu=None, ram="")
+    asked = resolve(flags, wide, machine=devices_of(flags.resources, "auto"))
+    target = imaginary_machine("1x1MiB", flags.resources)
+    coarse = planning._in_coarse_tiles(asked, target)
+    num_tasks = fitting.TASKS_PER_WORK * 4 * fitting.work_of(coarse)
     for most, grows in ((num_tasks, False), (num_tasks - 1, True)):
         monkeypatch.setattr(fitting, "MOST_TASKS", most)
-        found = planning._with_few_tasks(asked, wide, target)
+        found = planning._with_few_tasks(asked, target)
         assert (found != coarse) == grows
-    largest = found.tiling.inner_tile * found.tiling.embd_tile * 4
+    largest = found.model.tiling.inner_tile * found.model.tiling.embd_tile * 4
     assert largest <= (1 << 20) // LARGEST_SHARE
 
 
 def test_advice_for_devices_can_be_typed() -> None:
     """Where one memory is short or several are, with --devices in its own form and its flop/s, and with the tiles that larger devices have."""
-    shallow = replace(WIDE, n_layer=1, vocab_size=128)
     asked = settings(ncpu=None, ram="")
-    asked = replace(asked, tiling=replace(asked.tiling, batch=2))
-    advice = all_advice_helps(asked, shallow, "2x64KiB@3TF")[0]
+    asked = replace(asked, tiling=replace(asked.tiling, batch=1))
+    advice = all_advice_helps(asked, SHALLOW, "2x32KiB@3TF")[0]
     assert advice.startswith("--devices 2x")
     assert advice.endswith("@3TF")
     tight = settings(ncpu=None, ram="4KiB", disk="4KiB")
@@ -280,8 +280,14 @@ def test_advice_for_devices_can_be_typed() -> None:
     all_advice_helps(settings(ncpu=None, ram="4KiB"), CONFIG, "1x4MiB")
     beside = settings(ncpu=1, ram="5KiB", sim_gpu=2, gpu_memory="60")
     assert all("--gpu-memory" in change for change in all_advice_helps(beside, CONFIG, ""))
-    layers = settings(ncpu=None, ram="4KiB", order="layers")
-    all_advice_helps(replace(layers, tiling=asked.tiling), shallow, "2x64KiB@3TF")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("order", ["auto", "layers"])
+def test_advice_for_devices_and_what_is_below_them_can_be_typed(order: str) -> None:
+    """Where RAM and devices are short, in the order that is best and in one that is asked for."""
+    asked = settings(ncpu=None, ram="4KiB", order=order)
+    all_advice_helps(replace(asked, tiling=replace(asked.tiling, batch=2)), SHALLOW, "2x64KiB@3TF")
 
 
 def test_advice_counts_all_minibatches() -> None:
@@ -299,7 +305,7 @@ def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(planning, "simulate", full)
     asked = settings(ncpu=None, ram="")
-    refused = plan_run(asked, CONFIG, imaginary("2x4MiB@150TF", asked))
+    refused = plan_run(asked, CONFIG, imaginary_machine("2x4MiB@150TF", asked.resources))
     assert refused["advice"] == ["--devices 2x4.4MiB@150TF"]
 
 
@@ -310,25 +316,19 @@ def test_a_smaller_minibatch_is_advised_where_it_helps(tiling: dict[str, int]) -
     asked = replace(asked, tiling=replace(asked.tiling, **tiling))
     one = replace(asked, tiling=replace(asked.tiling, minibatch=1, minibatch_tile=1))
     for devices in ("1x4MiB", ""):
-        first, all_of_them = (plan_run(each, CONFIG, *([imaginary(devices, each)] if devices else [])) for each in (one, asked))
+        first, all_of_them = (plan_run(each, CONFIG, *([imaginary_machine(devices, each.resources)] if devices else [])) for each in (one, asked))
         least = first["minimum_budget_bytes"]["ram"]
         assert least < all_of_them["minimum_budget_bytes"]["ram"]
         tight = replace(asked, resources=replace(asked.resources, ram=str(least)))
-        refused = plan_run(tight, CONFIG, *([imaginary(devices, tight)] if devices else []))
+        refused = plan_run(tight, CONFIG, *([imaginary_machine(devices, tight.resources)] if devices else []))
         (change,) = (change for change in refused["advice"] if "--minibatch" in change)
         tile = all_of_them["tiles"]["minibatch_tile"]
         assert change == ("--minibatch 1" if tile == 1 else "--minibatch 1 --minibatch-tile 1")
         changed, _ = with_advice(tight, change)
-        assert plan_run(changed, CONFIG, *([imaginary(devices, changed)] if devices else []))["feasible"]
-        needs = fitting.needs_of(fitting.capture(*resolved(tight)))
-        kept = replace(resolved(tight)[0], checkpoints=CheckpointSettings(resume="run"))
-        assert not any("--minibatch" in change for change in fitting.advice(kept, CONFIG, this_machine(kept), needs))
-
-
-def resolved(asked: TrainSettings) -> tuple[TrainSettings, GPT2Config, ModelTiling]:
-    """As `fitting.capture` takes them."""
-    found, tiling = with_tiles(resolve(asked, CONFIG), CONFIG)
-    return found, CONFIG, tiling
+        assert plan_run(changed, CONFIG, *([imaginary_machine(devices, changed.resources)] if devices else []))["feasible"]
+        needs = fitting.needs_of(fitting.capture(resolve(tight, CONFIG)))
+        kept = resolve(replace(tight, checkpoints=CheckpointSettings(resume="run")), CONFIG)
+        assert not any("--minibatch" in change for change in fitting.advice(kept, this_machine(kept.machine), needs))
 
 
 @pytest.mark.parametrize("devices", ["1x24MiB@1TF", "2x24MiB@1TF"])
@@ -339,7 +339,7 @@ def test_the_forecast_is_of_the_disk_where_ram_is_short(devices: str) -> None:
     def plan(ram: str, disk: str) -> dict[str, Any]:
         asked = settings(ncpu=None, ram=ram, disk=disk)
         asked = replace(asked, tiling=replace(asked.tiling, embd_tile=512, inner_tile=1024, head_tile=4, vocab_tile=512))
-        return plan_run(asked, large, imaginary(devices, asked))
+        return plan_run(asked, large, imaginary_machine(devices, asked.resources))
 
     alone, roomy, short = plan("1GiB", ""), plan("1GiB", "scratch:1GiB"), plan("32MiB", "scratch:1GiB")
     for key in ("order", "forecast_seconds", "forecast_bytes"):
@@ -410,49 +410,47 @@ def test_the_rate_of_an_imaginary_disk_is_that_of_large_tiles() -> None:
     """Of tiles of a mebibyte, on a disk of 1.6 and of 100 GB/s, within a quarter."""
     asked = settings(ncpu=None, ram="1GiB", disk="1GiB")
     for rate in ("1.6GB/s", "100GB/s"):
-        target = imaginary("1x4MiB", asked, disk_rate=rate)
+        target = imaginary_machine("1x4MiB", asked.resources, disk_rate=rate)
         seconds = target.models.transfer_seconds(NodeId(0), NodeId(target.last), 1 << 20) / target.channels
         assert 0.75 * target.disk_rate <= (1 << 20) / seconds <= target.disk_rate
 
 
 def test_what_is_free_on_a_disk_is_said_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIZE that is above what is free is refused with one that is not."""
-    monkeypatch.setattr(places, "free_bytes", lambda _: 123_456_789)
+    monkeypatch.setattr(machine_spec, "free_bytes", lambda _: 123_456_789)
     with pytest.raises(DoesNotFit, match="SIZE is 200,000,000 B, and 123,456,789 B are free there") as refused:
-        this_machine(settings(disk=f"{tmp_path}:200MB"))
+        machine_of(settings(disk=f"{tmp_path}:200MB").resources)
     free = re.search(r"and ([\d,]+ B) are free", str(refused.value))
     assert free is not None
-    assert this_machine(settings(disk=f"{tmp_path}:{free[1]}")).budgets["disk"] == 123_456_789
+    assert this_machine(machine_of(settings(disk=f"{tmp_path}:{free[1]}").resources)).budgets["disk"] == 123_456_789
 
 
 def test_the_machine_is_the_one_that_a_run_would_use() -> None:
     """Workers, budgets, policy and the file of measurements are the runtime's."""
-    asked = settings(sim_gpu=2, gpu_memory="8MiB", ram="16MiB")
-    target = this_machine(asked)
-    with open_runtime(asked) as runtime:
-        crew = [(worker.kind, worker.node, worker.depth) for worker in runtime._engine.machine.dispatch.crew]
+    machine = machine_of(settings(sim_gpu=2, gpu_memory="8MiB", ram="16MiB").resources)
+    target = this_machine(machine)
+    with open_runtime(machine) as runtime:
+        crew = [(worker.kind, worker.node, worker.depth) for worker in runtime._executor.machine.workers]
         assert list(target.workers) == crew
         assert dict(target.nodes) == runtime.stats()["budget_bytes"]
         assert target.policy("auto") == runtime.policy_name
-        assert open_store(runtime.node_names).path == runtime._engine._store.path
+        assert open_store(runtime.node_names).path == runtime._executor._store.path
     assert target.workers[-1][2] == SIM_DEPTH
 
 
 def test_measured_durations_are_used() -> None:
     """What a run has measured replaces what operations and rates say."""
     before = plan_run(settings(ncpu=1), CONFIG)["seconds_per_step"]
-    from nntask.trainer.fitting import capture
-    from nntask.trainer.places import durations
-    from nntask.trainer.prepare import with_tiles
-    from nntask.trainer.rules import resolve
-    from scheduler.core.perf import Series, footprint
+    from nntask.hardware.machine_model import durations
+    from nntask.planning.memory_fit import capture
+    from scheduler.core.performance_model import Series, footprint
 
-    resolved, tiling = with_tiles(resolve(settings(ncpu=1), CONFIG), CONFIG)
-    plan = capture(resolved, CONFIG, tiling)
+    run = resolve(settings(ncpu=1), CONFIG)
+    plan = capture(run)
     models = Models()
     for task in plan.tasks:
         models.history.series[task.name, footprint(task), "cpu"] = Series([1.0, 1.0])  # type: ignore[arg-type]
-    target = replace(this_machine(resolved), models=models)
+    target = replace(this_machine(run.machine), models=models)
     known = durations(plan, target)
     assert known.num_measured == known.num_kinds
     assert set(known.seconds["cpu"]) == {1.0}

@@ -14,14 +14,15 @@ from time import monotonic
 
 import numpy as np
 import pytest
+from support.deadline import DEADLINE
 
+from nntask.config.resolution import resolve, retiled
+from nntask.config.settings import OptimizerSettings, TilingSettings, TrainSettings
 from nntask.data import Batch
-from nntask.models.config import GPT2Config
-from nntask.tiling import ModelTiling
-from nntask.trainer import recorded
-from nntask.trainer.recorded import RecordedEngine
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import OptimizerSettings, TilingSettings, TrainSettings
+from nntask.engine import recorded
+from nntask.engine.recorded import RecordedEngine
+from nntask.models.gpt2_config import GPT2Config
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ LIMIT = START + int(1.05 * RAM) + (250 << 20)
 CONFIG = {"vocab_size": 8000, "n_positions": 256, "n_embd": 512, "n_layer": 8, "n_head": 8}
 FLAGS = (
     "--config-path=config.json --dataset=train.bin --dataset-path=. --val-path=. --batch=4 --minibatch=1 --minibatch-tile=1 --vocab-tile=2000 "
-    "--lr=1e-3 --ncpu=2 --sample-tokens=4 --run-dir=run --eval-every=2 --eval-batches=2"
+    "--lr=1e-3 --ncpu=2 --sample-tokens=4 --run-dir=run --eval-every=1 --eval-batches=1"
 )
 
 
@@ -65,7 +66,7 @@ def python(folder: Path, procs: Path, *arguments: str) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=DEADLINE,
     )
 
 
@@ -89,11 +90,11 @@ import ctypes, sys
 from pathlib import Path
 import numpy as np
 from nntask.data import Batch
-from nntask.models.config import GPT2Config
-from nntask.tiling import ModelTiling
-from nntask.trainer.recorded import RecordedEngine
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import OptimizerSettings, TilingSettings, TrainSettings
+from nntask.models.gpt2_config import GPT2Config
+from nntask.tiling.model_tiling import ModelTiling
+from nntask.engine.recorded import RecordedEngine
+from nntask.config.resolution import resolve, retiled
+from nntask.config.settings import OptimizerSettings, TilingSettings, TrainSettings
 from scheduler import Runtime
 PIECES, SIZE = 4096, 64 << 10
 def resident():
@@ -102,11 +103,11 @@ def resident():
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 config = GPT2Config(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1), optimizer=OptimizerSettings(lr=1e-3)), config)
+run = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1), optimizer=OptimizerSettings(lr=1e-3)), config)
 tiles = ModelTiling(minibatch_tile=1, seq_tile=16, embd_tile=16, inner_tile=32, head_tile=1, vocab_tile=61)
 ids = np.zeros((2, 16), np.int32)
 with Runtime(1, ram=int(sys.argv[1]), disk=sys.argv[2]) as runtime:
-    engine = RecordedEngine(config, tiles, runtime, settings)
+    engine = RecordedEngine(retiled(run, tiles), runtime)
     print(len(engine.order.forecasts))
     pieces = [libc.malloc(SIZE) for _ in range(PIECES)]
     for piece in pieces:
@@ -124,7 +125,7 @@ def test_holes_in_the_heap_go_back_where_memory_is_short(tmp_path: Path, ram: in
     """With the beginning of a step, among others; no budget counts them. Elsewhere they are kept for what comes next."""
     command = [sys.executable, "-c", _HOLES, str(ram), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     orders, freed = map(int, done.stdout.split())
     assert bool(orders) == is_short
@@ -144,15 +145,15 @@ def test_holes_go_back_within_a_long_step_too(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(recorded, "give_back_freed", give_back)
     monkeypatch.setattr(recorded, "FREED_SECONDS", 0.01)
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1), optimizer=OptimizerSettings(lr=1e-3)), config)
+    run = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1), optimizer=OptimizerSettings(lr=1e-3)), config)
     tiles = ModelTiling(minibatch_tile=1, seq_tile=16, embd_tile=16, inner_tile=32, head_tile=1, vocab_tile=61)
     ids = np.zeros((2, 16), np.int32)
     with Runtime(1, ram=1 << 18, disk=str(tmp_path)) as runtime:
-        engine = RecordedEngine(config, tiles, runtime, settings)
+        engine = RecordedEngine(retiled(run, tiles), runtime)
         assert engine.order.forecasts
         runtime.wait()
         waited: list[bool] = []
-        runtime.on_task(lambda task: None if waited else waited.append(again.wait(60)))
+        runtime.on_task(lambda task: None if waited else waited.append(again.wait(DEADLINE)))
         engine.start(1, 1e-3, Batch(ids, ids)).result()
     assert waited == [True]
     assert min(np.diff(times), default=0.01) >= 0.01  # no more often than they may
@@ -166,11 +167,11 @@ def records(folder: Path) -> list[dict]:
 def test_a_run_stays_within_its_cgroup(job: Path) -> None:
     """Initialisation, training, checkpoint, resume, validation and sampling; what takes more than the group's limit is killed."""
     with memory_group(LIMIT) as procs:
-        for flags in (["--steps=2"], ["--resume=run", "--steps=4"]):
+        for flags in (["--steps=1"], ["--resume=run", "--steps=2"]):
             done = nntask(job, procs, *(FLAGS.split() if "--resume=run" not in flags else []), *flags, f"--ram={RAM}B", "--disk=tier")
             assert done.returncode == 0, done.stdout + done.stderr
         found = records(job)
-        assert [record["step"] for record in found] == [1, 2, 3, 4]
+        assert [record["step"] for record in found] == [1, 2]
         assert all(record["resident_peak_bytes"]["ram"] <= RAM for record in found)
         assert not list((job / "tier").iterdir())
         done = python(job, procs, "-c", f"bytes(b'1') * {LIMIT}")

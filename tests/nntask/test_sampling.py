@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nntask.errors import Diverged
-from nntask.sampling import Sampling, choose
+from nntask.inference.sampling import Sampling, choose
 
 LOGITS = np.log(np.array([0.1, 0.5, 0.15, 0.25]))
 

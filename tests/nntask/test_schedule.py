@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from nntask.errors import UsageError
-from nntask.schedule import SHAPES, make_schedule
+from nntask.optim.lr_schedule import SHAPES, make_schedule
 
 
 def test_nntile_warm_up_is_its_formula():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nntask import GPT2, AdamW, GPT2Config, ModelTiling
-from nntask.tensorfile import load_tensors, save_tensors
+from nntask.io.safetensors_file import load_tensors, save_tensors
 from scheduler import FinishedTask, RunStopped, Runtime
 
 CONFIG = GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=1, n_head=2)

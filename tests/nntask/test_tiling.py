@@ -3,8 +3,8 @@
 import pytest
 
 from nntask.errors import UsageError
-from nntask.models.config import PRESETS, GPT2Config
-from nntask.tiling import ModelTiling, default_tiling, even
+from nntask.models.gpt2_config import PRESETS, GPT2Config
+from nntask.tiling.model_tiling import ModelTiling, default_tiling, even
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

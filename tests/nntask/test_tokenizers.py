@@ -5,29 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from support.tokenizers_of_others import BEGIN, END, LETTERS, TURN, llama3
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from nntask.data import DataSpec, load_tokenizer, open_dataset
 from nntask.data.dataset import check_spec
-from nntask.data.prepare import prepare
+from nntask.data.prepare import tokenize_dataset
 from nntask.data.tokenizer import train_bpe
 from nntask.errors import DataError, UsageError
-
-LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-BEGIN, END, TURN = 256, 257, 258
-
-
-def llama3(directory: Path, *, special=("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"), hole=0) -> Path:
-    """A byte-level tokenizer that puts its first special token before every text, as Llama 3 does; an ordinary word may lie behind a hole."""
-    directory.mkdir(exist_ok=True)
-    inner = Tokenizer(models.BPE(vocab={**{letter: i for i, letter in enumerate(LETTERS)}, **({"</s>": 256 + hole} if hole else {})}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(list(special))
-    if special:
-        inner.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], inner.token_to_id(special[0]))])
-    inner.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 def write(directory: Path, name: str, **values) -> None:
@@ -69,7 +54,7 @@ def test_texts_stand_between_begin_and_end(tmp_path, monkeypatch):
     for path, expected in ((llama3(tmp_path / "m"), [BEGIN, *letters, END]), (llama3(tmp_path / "n", special=["<|endoftext|>"]), [*letters, 256])):
         found = open_dataset(DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(path), vocab_size=300))
         assert found.train.window(0, found.train.num_tokens).tolist() == expected
-        prepare(DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(path), vocab_size=300), tmp_path / f"out-{path.name}")
+        tokenize_dataset(DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(path), vocab_size=300), tmp_path / f"out-{path.name}")
         assert np.fromfile(tmp_path / f"out-{path.name}" / "train.bin", np.uint16).tolist() == expected
 
 
@@ -133,5 +118,5 @@ def test_prepared_data_fit_the_vocabulary_that_was_asked_for(tmp_path):
     (tmp_path / "t.txt").write_text("ab")
     spec = DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(llama3(tmp_path / "m")), vocab_size=258)
     with pytest.raises(DataError, match="the tokenizer has 259 ids and the model's vocabulary 258"):
-        prepare(spec, tmp_path / "out")
+        tokenize_dataset(spec, tmp_path / "out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["m", "t.txt"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nntask.trainer.traced import places_in_steps
-from scheduler.trace import Ran, Trace
+from nntask.telemetry.tracing import places_in_steps
+from scheduler.execution.trace import Ran, Trace
 
 
 def ran(number: int) -> Ran:

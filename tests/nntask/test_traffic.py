@@ -12,19 +12,19 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from nntask.config.resolution import resolve, retiled
+from nntask.config.settings import TilingSettings, TrainSettings
 from nntask.data import BatchStream, TokenFile
+from nntask.engine.recorded import RecordedEngine
 from nntask.errors import UsageError
-from nntask.models.config import GPT2Config
-from nntask.tiling import ModelTiling
-from nntask.trainer.explain import PLACEMENTS, Explainer, matching, table
-from nntask.trainer.loop import Loop, Plan
-from nntask.trainer.metrics import Journal, StepPrinter, Totals, read_metrics
-from nntask.trainer.outputs import summary_of
-from nntask.trainer.recorded import RecordedEngine
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import TilingSettings, TrainSettings
-from nntask.trainer.signals import Interrupts
-from nntask.trainer.traffic import LINKS, is_worth_telling, traffic_report
+from nntask.models.gpt2_config import GPT2Config
+from nntask.telemetry.explain import PLACEMENTS, Explainer, matching, table
+from nntask.telemetry.metrics import Journal, StepPrinter, Totals, read_metrics
+from nntask.telemetry.traffic import LINKS, is_worth_telling, traffic_report
+from nntask.tiling.model_tiling import ModelTiling
+from nntask.training.loop import Hooks, Loop, LoopPlan, Saver
+from nntask.training.run_directory import summary_of
+from nntask.training.signals import Interrupts
 from scheduler import Runtime
 from scheduler.core.policies import Candidate, Placement
 from scheduler.core.records import NodeId, WorkerId
@@ -54,27 +54,26 @@ class Trained(NamedTuple):
 
 def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> Trained:
     """Train."""
-    settings = resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1)), CONFIG)
+    run = retiled(resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1)), CONFIG), TILING)
     (folder / "train.bin").write_bytes((np.arange(500) % 61).astype("<u2").tobytes())
     stream = BatchStream(TokenFile(folder / "train.bin", vocab_size=61), CONFIG.n_positions, 2, seed=1)
-    engine = RecordedEngine(CONFIG, TILING, runtime, settings)
+    engine = RecordedEngine(run, runtime)
     out = io.StringIO()
     printer = StepPrinter(out)
     explainer = Explainer(runtime, explain, printer.say)
     runtime.wait()
     journal = Journal(folder / "metrics.jsonl", 0)
-    plan = Plan(STEPS, 0, lambda step: 1e-3, 0, False, 0, 1, False, 1e6, 1e9)
+    plan = LoopPlan(STEPS, 0, lambda step: 1e-3, 0, False, 0, False, 1e6, 1e9)
     loop = Loop(
         plan,
         engine,
         stream,
         runtime,
-        run=folder,
-        state={},
+        saver=Saver(folder, engine, {}, keep=1),
         journal=journal,
         printer=printer,
         interrupts=Interrupts(),
-        on_step=lambda step: explainer.tell(),
+        hooks=Hooks(lambda step: explainer.tell()),
     )
     before = runtime.stats()
     loop.train()
@@ -136,7 +135,7 @@ def test_many_links_make_few_lines() -> None:
     assert len(report) == LINKS + 2
 
 
-@pytest.mark.parametrize("sched", ["auto", "dmda", "eager"])
+@pytest.mark.parametrize("sched", ["auto", "eager", pytest.param("dmda", marks=pytest.mark.long)])
 def test_explained_placements(sched: str, tmp_path: Path) -> None:
     """Three tables with a row for each device, seconds that add up, one choice; policies without costs say so; losses are the same."""
     with Runtime(0, sim_gpus=2, ram=1 << 26, gpu_memory=1 << 19, sched=sched) as runtime:

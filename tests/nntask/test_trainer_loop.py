@@ -12,20 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nntask.checkpoints import find_checkpoint, step_directories
+from nntask.checkpoints.store import find_checkpoint, step_directories
+from nntask.config.resolution import resolve
+from nntask.config.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
 from nntask.data import BatchStream, Cursor, TokenFile
+from nntask.engine.interface import Outcome
 from nntask.errors import Diverged, StorageError
-from nntask.trainer.engine import Outcome
-from nntask.trainer.evaluation import evaluate
-from nntask.trainer.flops import FlopCounts
-from nntask.trainer.loop import Loop, Plan
-from nntask.trainer.metrics import Journal, StepPrinter, StepRecord, Totals, around, read_metrics, step_line
-from nntask.trainer.outputs import summary_of, write_summary
-from nntask.trainer.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
-from nntask.trainer.signals import REPETITION_SECONDS, Interrupts
-from nntask.trainer.timing import print_timing
+from nntask.hardware.flops import FlopCounts
+from nntask.models.gpt2_config import PRESETS
+from nntask.telemetry.metrics import Journal, StepPrinter, Totals, around, read_metrics, step_line
+from nntask.telemetry.step_record import StepRecord
+from nntask.telemetry.timing import print_timing
+from nntask.training.evaluation import evaluate
+from nntask.training.loop import Hooks, Loop, LoopPlan, Saver
+from nntask.training.run_directory import summary_of, write_summary
+from nntask.training.signals import REPETITION_SECONDS, Interrupts
 from scheduler import Codelet
-from scheduler.runtime import Runtime
+from scheduler.api.runtime import Runtime
 from tiles import TileTensor
 
 LENGTH, BATCH = 4, 2
@@ -111,20 +114,18 @@ def train(
             first, cursor = resume.step, Cursor(*resume.state["cursor"])
             resume.load(engine.model_tensors(), engine.optimizer_tensors())
         stream = BatchStream(file, LENGTH, BATCH, seed=1, cursor=cursor)
-        plan = Plan(steps, first, lambda step: lr, save_every, True, 0, 2, sum_loss, 1e6, 1e9)
+        plan = LoopPlan(steps, first, lambda step: lr, save_every, True, 0, sum_loss, 1e6, 1e9)
         journal = Journal(run / "metrics.jsonl", first)
         loop = Loop(
             plan,
             engine,
             stream,
             runtime,
-            run=run,
-            state={"model": {}},
+            saver=Saver(run, engine, {"model": {}}, keep=2),
             journal=journal,
             printer=StepPrinter(io.StringIO()),
             interrupts=interrupts or Interrupts(),
-            on_step=on_step,
-            starts_alone=starts_alone,
+            hooks=Hooks(on_step, starts_alone),
         )
         try:
             loop.train()
@@ -291,17 +292,15 @@ def test_what_happens_between_steps_is_in_no_line(tmp_path, file):
     engine = Traffic()
     engine.happen(50, 0.0)  # the first weights
     loop = Loop(
-        Plan(6, 0, lambda step: 0.1, 2, True, 3, 9, False, 1.0, 1.0),
+        LoopPlan(6, 0, lambda step: 0.1, 2, True, 3, False, 1.0, 1.0),
         engine,
         BatchStream(file, LENGTH, BATCH, seed=1),
         engine,
-        run=tmp_path,
-        state={"model": {}},
+        saver=Saver(tmp_path, engine, {"model": {}}, keep=9),
         journal=Journal(tmp_path / "metrics.jsonl", 0),
         printer=StepPrinter(io.StringIO()),
         interrupts=Interrupts(),
-        validate=lambda step: engine.happen(100, 3600.0),
-        starts_alone=lambda step: True,
+        hooks=Hooks(starts_alone=lambda step: True, validate=lambda step: engine.happen(100, 3600.0)),
     )
     loop.train()
     loop.journal.close()
@@ -323,17 +322,15 @@ def test_steps_that_start_alone_have_no_neighbour(tmp_path, file):
         seen.append((step, sorted(engine.flying)))
 
     loop = Loop(
-        Plan(8, 0, lambda step: 0.1, 0, False, 0, 1, False, 1.0, 1.0),
+        LoopPlan(8, 0, lambda step: 0.1, 0, False, 0, False, 1.0, 1.0),
         engine,
         BatchStream(file, LENGTH, BATCH, seed=1),
         NoCounters(),
-        run=tmp_path,
-        state={},
+        saver=Saver(tmp_path, engine, {}, keep=1),
         journal=Journal(tmp_path / "metrics.jsonl", 0),
         printer=StepPrinter(io.StringIO()),
         interrupts=Interrupts(),
-        on_step=on_step,
-        starts_alone=lambda step: step in (3, 6),
+        hooks=Hooks(on_step, lambda step: step in (3, 6)),
     )
     loop.train()
     loop.journal.close()
@@ -472,8 +469,9 @@ def test_timing_loops_that_are_stopped_print_nothing_more():
 
     stream = io.StringIO()
     settings = TrainSettings(tiling=TilingSettings(minibatch=1), run=RunSettings(nforward=2, nbackward=9), model=ModelSettings(seq_len=4))
+    run = resolve(settings, PRESETS["tiny"])
     counts = FlopCounts(1.0, 1.0, 1.0)
-    print_timing(Passes(), settings, counts, 5, StepPrinter(stream), lambda: len(passes) == 4)
+    print_timing(Passes(), run, counts, StepPrinter(stream), lambda: len(passes) == 4)
     assert passes == ["f", "f", "b", "b"]
     assert "forward time" in stream.getvalue()
     assert "backward" not in stream.getvalue()

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from nntask.config.disk import disk_of, imaginary_disk_of
+from nntask.config.resolution import filled
+from nntask.config.settings import TrainSettings, differences, from_dict
+from nntask.config.validation import check_values
 from nntask.errors import DataError, UsageError
-from nntask.trainer.disks import disk_of, imaginary_disk_of
-from nntask.trainer.machine import does_not_fit
-from nntask.trainer.rules import check_values, resolve
-from nntask.trainer.settings import TrainSettings, differences, from_dict
+from nntask.hardware.machine_spec import devices_of, machine_of
+from nntask.hardware.runtimes import does_not_fit
 from scheduler.core.errors import DoesNotFit as NoRoom
-from wrappers.cli.flags import build, scan, table_of
+from wrappers.cli.options.flags import build, scan, table_of
 
 TABLE = table_of(TrainSettings)
 
@@ -40,7 +42,7 @@ def settings(*argv: str) -> TrainSettings:
 def test_rules_between_values(argv, words):
     """Flag, value, rule and the nearest legal value are in the message."""
     with pytest.raises(UsageError) as error:
-        resolve(settings(*argv), Shape())
+        filled(settings(*argv), Shape())
     assert words in str(error.value)
 
 
@@ -89,9 +91,14 @@ def test_rules_between_values(argv, words):
     ],
 )
 def test_values_on_their_own(argv, words):
-    """Counts, ranges and combinations are checked without a model."""
+    """Counts, ranges, combinations and devices are checked without a model."""
+
+    def check(asked):
+        check_values(asked)
+        devices_of(asked.resources, asked.model.dtype)
+
     with pytest.raises(UsageError) as error:
-        check_values(settings(*argv))
+        check(settings(*argv))
     assert words in str(error.value)
 
 
@@ -106,29 +113,29 @@ def test_values_on_their_own(argv, words):
 )
 def test_what_does_not_fit_names_flag_and_value(message, node, words):
     """The scheduler knows memories, the user flags."""
-    resources = settings("--sim-gpu=2", "--gpu-memory=1MiB", "--disk=tier:2MiB").resources
-    assert words in str(does_not_fit(NoRoom(message, node), resources))
+    machine = machine_of(settings("--sim-gpu=2", "--gpu-memory=1MiB", "--disk=tier:2MiB").resources)
+    assert words in str(does_not_fit(NoRoom(message, node), machine))
 
 
 def test_defaults_of_the_small_model():
     """Without flags: 8 sequences, 1e-3, ten warm-up steps, 200 steps; resolving twice changes nothing."""
-    resolved = resolve(TrainSettings(), Shape())
+    resolved = filled(TrainSettings(), Shape())
     assert (resolved.tiling.batch, resolved.tiling.minibatch, resolved.model.seq_len) == (8, 8, 64)
     assert (resolved.optimizer.lr, resolved.optimizer.warmup_steps, resolved.run.steps) == (1e-3, 10, 200)
     assert (resolved.model.model, resolved.optimizer.optimizer, resolved.tiling.lanes) == ("tiny", "adamw", 1)
-    assert resolve(resolved, Shape()) == resolved
+    assert filled(resolved, Shape()) == resolved
 
 
 def test_aliases_resolve():
     """--redux is four lanes, --fp32-fast-tf32 is tf32, timing loops alone train nothing."""
-    resolved = resolve(settings("--redux", "--fp32-fast-tf32", "--nforward=3", "--full-lr-iter=10"), Shape())
+    resolved = filled(settings("--redux", "--fp32-fast-tf32", "--nforward=3", "--full-lr-iter=10"), Shape())
     assert (resolved.tiling.lanes, resolved.model.dtype, resolved.run.steps, resolved.optimizer.warmup_steps) == (4, "tf32", None, 0)
 
 
 def test_differences_name_locked_flags_only():
     """Resources may differ between a run and its continuation; learning rates and tiles may not."""
-    stored = resolve(settings("--lr=1e-3", "--ncpu=2"), Shape())
-    now = resolve(settings("--lr=2e-3", "--ncpu=1", "--seq-tile=32"), Shape())
+    stored = filled(settings("--lr=1e-3", "--ncpu=2"), Shape())
+    now = filled(settings("--lr=2e-3", "--ncpu=1", "--seq-tile=32"), Shape())
     assert differences(stored, now) == ["--seq-tile (was None, is 32)", "--lr (was 0.001, is 0.002)"]
     assert differences(stored, replace(stored, resources=now.resources)) == []
 
@@ -177,7 +184,7 @@ def test_settings_come_back_from_a_dict():
     """state.json's copy of the settings is read back."""
     from dataclasses import asdict
 
-    stored = resolve(settings("--lr=1e-3"), Shape())
+    stored = filled(settings("--lr=1e-3"), Shape())
     assert from_dict(asdict(stored), "state.json") == stored
 
 
@@ -203,8 +210,8 @@ def test_stored_settings_of_another_type_are_refused(group, key, value, words):
 def test_places_of_data_may_differ():
     """A run whose data moved is the same run; what the data are is compared by its fingerprint."""
     here, there = (
-        resolve(settings("--dataset=text", f"--dataset-path={place}/text", f"--val-path={place}/val", f"--tokenizer-path={place}"), Shape())
+        filled(settings("--dataset=text", f"--dataset-path={place}/text", f"--val-path={place}/val", f"--tokenizer-path={place}"), Shape())
         for place in "ab"
     )
     assert differences(here, there) == []
-    assert differences(here, resolve(settings("--dataset=train.bin"), Shape())) == ["--dataset (was text, is train.bin)"]
+    assert differences(here, filled(settings("--dataset=train.bin"), Shape())) == ["--dataset (was text, is train.bin)"]

@@ -6,10 +6,10 @@ import resource
 
 import numpy as np
 
-from nntask.models.config import PRESETS
 from nntask.models.gpt2 import GPT2
-from nntask.optim import AdamW
-from nntask.tiling import default_tiling
+from nntask.models.gpt2_config import PRESETS
+from nntask.optim.optimizers import AdamW
+from nntask.tiling.model_tiling import default_tiling
 from scheduler import Runtime
 
 BATCH, LENGTH, STEPS = 2, 64, 6

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.deadline import DEADLINE
 
-from nntask.writing import written_aside
+from nntask.io.atomic_write import written_aside
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from nntask.writing import written_aside
+from nntask.io.atomic_write import written_aside
 seen = 0
 def hook(event, args):
     global seen
@@ -43,7 +44,9 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path):
     for count in range(1, 40):
         run = tmp_path / str(count)
         make(run / "out", "old")
-        done = subprocess.run([sys.executable, "-c", KILLED, str(run / "out"), str(count)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(run / "out"), str(count)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE
+        )
         kills += done.returncode == -signal.SIGKILL
         with pytest.raises(RuntimeError), written_aside(run / "out"):  # one that fails clears up behind the one that was killed
             raise RuntimeError

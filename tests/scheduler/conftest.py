@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.deadline import DEADLINE
 
 from scheduler import Codelet, Handle, TaskRuntime
 
@@ -64,7 +65,7 @@ class Kit:
     def gate() -> tuple[Codelet, Callable[[], None]]:
         """A codelet that waits inside its kernel until the returned function is called."""
         opened = threading.Event()
-        return Codelet("gate", cpu=lambda *views: opened.wait(30)), opened.set
+        return Codelet("gate", cpu=lambda *views: opened.wait(DEADLINE)), opened.set
 
 
 @pytest.fixture

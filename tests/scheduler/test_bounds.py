@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.bounds import lower_bounds
-from scheduler.core.forecast import Pace
 from scheduler.core.records import RW, HandleId, HandleRecord, Kind, R, W
-from scheduler.core.steps import RecordedTask, StepPlan
+from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.planning.bounds import lower_bounds
+from scheduler.planning.forecast import Pace
 
 MB = 1 << 20
 

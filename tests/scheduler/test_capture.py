@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler import RecordingError, Runtime, TaskRuntime
-from scheduler.capture import CapturingRuntime
+from scheduler.api.capturing_runtime import CapturingRuntime
 
 
 def emit(runtime: TaskRuntime, kit, weight, source):  # type: ignore[no-untyped-def]

@@ -6,25 +6,28 @@ import random
 
 import pytest
 
+from scheduler.core.actions import carry_out
 from scheduler.core.errors import DoesNotFit, InvalidEvent
-from scheduler.core.eventlog import EventLog, Revival, describe
+from scheduler.core.event_log import EventLog, Revival, describe
 from scheduler.core.events import (
-    Action,
     CopyFinished,
     CopyTile,
+    DiscardExtent,
     Event,
     ForgetObject,
     HandleAdopted,
     HandleChanged,
     HandleReleased,
+    MoveTile,
     ReportFailure,
+    ReportStepDone,
     RunTask,
     TaskFinished,
     TaskSubmitted,
 )
 from scheduler.core.machine import Machine
-from scheduler.core.memory import PAGE, MemoryNode
-from scheduler.core.perf import Models
+from scheduler.core.memory.extents import PAGE, MemoryNode
+from scheduler.core.performance_model import Models
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import RAM, SCRATCH, HandleId, HandleRecord, Mode, NodeId, R, Task, TaskId
 
@@ -58,17 +61,28 @@ class Program:
         self.machine.validate()
         self.seen += map(describe, actions)
         for action in actions:
-            self._note(action)
+            carry_out(action, self)
 
-    def _note(self, action: Action) -> None:
-        if isinstance(action, CopyTile):
-            self.copies.append(action)
-        elif isinstance(action, RunTask):
-            self.running.append(action.task)
-        elif isinstance(action, ForgetObject):
-            self.forgotten.append((action.node, action.handle.name))
-        elif isinstance(action, ReportFailure):
-            self.refused.append((action.task.name, action.error))
+    def copy_tile(self, action: CopyTile) -> None:
+        self.copies.append(action)
+
+    def run_task(self, action: RunTask) -> None:
+        self.running.append(action.task)
+
+    def forget_object(self, action: ForgetObject) -> None:
+        self.forgotten.append((action.node, action.handle.name))
+
+    def report_failure(self, action: ReportFailure) -> None:
+        self.refused.append((action.task.name, action.error))
+
+    def move_tile(self, action: MoveTile) -> None:
+        raise AssertionError("memory of which only bytes are counted was compacted")
+
+    def discard_extent(self, action: DiscardExtent) -> None:
+        raise AssertionError("an extent of a node without extents was discarded")
+
+    def report_step_done(self, action: ReportStepDone) -> None:
+        raise AssertionError("a replay ended, and none was started")
 
     def adopt(self, name: str, pages: int, due: int = 0, *, stays: bool = False) -> HandleRecord:
         handle = self.handle(name, pages)
@@ -106,13 +120,13 @@ def test_what_is_used_last_leaves_first_and_comes_back() -> None:
     program.submit("reads late", [late], room=4, order=1, dues=[95])
     program.arrive()
     assert [each.name for each in program.running] == ["makes 3", "reads late"]
-    moved = program.machine.moved_bytes
+    moved = program.machine.memory.moved_bytes
     assert moved[RAM, DISK] == 4 * PAGE  # late, then middle
     assert moved[DISK, RAM] == 2 * PAGE
     program.bring(TaskFinished(program.running[1]))
     program.submit("makes 5", [soon, middle], room=4, order=2)
     program.arrive()
-    assert program.machine.moved_bytes[RAM, DISK] == 4 * PAGE  # late was clean
+    assert program.machine.memory.moved_bytes[RAM, DISK] == 4 * PAGE  # late was clean
 
 
 @pytest.mark.parametrize("on_its_way", [False, True])
@@ -136,7 +150,7 @@ def test_what_a_task_changes_in_place_is_written_anew(on_its_way: bool) -> None:
     if not on_its_way:
         program.submit("makes 6", [], room=6, order=10)
     program.arrive()
-    assert program.machine.moved_bytes[RAM, DISK] == 8 * PAGE  # twice
+    assert program.machine.memory.moved_bytes[RAM, DISK] == 8 * PAGE  # twice
     assert RAM not in data.replicas
     assert data.replicas[DISK].state == "shared"
     program.machine.validate()
@@ -147,7 +161,7 @@ def test_data_may_arrive_above_the_budget_and_then_nothing_is_admitted_until_it_
     program = Program(ram=4)
     task = program.submit("makes", [], room=1, order=0)
     big = program.adopt("big", 6, due=9)
-    assert program.machine.nodes[RAM].used == 7 * PAGE
+    assert program.machine.memory.used(RAM) == 7 * PAGE
     program.bring(TaskFinished(task))
     program.submit("next", [], room=1, order=1)
     assert len(program.running) == 1
@@ -167,9 +181,21 @@ def test_what_the_program_holds_stays_and_a_task_that_never_fits_is_refused() ->
     assert [name for name, _ in program.refused] == ["large"]
     assert isinstance(program.refused[0][1], DoesNotFit)
     program.bring(HandleReleased(held))
-    assert program.machine.nodes[RAM].used == 0
+    assert program.machine.memory.used(RAM) == 0
     program.submit("large again", [], room=2, order=1)
     assert [task.name for task in program.running] == ["large again"]
+
+
+def test_without_a_disk_what_the_program_holds_is_in_nobodys_way() -> None:
+    """It stays, takes part in no reservation of the last tier, and the books add up."""
+    machine = Machine([MemoryNode("ram", 4 * PAGE, is_counted=True)], POLICIES["prio"](Models()))
+    held = HandleRecord(HandleId(0), 3 * PAGE, 3 * PAGE, None, "lent", "temporary", "data")
+    assert machine.handle(HandleAdopted(held, stays=True)) == []
+    machine.validate()
+    assert machine.memory.held_bytes == machine.memory.used(RAM) == 3 * PAGE
+    machine.handle(HandleReleased(held))
+    machine.validate()
+    assert machine.memory.used(RAM) == 0
 
 
 def test_a_full_disk_refuses_data_and_nothing_changes() -> None:
@@ -178,7 +204,7 @@ def test_a_full_disk_refuses_data_and_nothing_changes() -> None:
     with pytest.raises(DoesNotFit, match="disk is full"):
         program.adopt("large", 3)
     program.machine.validate()
-    assert [node.used for node in program.machine.nodes] == [0, 0]
+    assert [node.used for node in program.machine.memory.usage()] == [0, 0]
 
 
 def test_data_does_not_appear_twice() -> None:
@@ -216,7 +242,7 @@ def test_random_programs_stay_within_the_bound_and_replay(seed: int) -> None:
             program.bring(TaskFinished(task))
             if len(alive) > 8:
                 program.bring(HandleReleased(alive.pop(rng.randrange(len(alive)))))
-        peak = max(peak, program.machine.nodes[RAM].used)
+        peak = max(peak, program.machine.memory.used(RAM))
     assert len(program.running) == 60
     assert peak <= (12 + workers * largest) * PAGE
     machine, again = program.fresh(), []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.diagram import README, with_diagrams
+from scheduler.state_diagrams import README, with_diagrams
 
 
 def test_diagrams_are_fresh() -> None:
-    """`python -m scheduler.diagram` would change nothing."""
+    """`python -m scheduler.state_diagrams` would change nothing."""
     text = README.read_text()
-    assert with_diagrams(text) == text, "run: python -m scheduler.diagram"
+    assert with_diagrams(text) == text, "run: python -m scheduler.state_diagrams"
 
 
 def test_missing_markers_are_named() -> None:

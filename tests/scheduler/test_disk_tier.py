@@ -14,7 +14,7 @@ import pytest
 
 from scheduler import DoesNotFit, HandleLost, Runtime, TaskError
 from scheduler.core.errors import TierFailed
-from scheduler.core.memory import PAGE
+from scheduler.core.memory.extents import PAGE
 from scheduler.storage import DiskTier, HostArena
 
 PAGES = 8

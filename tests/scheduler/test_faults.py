@@ -12,7 +12,7 @@ import pytest
 
 from scheduler import Codelet, HandleLost, Runtime, TaskError
 from scheduler.core.errors import RuntimeBroken
-from scheduler.core.memory import PAGE
+from scheduler.core.memory.extents import PAGE
 from scheduler.testing.faults import FatalTrace
 
 COUNT = PAGE // 8

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_orders import PAGE, toy_step
+from support.toy_steps import PAGE, toy_step
 
-from scheduler.capture import CapturingRuntime
-from scheduler.core.forecast import Pace, Spill, departures, forecast
-from scheduler.core.orders import candidates
+from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import FILE, Replica, W
-from scheduler.core.steps import StepPlan
-from scheduler.drivers.virtual import Simulation, simulate
-from scheduler.ordering import AUTO, EQUAL, SUBMISSION, plan_order
+from scheduler.core.step_plan import StepPlan
+from scheduler.planning.choose_order import AUTO, EQUAL, SUBMISSION, plan_order
+from scheduler.planning.forecast import Pace, Spill, departures, forecast
+from scheduler.planning.orders import candidates
+from scheduler.simulation.virtual_time import Simulation, simulate
 
 STEP = toy_step(layers=12, minibatches=6)
 SECONDS = 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 from itertools import pairwise
@@ -11,77 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.late_gpu import COUNT, FILL, MIX, SPOIL, Gpu, Numbers, Place, gpus, value
 
-from scheduler import SCRATCH, Codelet, Handle, R, Runtime, TaskRuntime, W
+from scheduler import SCRATCH, Codelet, R, Runtime, TaskRuntime, W
+from scheduler.api.inline_runtime import InlineRuntime
 from scheduler.core.errors import DeviceFailed, DoesNotFit, TaskError
 from scheduler.core.records import Task, TaskId
 from scheduler.drivers import cuda
 from scheduler.drivers.cuda import CudaCopier
 from scheduler.drivers.gpu import BOUNCE_NBYTES, IN_FLIGHT, Flow
-from scheduler.inline import InlineRuntime
+from scheduler.execution.trace import Trace
 from scheduler.storage import HostArena
-from scheduler.storage.device import DeviceMemory, PinnedRange
-from scheduler.testing import FakeGpu
-from scheduler.trace import Trace
-
-COUNT = 512
-"""Numbers in a piece of data: one page."""
-
-
-class Place:
-    """Numbers in a GPU's memory."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.address, self.nbytes = address, 8 * count
-
-    def numbers(self) -> np.ndarray:
-        memory = (ctypes.c_char * self.nbytes).from_address(self.address)
-        return np.ndarray((self.nbytes // 8,), np.float64, buffer=memory)
-
-
-class Numbers:
-    """A view of `count` float64 numbers, wherever they are."""
-
-    def __init__(self, count: int = COUNT) -> None:
-        self.count = count
-
-    def __call__(self, memory: Any, offset: int) -> Any:
-        if isinstance(memory, DeviceMemory):
-            return Place(memory.address + offset, self.count)
-        return np.ndarray((self.count,), np.float64, buffer=memory, offset=offset)
-
-
-_here = threading.local()
-
-
-class Gpu(FakeGpu):
-    """A fake GPU that kernels find by their thread."""
-
-    def enter(self, stream: Any) -> None:
-        super().enter(stream)
-        _here.gpu = self
-
-
-def both(name: str, compute: Any) -> Codelet:
-    """A codelet that computes on the CPU at once, and on a GPU later."""
-
-    def cuda(*places: Place, **constants: Any) -> None:
-        _here.gpu.later(lambda: compute(*(place.numbers() for place in places), **constants))
-
-    return Codelet(name, cpu=compute, cuda=cuda)
-
-
-def _mix(out: np.ndarray, *inputs: np.ndarray, salt: int) -> None:
-    total = out * 0.5 + salt
-    for number, one in enumerate(inputs):
-        count = min(len(total), len(one))
-        total[:count] += one[:count][::-1] / (number + 3)
-    out[...] = total
-
-
-FILL = both("fill", lambda out, *, value: out.fill(value))
-MIX = both("mix", _mix)
-SPOIL = both("spoil", lambda out, room: (room.fill(np.nan), np.add(out, 1, out=out))[1])
+from scheduler.storage.device import PinnedRange
 
 
 def program(runtime: TaskRuntime, seed: int, num_handles: int = 10, num_tasks: int = 120) -> list[float]:
@@ -103,18 +43,6 @@ def program(runtime: TaskRuntime, seed: int, num_handles: int = 10, num_tasks: i
             runtime.submit(MIX, [(out, "RW"), *((handle, R) for handle in inputs)], {"salt": salt})
     runtime.wait()
     return [value(runtime, handle) for handle in handles]
-
-
-def value(runtime: TaskRuntime, handle: Handle) -> float:
-    """Sum of the numbers."""
-    with runtime.acquire(handle, "R") as view:
-        return float(view.sum())
-
-
-def gpus(count: int, seed: int) -> list[Gpu]:
-    """Of one node."""
-    first = Gpu("fake:0", seed=seed)
-    return [first, *(Gpu(f"fake:{number}", beside=first) for number in range(1, count))]
 
 
 def machine(seed: int, tmp_path: Path, kind: str) -> Runtime:
@@ -207,12 +135,12 @@ def test_a_copy_in_a_graph_happens_when_the_graph_runs(monkeypatch: pytest.Monke
     flow.mark()
     flow.wait()
     assert numbers[1] == 1
-    for value in (7, 9):
-        numbers[0] = value
+    for number in (7, 9):
+        numbers[0] = number
         start()
         flow.mark()
         flow.wait()
-        assert numbers[1] == value
+        assert numbers[1] == number
 
 
 def test_a_held_stream_waits_for_its_mark_and_no_other() -> None:

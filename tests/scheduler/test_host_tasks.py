@@ -7,6 +7,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from support.deadline import DEADLINE
 
 from scheduler import RW, Codelet, Runtime, TaskError
 
@@ -26,7 +27,7 @@ class Gate:
     def wait(self, count: int) -> list:  # type: ignore[type-arg]
         """The next `count` tasks that have begun."""
         for _ in range(count):
-            assert self.more.acquire(timeout=60)
+            assert self.more.acquire(timeout=DEADLINE)
         return [self.begun.popleft() for _ in range(count)]
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.core import victims
 from scheduler.core.errors import DoesNotFit, Stalled, TaskError, TierFailed
-from scheduler.core.lookahead import PRESSED
-from scheduler.core.memory import PAGE
+from scheduler.core.memory import victim_selection as victims
+from scheduler.core.memory.extents import PAGE
+from scheduler.core.memory.prefetch import PRESSED
 from scheduler.core.records import RAM, RW, SCRATCH, HandleRecord, R, W, WorkerKind
 from scheduler.testing import FakeDriver, Run
 
@@ -29,7 +29,7 @@ def written(driver: FakeDriver, *names: str, kind: WorkerKind = "host", pages: i
 
 def empty_ram(driver: FakeDriver) -> None:
     """Push all data out of host memory: the program asks for working memory as large as all of it."""
-    driver.submit((driver.handle(driver.machine.nodes[RAM].budget // PAGE, "all of it"), SCRATCH), kinds=("host",))
+    driver.submit((driver.handle(driver.machine.memory.budget(RAM) // PAGE, "all of it"), SCRATCH), kinds=("host",))
     driver.handles[-1].released = True
     driver.drain()
 
@@ -183,7 +183,7 @@ def test_two_devices_full_of_each_others_inputs() -> None:
     assert {(name, source) for name, source, _ in driver.routes} == {("a", 1), ("b", 1), ("c", 2), ("d", 2)}
     driver.drain(lambda number: number - 1)
     assert states(first, second) == ["done", "done"]
-    assert sum(driver.machine.moved_bytes.values()) <= 8 * PAGE
+    assert sum(driver.machine.memory.moved_bytes.values()) <= 8 * PAGE
     driver.check()
 
 
@@ -192,14 +192,14 @@ def test_sole_copies_everywhere_still_leave_the_device() -> None:
     driver = FakeDriver((4, 2, 40), [("sim", SIM, 1)], storage=True)
     written(driver, "a", "b", kind="sim")
     kept = written(driver, "c", "d", "e", "f")
-    assert driver.machine.nodes[RAM].used == 4 * PAGE
+    assert driver.machine.memory.used(RAM) == 4 * PAGE
     assert all(handle.replicas[RAM].state == "modified" for handle in kept)
     task = driver.submit((driver.handle(2, "g"), W))
     assert states(task) == ["blocked"]
     assert sorted(driver.routes) == [("a", SIM, DISK), ("b", SIM, DISK)]
     driver.drain()
     assert states(task) == ["done"]
-    assert driver.machine.nodes[RAM].used == 4 * PAGE
+    assert driver.machine.memory.used(RAM) == 4 * PAGE
     driver.check()
 
 
@@ -223,11 +223,11 @@ def test_tasks_admitted_ahead_shrink_to_what_fits() -> None:
     """A device that takes three tasks ahead holds one while each of them fills its memory, and three again when they are small."""
     driver = FakeDriver((60, 4), [("sim", SIM, 3)])
     large = [driver.submit((driver.handle(4, f"large {at}"), W)) for at in range(9)]
-    worker = driver.machine.dispatch.crew[0]
+    worker = driver.machine.workers[0]
     for at in range(9):
         assert states(large[at]) == ["running"]
         assert worker.assigned == [large[at].task]
-        assert len(driver.machine.dispatch.blocked[SIM]) <= worker.depth
+        assert len(driver.machine.blocked(SIM)) <= worker.depth
         driver.finish(large[at])
         while driver.copying:
             driver.end(0)
@@ -353,11 +353,11 @@ def test_what_nobody_uses_any_more_goes_before_tiles_in_turn(eviction: str, monk
     written(driver, *(f"old {number}" for number in range(100)), kind="cpu")
     tiles = written(driver, *"abcd", kind="cpu", pages=12)
     for _ in range(2):
-        moved = sum(driver.machine.moved_bytes.values())
+        moved = sum(driver.machine.memory.moved_bytes.values())
         for tile in tiles:
             driver.submit((tile, RW))
             driver.drain()
-    assert sum(driver.machine.moved_bytes.values()) == moved
+    assert sum(driver.machine.memory.moved_bytes.values()) == moved
     driver.check()
 
 

@@ -177,7 +177,7 @@ def test_parts_of_a_sum_made_apart_are_the_bits_of_the_whole(lanes: int, kit) ->
                 for number in (n for n in range(count) if n % lanes in mine):
                     with contribution(number):
                         runtime.submit(CONTRIBUTE, [(total, "REDUX")], {"number": number})
-                apart.append((runtime, total, runtime.part_sums(total, used)))
+                apart.append((runtime, total, runtime.partial_sums(total, used)))
             (runtime, total, own), (there, _, others) = apart
             for lane, part in {**own, **others}.items():
                 if lane in others:
@@ -185,7 +185,7 @@ def test_parts_of_a_sum_made_apart_are_the_bits_of_the_whole(lanes: int, kit) ->
                     with runtime.acquire(copy, "W") as view, there.acquire(part, "R") as source:
                         view[:] = source
                     part = copy
-                runtime.add_part(total, lane, part)
+                runtime.add_partial_sum(total, lane, part)
             with runtime.acquire(total, "R") as view:
                 assert view.tobytes() == tree(lanes, count).tobytes()
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from scheduler.core import eventlog
-from scheduler.core.lookahead import AHEAD, TASKS, Lookahead
+from scheduler.core import event_log as eventlog
+from scheduler.core.events import Action
+from scheduler.core.memory.prefetch import AHEAD, TASKS, Lookahead
 from scheduler.core.records import RW, SCRATCH, Agenda, HandleRecord, NodeId, R, Replay, W
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
@@ -43,7 +44,7 @@ def test_data_that_will_change_before_a_use_is_known() -> None:
     step = driver.record(tasks, {own: False})
     step.replay()
     step.replay()
-    horizon = driver.machine.residency.horizon
+    horizon = driver.machine._replicas.horizon
     first, second = horizon.replays
 
     def changes(handle: HandleRecord) -> list[bool]:
@@ -213,10 +214,10 @@ class Checking(Lookahead):
 
     num_fetched_for = 0
 
-    def _prefetch_for(self, replay: Replay, position: int, limit: int) -> tuple[int, int] | None:
+    def _prefetch_for(self, replay: Replay, position: int, limit: int, actions: list[Action]) -> tuple[int, int] | None:
         assert not replay.done[position]
         self.num_fetched_for += 1
-        return super()._prefetch_for(replay, position, limit)
+        return super()._prefetch_for(replay, position, limit, actions)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -230,7 +231,7 @@ def test_a_walk_that_goes_on_passes_over_what_has_ended_meanwhile(seed: int) -> 
     tasks = [[(handle, chance.choice([R, RW])) for handle in chance.sample(handles, 2)] for _ in range(16)]
     step = driver.record(tasks, {})
     driver.drain()
-    lookahead = driver.machine.lookaheads.by_node[RAM] = Checking(driver.machine.residency, RAM, is_only=True)
+    lookahead = driver.machine._lookaheads.by_node[RAM] = Checking(driver.machine._replicas, RAM, is_only=True)
     for _ in range(2):
         step.replay()
         step.replay()
@@ -280,14 +281,14 @@ def test_a_walk_goes_on_although_the_first_task_behind_it_waits_for_the_program(
     held = driver.handle(name="held")
     program = driver.submit((held, W), kinds=("host",))
     driver.record([[(held, RW), (tiles[0], R)], *([(tile, R)] for tile in tiles[1:])], {}).replay()
-    missed = driver.machine.residency.num_misses
+    missed = driver.machine.memory.num_misses
     while driver.num_under_way > 1:
         for _ in range(2):
             if driver.copying:
                 driver.end(len(driver.running))
         if len(driver.running) > 1:
             driver.end(1)
-    assert driver.machine.residency.num_misses == missed
+    assert driver.machine.memory.num_misses == missed
     driver.finish(program)
     driver.drain()
     driver.check()
@@ -310,7 +311,7 @@ def test_a_walk_begins_again_when_a_step_has_ended() -> None:
     first, second = driver.record([[(small, RW)]] * 2, {}), driver.record([[(small, RW)]] * 20 + [[(tile, R)] for tile in tiles], {})
     first.replay()
     second.replay()
-    while len(driver.machine.horizon.replays) > 1:
+    while len(driver.machine._horizon.replays) > 1:
         driver.end(0)
     driver.end(0)
     assert [name for name, _, _ in driver.routes] == ["x0", "x1"]

@@ -8,16 +8,20 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from support.search import examples
 
-from scheduler.core import coherence, graph, victims
-from scheduler.core.copies import Copies
+from scheduler.core import dependencies as graph
 from scheduler.core.errors import SchedulerError, TierFailed
-from scheduler.core.eviction import EVICTION_POLICIES
+from scheduler.core.events import Action
 from scheduler.core.machine import Machine
-from scheduler.core.memory import ExtentAllocator
+from scheduler.core.memory import coherence
+from scheduler.core.memory import victim_selection as victims
+from scheduler.core.memory.eviction_policies import EVICTION_POLICIES
+from scheduler.core.memory.extents import ExtentAllocator
+from scheduler.core.memory.replicas import Replicas
+from scheduler.core.memory.transfers import Copies
 from scheduler.core.policies import POLICIES, Pinned
-from scheduler.core.records import ANY, FILE, RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replica, Task, W, WorkerId
-from scheduler.core.residency import Residency
+from scheduler.core.records import ANY, FILE, RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replica, Task, W
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
 MODES: tuple[Mode, ...] = (R, W, RW)
@@ -96,14 +100,14 @@ class Programs(RuleBasedStateMachine):
         pin=st.sampled_from([None, None, None, 0, 1]),
     )
     def submit(self, picks: list[tuple[int, Mode]], scratch: int, priority: int, only: tuple, pin: int | None) -> None:
-        kinds = {worker.kind for worker in self.driver.machine.dispatch.workers.values()}
+        kinds = {worker.kind for worker in (self.driver.machine.program, *self.driver.machine.workers)}
         only = only if kinds.intersection(only) else ("cpu", "sim")
         accesses = self.accesses(picks[:1] if only == ("host",) else picks, self.handles)
         if scratch:
             accesses.append((self.driver.handle(scratch, "scratch"), SCRATCH))
             self.driver.handles[-1].released = True
-        worker = self.driver.machine.dispatch.workers.get(WorkerId(-1 if pin is None else pin))
-        pin = pin if worker is not None and worker.kind in only and worker.kind != "host" else None
+        worker = next((worker for worker in self.driver.machine.workers if worker.id == pin), None)
+        pin = pin if worker is not None and worker.kind in only else None
         self.driver.submit(*accesses, priority=priority, kinds=only if pin is None else (worker.kind,), pin=pin)
 
     @rule(which=st.integers(0, 9))
@@ -131,7 +135,8 @@ class Programs(RuleBasedStateMachine):
         shared = [handle for handle in self.handles if handle in self.written]
         recorded = [self.accesses(picks, [*shared, temporary, output]) for picks in tasks]
         self.written -= {temporary, output}
-        pins = [pin if pin in self.driver.machine.dispatch.workers else None for pin in pins]
+        ids = {worker.id for worker in self.driver.machine.workers}
+        pins = [pin if pin in ids else None for pin in pins]
         self.step = self.driver.record(recorded, {temporary: False, output: True}, pins=pins, leaves=leaves)
 
     @rule()
@@ -173,15 +178,17 @@ def run(machine: type[RuleBasedStateMachine], examples: int, steps: int, *, shri
     run_state_machine_as_test(machine, settings=profile)
 
 
+@pytest.mark.search
 def test_random_programs_end_as_the_sequential_truth() -> None:
     """Whatever the completion order, budgets, failures and replays: everything ends, values are those of sequential execution."""
-    run(Programs, 150, 40)
+    run(Programs, examples(150), 40)
 
 
+@pytest.mark.search
 def test_random_programs_end_where_some_tiles_are_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where a tile of a page is tiny beside most memories."""
     monkeypatch.setattr(victims, "TINY", 4)
-    run(Programs, 50, 40)
+    run(Programs, examples(50), 40)
 
 
 def failing_disk(chance: Random) -> FakeDriver:
@@ -215,20 +222,23 @@ def failing_disk(chance: Random) -> FakeDriver:
     return driver
 
 
+@pytest.mark.search
 def test_a_disk_that_fails_costs_what_it_lost_and_no_more() -> None:
     """Everything ends, what ran has read the right values, and only what the disk did not give back, and what follows from it, is missing."""
     num_unreadable = 0
-    for seed in range(150):
+    number = examples(150)
+    for seed in range(number):
         driver = failing_disk(Random(seed))
         driver.check()
         driver.check_log()
         num_unreadable += len(driver.unreadable)
-    assert num_unreadable > 100
+    assert num_unreadable > number // 2
 
 
+@pytest.mark.search
 def test_garbage_collections_inside_every_handler_change_nothing() -> None:
     """A collection may run anywhere in the machine; finalizers only reach the inbox."""
-    run(CollectingPrograms, 40, 30)
+    run(CollectingPrograms, examples(40), 30)
 
 
 def no_write_after_read(task: Task) -> None:
@@ -248,17 +258,17 @@ def takes_copies_for_homes(handle: HandleRecord, mode: Mode, last: NodeId) -> bo
     return last not in handle.replicas and (mode != R or FILE not in handle.replicas)
 
 
-honest_drop = Residency.drop
+honest_drop = Replicas.drop
 
 
-def keep_files(self: Residency, replica: Replica) -> None:
-    """`Residency.drop` that goes on believing in a file after a write."""
+def keep_files(self: Replicas, replica: Replica, actions: list[Action]) -> None:
+    """`Replicas.drop` that goes on believing in a file after a write."""
     if replica.node != FILE:
-        honest_drop(self, replica)
+        honest_drop(self, replica, actions)
 
 
-def find_all_clean(self, victims):  # type: ignore[no-untyped-def]
-    """`Residency._are_clean` that lets whatever the plan names be dropped."""
+def find_all_clean(self, victims, actions):  # type: ignore[no-untyped-def]
+    """`Replicas.are_clean` that lets whatever the plan names be dropped."""
     return True
 
 
@@ -277,22 +287,23 @@ MUTANTS = {
     "no write-after-read edge": [(graph, "link", no_write_after_read)],
     "evicts pinned replicas": [
         (victims, "is_unused", lambda replica: replica.state != "scratch"),
-        (Residency, "_are_clean", find_all_clean),
+        (Replicas, "are_clean", find_all_clean),
     ],
-    "no invalidation on write": [(Residency, "invalidate_others", lambda self, task: None)],
+    "no invalidation on write": [(Replicas, "invalidate_others", lambda self, task, actions: None)],
     "hands an extent out twice": [(ExtentAllocator, "allocate", allocate_twice)],
     "drops dirty data without writing it back": [(coherence, "is_needed", lambda replica: False)],
     "lost data stays readable": [
         (Machine, "_reads_lost_data", lambda self, task: False),
-        (Residency, "drop_unpinned", lambda self, handle: None),
+        (Replicas, "drop_unpinned", lambda self, handle, actions: None),
     ],
     "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
     "a copy of a file passes for a home": [(coherence, "wants_home", takes_copies_for_homes)],
-    "a file outlives a write": [(Residency, "drop", keep_files)],
+    "a file outlives a write": [(Replicas, "drop", keep_files)],
     "a copy keeps no pin": [(Copies, "wait_for", lambda self, target, task: None)],
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_planted_bugs_die(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each planted bug is noticed by the property test: a wrong value, a broken invariant or an impossible event."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.search import search
 
 from scheduler.core.errors import InvalidEvent
-from scheduler.core.eviction import FirstInFirstOut, Horizon
-from scheduler.core.memory import PAGE, ExtentAllocator, MemoryNode, rounded
+from scheduler.core.memory.eviction_policies import FirstInFirstOut, Horizon
+from scheduler.core.memory.extents import PAGE, ExtentAllocator, MemoryNode, rounded
+from scheduler.core.memory.victim_selection import Shelf
 from scheduler.core.records import RAM, HandleId, HandleRecord, Replica
-from scheduler.core.victims import Shelf
 from scheduler.storage import HostArena
 from scheduler.storage.limits import default_ram_budget, memory_limit
 
@@ -18,19 +19,19 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(["take", "take", "give", "claim"
 
 
 @given(pages=st.integers(1, 24) | st.just(300), operations=OPERATIONS)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@search(200)
 def test_extents_partition_the_memory(pages: int, operations: list) -> None:
     """No byte is handed out twice, a request fails only if no hole is large enough, and the ledger adds up after every step."""
     node = MemoryNode("ram", pages * PAGE)
     owner: list[int | None] = [None] * pages
-    taken: list[tuple[int, int]] = []
+    taken: list[Replica] = []
     for number, (what, pick, size) in enumerate(operations):
         holes = [size for _, size in node.extents.all_free()]
         if what == "give":
             if taken:
-                offset, size = taken.pop(pick % len(taken))
-                node.give(offset, size * PAGE, "activations")
-                for page in range(offset // PAGE, offset // PAGE + size):
+                replica = taken.pop(pick % len(taken))
+                node.vacate(replica)
+                for page in range(replica.offset // PAGE, (replica.offset + replica.handle.size) // PAGE):
                     owner[page] = None
             continue
         offset: int | None
@@ -50,18 +51,63 @@ def test_extents_partition_the_memory(pages: int, operations: list) -> None:
         for page in range(offset // PAGE, offset // PAGE + size):
             assert owner[page] is None
             owner[page] = number
-        taken.append((offset, size))
+        taken.append(resident(number, offset, size))
+        node.occupy(taken[-1])
         node.mark()
-        node.validate([(offset, size * PAGE) for offset, size in taken])
+        node.validate()
     assert node.used == sum(page is not None for page in owner) * PAGE <= node.peak <= pages * PAGE
     assert node.extents.largest_hole() == longest_run(owner) * PAGE
 
 
-def fresh_like(node: MemoryNode, taken: list[tuple[int, int]]) -> ExtentAllocator:
+def resident(number: int, offset: int, pages: int) -> Replica:
+    """The sole replica of a handle of so many pages."""
+    handle = HandleRecord(HandleId(number), pages * PAGE, pages * PAGE, None, "", "temporary", "activations")
+    replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified")
+    return replica
+
+
+@given(pages=st.lists(st.integers(1, 4), min_size=1, max_size=8), gone=st.sets(st.integers(0, 7)))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_replicas_are_packed_in_order(pages: list[int], gone: set[int]) -> None:
+    """Those that stay lie side by side from the beginning on; what moved is told with its former offset, and all that is free is one hole."""
+    node = MemoryNode("ram", sum(pages) * PAGE)
+    replicas = []
+    for number, size in enumerate(pages):
+        offset = node.take(size * PAGE, "activations")
+        assert offset is not None
+        replicas.append(resident(number, offset, size))
+        node.occupy(replicas[-1])
+    for number in gone:
+        if number < len(replicas):
+            node.vacate(replicas[number])
+    before = {replica: replica.offset for replica in node.starts.values()}
+    moved = node.pack()
+    node.validate()
+    assert moved == [(replica, offset) for replica, offset in sorted(before.items(), key=lambda pair: pair[1]) if replica.offset != offset]
+    assert node.used == sum(replica.handle.size for replica in before)
+    assert node.extents.largest_hole() == node.budget - node.used
+
+
+def test_a_ledger_that_lost_a_replica_is_noticed() -> None:
+    """Bytes in use that no replica occupies, and a replica whose end is not where it was, are refused."""
+    node = MemoryNode("ram", 4 * PAGE)
+    offset = node.take(PAGE, "activations")
+    assert offset is not None
+    with pytest.raises(InvalidEvent, match=r"ledger of node ram"):
+        node.validate()
+    replica = resident(0, offset, 1)
+    node.occupy(replica)
+    node.validate()
+    replica.handle.size += PAGE
+    with pytest.raises(InvalidEvent, match=r"lost track"):
+        node.validate()
+
+
+def fresh_like(node: MemoryNode, taken: list[Replica]) -> ExtentAllocator:
     """An allocator of the same layout, which a refused claim may spoil."""
     twin = ExtentAllocator(node.budget)
-    for offset, size in taken:
-        twin.claim(offset, size * PAGE)
+    for replica in taken:
+        twin.claim(replica.offset, replica.handle.size)
     return twin
 
 
@@ -78,7 +124,7 @@ def longest_run(owner: list[int | None]) -> int:
     sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["free", "used", "kept", "kept", "kept"])), min_size=1, max_size=9),
     need=st.integers(1, 8),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@search(300)
 def test_a_plan_lets_the_oldest_neighbours_go(sizes: list, need: int) -> None:
     """The hole lies over free memory and unused replicas, exists if any such run is large enough, and no other run lets only older ones go."""
     node = MemoryNode("ram", sum(size for size, _ in sizes) * PAGE)
@@ -91,7 +137,7 @@ def test_a_plan_lets_the_oldest_neighbours_go(sizes: list, need: int) -> None:
             node.claim(offset, size * PAGE, "activations")
             handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
             replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
-            shelf.enter(replica)
+            node.occupy(replica)
             shelf.offer(replica)
         offset += size * PAGE
     runs = [spans[first:last] for first in range(len(spans)) for last in range(first + 1, len(spans) + 1)]
@@ -132,7 +178,7 @@ def filled_shelf(sizes: list[tuple[int, str, int]]) -> Shelf:
             node.claim(offset, size * PAGE, "activations")
             handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
             replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
-            shelf.enter(replica)
+            node.occupy(replica)
             shelf.offer(replica)
         offset += size * PAGE
     return shelf
@@ -168,7 +214,7 @@ def test_tiny_tiles_go_when_nothing_larger_can(large: str, gone: int) -> None:
     ),
     need=st.integers(1, 8),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@search(300)
 def test_where_prices_add_up_no_neighbours_cost_less(sizes: list[tuple[int, str, int]], need: int) -> None:
     """What goes costs no more than any other hole, or than as many bytes of the cheapest replicas wherever they lie."""
     plan = filled_shelf(sizes).plan([need * PAGE])
@@ -223,7 +269,7 @@ def test_default_budget_stays_below_the_limit() -> None:
 def test_what_is_clean_is_counted() -> None:
     """What can be dropped at once, unused, and as of its last offer; not what is used, written, dropped or in use by the program."""
     shelf = filled_shelf([(1, "kept", at) for at in range(4)])
-    first, second, third, _ = replicas = list(shelf.starts.values())
+    first, second, third, _ = replicas = list(shelf.node.starts.values())
     assert shelf.clean_nbytes(1 << 60) == 0  # all of them are the only ones of their data
     for replica in replicas:
         replica.handle.lost = "nobody needs it"

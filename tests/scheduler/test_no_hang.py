@@ -3,7 +3,7 @@
 Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files, tasks placed by hand) on one to four nodes with
 budgets from the minimum upwards, under every policy, several replays, in random completion orders, now and then with a file that cannot be read. Each
 case ends with the sequential truth, and `FakeDriver` validates the ledger after every event.
-More cases: ``NNTASK_NO_HANG_CASES=20000 pytest tests/scheduler/test_no_hang.py -k random_steps``.
+More cases: ``NNTASK_NO_HANG_CASES=20000 pytest --hypothesis-profile=many tests/scheduler/test_no_hang.py -k random_steps``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
+from support.search import search
 
-from scheduler.core import victims
 from scheduler.core.errors import DoesNotFit, TaskError, TierFailed
-from scheduler.core.eviction import EVICTION_POLICIES
-from scheduler.core.memory import PAGE
+from scheduler.core.memory import victim_selection as victims
+from scheduler.core.memory.eviction_policies import EVICTION_POLICIES
+from scheduler.core.memory.extents import PAGE
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, W
 from scheduler.testing import FakeDriver, FakeStep
@@ -159,7 +160,7 @@ def prepare(
         return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts, pins=placed, leaves=leaves)
 
     first, _, recorded = draw([64] * num_nodes)
-    plan, readers = recorded.plan, first.machine.residency.readers_bytes // PAGE
+    plan, readers = recorded.plan, first.machine.memory.readers_bytes // PAGE
     busy = {node for _, node in workers}
     last = num_nodes - 1 if storage else 0
     pages = []
@@ -197,16 +198,7 @@ def program(case: Case, chance: Random, replays: int, failing: float = 0.0) -> N
             driver.end(which, TierFailed("planted") if fails else None)
 
 
-def quiet(num_cases: int) -> settings:
-    """So many cases, the same ones every time."""
-    return settings(
-        max_examples=num_cases,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
+PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 
 
 @given(
@@ -223,7 +215,7 @@ def quiet(num_cases: int) -> settings:
     tiny=st.sampled_from((victims.TINY, 4)),
     seed=st.integers(0, 1 << 30),
 )
-@quiet(NUM_CASES)
+@search(NUM_CASES, phases=PHASES, suppress_health_check=list(HealthCheck))
 def test_random_steps_end_at_the_planned_minimum(
     layout: tuple,
     sketch: tuple,
@@ -254,7 +246,7 @@ def test_random_steps_end_at_the_planned_minimum(
     policy=st.sampled_from(sorted(POLICIES)),
     seed=st.integers(0, 1 << 30),
 )
-@quiet(100)
+@search(100, phases=PHASES, suppress_health_check=list(HealthCheck))
 def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, sketch: tuple, policy: str, seed: int) -> None:
     """The hungriest task is refused and says what it needs; everything else ends."""
     case = prepare(layout, sketch, [0] * 5, policy, "next-use", ANY, True, below=1)

@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 
 from scheduler.core.events import CopyFinished, Event, TaskFinished
-from scheduler.core.eviction import FAR, Horizon
-from scheduler.core.memory import PAGE
-from scheduler.core.perf import NO_ESTIMATES
+from scheduler.core.memory.eviction_policies import FAR, Horizon
+from scheduler.core.memory.extents import PAGE
+from scheduler.core.performance_model import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
 from scheduler.core.records import Agenda, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, Worker, WorkerId
-from scheduler.core.steps import RecordedTask, StepPlan
-from scheduler.drivers.virtual import VirtualDriver, simulate
-from scheduler.ordering import AUTO, plan_order
+from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.planning.choose_order import AUTO, plan_order
+from scheduler.simulation.virtual_time import VirtualDriver, simulate
 
 LAYERS = 4
 

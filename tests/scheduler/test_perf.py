@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.search import search
 
 from scheduler import Codelet, Cost
-from scheduler.core.perf import DISK_LINK, KEPT, MEMORY_LINK, UNKNOWN_SECONDS, History, LinkModel, Models, Rate, footprint
+from scheduler.core.performance_model import DISK_LINK, KEPT, MEMORY_LINK, UNKNOWN_SECONDS, History, LinkModel, Models, Rate, footprint
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
-from scheduler.storage.perfstore import PerfStore, default_directory, machine_fingerprint
-from tiles.tensor import TileView
+from scheduler.storage.performance_store import PerfStore, default_directory, machine_fingerprint
+from tiles import TileView
 
 RAM, GPU, DISK = NodeId(0), NodeId(1), NodeId(2)
 KEY = ("gemm", 1, "cpu")
@@ -198,7 +199,7 @@ def test_another_machine_has_another_file(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(derandomize=True, deadline=None, max_examples=150)
+@search(150)
 def test_corrupt_files_are_ignored(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Cut off, overwritten or well-formed nonsense: nothing is read, nothing raised, and the next save repairs it."""
     one = store(tmp_path_factory.mktemp("perf"))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from scheduler import RW, Codelet, DoesNotFit, PlacementError, R, Runtime, W
-from scheduler.capture import CapturingRuntime
+from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.policies import POLICIES
-from scheduler.drivers.virtual import simulate
+from scheduler.simulation.virtual_time import simulate
 from scheduler.testing import FakeDriver
 
 MIB = 1 << 20

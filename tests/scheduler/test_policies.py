@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.search import search
 
-from scheduler.core.memory import PAGE
+from scheduler.core.memory.extents import PAGE
 from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Policy, Prio, choose
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Replica, Task, TaskId, Worker, WorkerId, WorkerKind
 
@@ -28,7 +29,7 @@ def task(number: int, priority: int = 0, kinds: tuple[WorkerKind, ...] = ("cpu",
     pushes=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([("cpu", "sim"), ("cpu",), ("sim",)]), st.sampled_from([None, 0, 1])), max_size=30),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@search(60)
 def test_every_task_comes_out_once_at_a_worker_that_can_run_it(name: str, pushes: list, order) -> None:  # type: ignore[no-untyped-def]
     """Nothing is lost, doubled or given to the wrong kind; the length is right; an idle worker finds work if there is any for it."""
     policy = POLICIES[name]()

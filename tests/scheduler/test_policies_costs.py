@@ -6,18 +6,19 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.search import search
 
 from scheduler.core.events import StepStarted, TaskSubmitted
 from scheduler.core.machine import Machine
-from scheduler.core.memory import PAGE, MemoryNode
-from scheduler.core.perf import Boundless, Given
+from scheduler.core.memory.extents import PAGE, MemoryNode
+from scheduler.core.performance_model import Boundless, Given
 from scheduler.core.policies import POLICIES, DataAware, DataAwareSorted, ExpectedEnd, Policy, Reuse, explain
 from scheduler.core.policies.reuse import PATIENCE
 from scheduler.core.records import HandleId, HandleRecord, Mode, NodeId, R, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
-from scheduler.core.steps import RecordedTask, StepPlan
-from scheduler.drivers.virtual import VirtualDriver
+from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.simulation.virtual_time import VirtualDriver
 
 BOTH: tuple[WorkerKind, ...] = ("cpu", "sim")
 
@@ -194,7 +195,7 @@ def test_reuse_takes_what_misses_least_and_loses_patience() -> None:
     ),
     dice=st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@search(60)
 def test_all_tasks_are_run_once_and_a_crew_never_idles(name: str, speeds: tuple, link: float, tasks: list, dice) -> None:  # type: ignore[no-untyped-def]
     """Whatever the costs, somebody holds a task while any is left, and each comes out once, at a worker that can run it."""
     given = estimates(*speeds, link)
@@ -241,7 +242,7 @@ def run(plan: StepPlan, policy: Policy, given: Given, budgets: Sequence[int]) ->
     driver.bring(StepStarted(replay))
     driver.run()
     assert not replay.num_unfinished
-    return sum(machine.moved_bytes.values()) // PAGE, driver.now
+    return sum(machine.memory.moved_bytes.values()) // PAGE, driver.now
 
 
 def test_reuse_moves_fewer_bytes_than_eager_under_a_budget() -> None:

@@ -44,7 +44,7 @@ def test_replays_use_inputs_of_their_time_and_keep_their_outputs(machine: dict, 
         sums = [number * (number + 1) / 2 for number in range(20)]
         assert losses == [number + sums[number - 1] + sums[number] for number in range(1, 20)]
         assert previous.read(weight)[0] == kit.value(runtime, weight) == sums[19]
-        runtime._engine.validate()
+        runtime._executor.validate()
 
 
 def test_plain_tasks_mix_with_replays(kit) -> None:  # type: ignore[no-untyped-def]
@@ -320,8 +320,8 @@ def test_ten_thousand_small_replays_keep_memory_flat(kit) -> None:  # type: igno
         gc.collect()
         assert process.memory_info().rss - before < 2 * MIB
         assert kit.value(runtime, weight) == 12_000
-        assert not runtime._engine.endings
-        assert not runtime._engine.room._waiters
+        assert not runtime._executor.endings
+        assert not runtime._executor.waiters._waiters
 
 
 def test_ten_thousand_steps_of_changing_length_keep_memory_flat(kit) -> None:  # type: ignore[no-untyped-def]
@@ -369,4 +369,4 @@ def test_fragmentation_alone_never_fails_a_task(kit) -> None:  # type: ignore[no
         runtime.wait()
         assert [kit.value(runtime, handle) for handle in small] == [1, 3, 5, 7, 9]
         assert kit.value(runtime, large) == 7
-        runtime._engine.validate()
+        runtime._executor.validate()

@@ -8,12 +8,13 @@ import weakref
 
 import psutil
 import pytest
+from support.deadline import DEADLINE
 
 from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, Runtime, SchedulerError, TaskError, Trace
 from scheduler.core.errors import RuntimeBroken
 from scheduler.core.events import TaskFinished
 from scheduler.core.machine import Machine
-from scheduler.engine import WINDOW
+from scheduler.execution.executor import WINDOW
 from scheduler.testing import collect_inside
 
 MIB = 1 << 20
@@ -43,7 +44,7 @@ def test_values_equal_inline_execution(machine: dict, kit) -> None:  # type: ign
     expected = scramble(InlineRuntime(), kit)
     with Runtime(ram=MIB, **machine) as runtime:
         assert scramble(runtime, kit) == expected
-        runtime._engine.validate()
+        runtime._executor.validate()
         stats = runtime.stats()
     assert stats["tasks"] > 300
     assert all(stats["peak_bytes"][node] <= stats["budget_bytes"][node] for node in stats["peak_bytes"])
@@ -152,7 +153,7 @@ def test_the_same_handle_twice_is_refused(make, kit) -> None:  # type: ignore[no
 
 def test_scratch_is_private_to_each_task(kit) -> None:  # type: ignore[no-untyped-def]
     """One scratch handle used by many tasks at a time gives each its own memory, and nothing remains."""
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=DEADLINE)
 
     def use(out, scratch, *, value) -> None:  # type: ignore[no-untyped-def]
         scratch.fill(value)
@@ -180,7 +181,7 @@ def test_back_pressure_keeps_a_hundred_thousand_tasks_within_the_window(kit) -> 
             if number == WINDOW - 10:
                 open_gate()
             if number % 97 == 0:
-                most = max(most, runtime._engine.machine.num_unfinished)
+                most = max(most, runtime._executor.machine.num_unfinished)
         runtime.wait()
     assert WINDOW // 2 < most <= WINDOW + 1
 
@@ -246,21 +247,21 @@ def test_a_bug_in_the_machine_wakes_everybody(kit, monkeypatch: pytest.MonkeyPat
         with runtime.record() as step:
             runtime.submit(gate, [(data, "RW")])
         ticket = step.replay()
-        monkeypatch.setitem(runtime._engine.machine._handlers, TaskFinished, broken_handler)
+        monkeypatch.setitem(runtime._executor.machine.handlers, TaskFinished, broken_handler)
         threading.Timer(0.05, open_gate).start()
         for wait in (ticket.wait, runtime.wait, lambda: kit.value(runtime, data), step.replay):
             with pytest.raises(RuntimeBroken, match=r"a planted bug"):
                 wait()
 
 
-def broken_handler(event: object) -> None:
+def broken_handler(event: object, actions: object) -> None:
     """A handler with a bug."""
     raise LookupError("a planted bug")
 
 
 def test_an_interrupted_acquisition_holds_nothing(kit, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """Ctrl-C while the program waits for data: the data is given back when it comes, and later tasks run."""
-    from scheduler.waiting import Waiter
+    from scheduler.execution.waiting import Waiter
 
     gate, open_gate = kit.gate()
     with Runtime(1, ram=MIB) as runtime:
@@ -277,7 +278,7 @@ def test_an_interrupted_acquisition_holds_nothing(kit, monkeypatch: pytest.Monke
                     pass
             with pytest.raises(KeyboardInterrupt):
                 runtime.wait()
-        assert not runtime._engine.room._waiters
+        assert not runtime._executor.waiters._waiters
         runtime.submit(kit.double, [(read, "RW")])
         open_gate()
         assert kit.value(runtime, read) == 2
@@ -291,7 +292,7 @@ def test_an_abandoned_runtime_can_be_collected(kit) -> None:  # type: ignore[no-
     runtime = Runtime(2, sim_gpus=1, ram=MIB)
     kit.value(runtime, kit.filled(runtime, 1))
     runtime.close()
-    arena = weakref.ref(runtime._engine.crew.arenas[0])
+    arena = weakref.ref(runtime._executor.pool.arenas[0])
     del runtime
     gc.collect()
     assert arena() is None

@@ -8,10 +8,12 @@ import threading
 
 import numpy as np
 import pytest
+from support.deadline import DEADLINE
 
 from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, RecordingError, Runtime, TaskError, Trace
-from scheduler.core.lookahead import TASKS, Lookahead
-from scheduler.core.memory import PAGE
+from scheduler.core.events import Action
+from scheduler.core.memory.extents import PAGE
+from scheduler.core.memory.prefetch import TASKS, Lookahead
 from scheduler.core.records import FILE, RAM, RW, R, Task, W
 from scheduler.testing import FakeDriver
 
@@ -59,7 +61,7 @@ def runtime(request, tmp_path):  # type: ignore[no-untyped-def]
         machine = {"threads": {}, "device": {"sim_gpus": 1}, "disk": {"disk": (tmp_path, 1 << 20)}}[request.param]
         with Runtime(2, ram=1 << 20, **machine) as made:
             yield made
-            made._engine.validate()
+            made._executor.validate()
 
 
 def test_what_is_asked_for_is_read(runtime, kit) -> None:  # type: ignore[no-untyped-def]
@@ -151,7 +153,7 @@ def test_a_step_reads_what_it_needs_when_it_is_wanted(kit) -> None:  # type: ign
         assert sorted(store.read, key=int) == [str(number) for number in range(200)]
         assert kit.value(runtime, total) == sum(range(200))
         assert [kit.value(runtime, handle) for handle in (overwritten, untouched)] == [10, 2]
-        runtime._engine.validate()
+        runtime._executor.validate()
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -175,7 +177,7 @@ def test_read_only_data_is_never_written_elsewhere(kit, tmp_path, disk, devices)
         assert sum(nbytes for link, nbytes in stats["moved_bytes"].items() if link.startswith("file->")) == PAGE * len(store.read) > pages * PAGE
         if disk:
             assert stats["peak_bytes"]["disk"] == PAGE
-        runtime._engine.validate()
+        runtime._executor.validate()
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -196,7 +198,7 @@ def test_what_is_written_gets_its_home_with_the_first_write(kit, tmp_path, disk)
             assert [kit.value(runtime, handle) for handle in trained] == [6 * number for number in range(8)]
             assert [kit.value(runtime, handle) for handle in frozen] == list(range(8))
             assert sum(name.startswith("trained") for name in store.read) == 8
-            runtime._engine.validate()
+            runtime._executor.validate()
             plan = step.plan
             return plan.minimum_bytes(is_last=not disk, computes=True), plan.minimum_bytes(is_last=True, computes=False), runtime.stats()
 
@@ -222,7 +224,7 @@ def test_readers_memory_counts(kit) -> None:  # type: ignore[no-untyped-def]
         runtime.submit(kit.fill, [(kit.handle(runtime, count=7 * COUNT), "W")], {"value": 1})
         with pytest.raises(DoesNotFit, match=r"fill needs 28,672 B .* of its budget of 40,960 B [\d,]+ B are taken"):
             runtime.wait()
-        runtime._engine.validate()
+        runtime._executor.validate()
 
 
 def test_readers_find_the_room_that_there_is(kit) -> None:  # type: ignore[no-untyped-def]
@@ -241,9 +243,9 @@ def test_readers_find_the_room_that_there_is(kit) -> None:  # type: ignore[no-un
         with pytest.raises(DoesNotFit, match=r"takes 32,768 B of ram for its readers, but of its budget of 40,960 B 40,960 B are taken; raise the"):
             store.handle(4, "large", scratch=2 * PAGE)
         store.handle(4, "b", scratch=PAGE + PAGE // 2)
-        assert runtime._engine.machine.nodes[0].by_class["scratch"] == 6 * PAGE
+        assert runtime._executor.machine.memory.used_by_class(RAM)["scratch"] == 6 * PAGE
         assert [kit.value(runtime, handle) for handle in (*read, a, kept)] == [0, 1, 2, 2, 3]
-        runtime._engine.validate()
+        runtime._executor.validate()
 
 
 def test_a_recorded_step_that_has_not_run_may_be_given_its_data(kit) -> None:  # type: ignore[no-untyped-def]
@@ -271,7 +273,7 @@ def test_data_is_fetched_while_a_task_waits_for_room() -> None:
     driver.drain()
     step = driver.record([[(small, RW)], [(large, W)], [(late, R), (small, RW)], *([(each, R), (small, RW)] for each in dirty)], {large: False})
     step.replay()
-    assert [task.name for task in driver.machine.dispatch.blocked[RAM]] == ["r1"]
+    assert [task.name for task in driver.machine.blocked(RAM)] == ["r1"]
     assert ("late", FILE, RAM) in driver.routes
     driver.drain()
     driver.check()
@@ -282,10 +284,10 @@ class Counting(Lookahead):
 
     num_runs = 0
 
-    def run(self, ended: Task | None, *, blocked: bool) -> None:
+    def run(self, ended: Task | None, actions: list[Action], *, blocked: bool) -> None:
         """Look ahead."""
         self.num_runs += 1
-        super().run(ended, blocked=blocked)
+        super().run(ended, actions, blocked=blocked)
 
 
 def test_unread_data_that_no_step_uses_costs_nothing() -> None:
@@ -297,7 +299,7 @@ def test_unread_data_that_no_step_uses_costs_nothing() -> None:
     driver.submit((total, W))
     driver.drain()
     step = driver.record([[(handle, R), (total, RW)] for handle in used * 10], {})
-    lookahead = driver.machine.lookaheads.by_node[RAM] = Counting(driver.machine.residency, RAM, is_only=True)
+    lookahead = driver.machine._lookaheads.by_node[RAM] = Counting(driver.machine._replicas, RAM, is_only=True)
     for _ in range(3):
         step.replay()
         driver.drain()
@@ -305,7 +307,7 @@ def test_unread_data_that_no_step_uses_costs_nothing() -> None:
     for handle in (*used, unused):
         driver.submit((handle, W))
     driver.drain()
-    assert not driver.machine.residency.has_several
+    assert not driver.machine._replicas.has_several
     step.replay()
     driver.drain()
     driver.attach(late := driver.handle(1, "late"))
@@ -344,7 +346,7 @@ def test_a_source_that_fails(kit, recorded) -> None:  # type: ignore[no-untyped-
         assert kit.value(runtime, other) == 3
         runtime.submit(kit.fill, [(broken, "W")], {"value": 8})
         assert kit.value(runtime, broken) == 8
-        runtime._engine.validate()
+        runtime._executor.validate()
 
 
 def test_the_program_is_told_why(kit) -> None:  # type: ignore[no-untyped-def]
@@ -378,13 +380,13 @@ def test_closing_amid_reads(kit) -> None:  # type: ignore[no-untyped-def]
 
         def read(self, out: np.ndarray, scratch: memoryview) -> None:
             began.set()
-            go.wait(30)
+            go.wait(DEADLINE)
 
     runtime = Runtime(1, ram=1 << 20)
     handles = [kit.handle(runtime, str(number)) for number in range(12)]
     for handle in handles:
         runtime.attach(handle, Slow())
     runtime.submit(kit.empty, [(handle, "R") for handle in handles])
-    began.wait(30)
+    began.wait(DEADLINE)
     threading.Timer(0.05, go.set).start()
     runtime.close()

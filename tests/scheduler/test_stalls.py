@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from scheduler.core.events import Event, TaskSubmitted
 from scheduler.core.machine import Machine
-from scheduler.core.memory import PAGE, MemoryNode
+from scheduler.core.memory.extents import PAGE, MemoryNode
 from scheduler.core.policies import Prio
 from scheduler.core.records import RW, SCRATCH, HandleId, HandleRecord, Mode, R, Task, TaskId, W, WorkerKind
-from scheduler.core.stalls import Stalls
-from scheduler.drivers.virtual import VirtualDriver
+from scheduler.simulation.virtual_time import VirtualDriver
 
 COPY_SECONDS, TASK_SECONDS = 2, 3
 
@@ -20,7 +19,7 @@ class Watched(VirtualDriver):
 
     def __init__(self, pages: int, workers: int) -> None:
         machine = Machine([MemoryNode("ram", 64 * PAGE), MemoryNode("gpu", pages * PAGE)], Prio())
-        self.stalls = Stalls(machine.dispatch)
+        self.stalls = machine.stalls
         crew: list[tuple[WorkerKind, int, int]] = [("sim", 1, 1)] * workers
         super().__init__(machine, crew, lambda task, kind: TASK_SECONDS, transfer=lambda source, target, nbytes: COPY_SECONDS)
         self._num = 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from scheduler import DoesNotFit, Runtime
-from scheduler.capture import CapturingRuntime
-from scheduler.core.memory import PAGE
+from scheduler.api.capturing_runtime import CapturingRuntime
+from scheduler.core.memory.extents import PAGE
 from scheduler.core.records import Task, WorkerKind
-from scheduler.drivers.virtual import simulate
+from scheduler.simulation.virtual_time import simulate
 
 MIB = 1 << 20
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.deadline import DEADLINE
 
 from scheduler import REDUX, RW, SCRATCH, Codelet, FinishedTask, R, RunStopped, Runtime, SchedulerError, TaskError, W
-from scheduler.waiting import Waiter
-from scheduler.watching import Watch
+from scheduler.drivers.callbacks import Watch
+from scheduler.execution.waiting import Waiter
 
 MIB = 1 << 20
 
@@ -90,7 +91,7 @@ def test_a_stop_leaves_data_whole(kit: Any) -> None:
         ticket = step.replay()
         runtime.on_task(stop)
         opened()
-        assert shown.wait(30)
+        assert shown.wait(DEADLINE)
         ticket.wait()
         assert ticket.read(data)[0] == 2
         for attempt in (lambda: runtime.submit(kit.double, [(data, RW)]), step.replay):

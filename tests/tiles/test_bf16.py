@@ -17,22 +17,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.deadline import DEADLINE
+from support.processor import needs_avx512
 
 from scheduler import InlineRuntime, R, W
 from tiles import TileTensor
-from tiles.kernels import registry
-from tiles.kernels.cpu import onednn
-from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.bf16_attention import _blocks, _sizes
-from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
+from tiles.emission import emit, native_for
+from tiles.kernels.catalog import bf16_kernel, bf16_operations, kernel, operations
+from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
+from tiles.kernels.cpu.onednn import library as onednn
+from tiles.kernels.cpu.onednn.bf16_attention import _blocks, _sizes
 from tiles.kernels.reference.attention import Pair
-from tiles.kernels.registry import BF16, emit, kernel, native_for, native_kernels
+from tiles.kernels.registry import BF16
 
 ROOT = Path(__file__).parents[2]
 Case = tuple[list[np.ndarray], list[int], dict[str, Any]]
 """Arguments, which of them are outputs, constants."""
 
-needs_onednn = pytest.mark.skipif(not onednn.available(), reason=onednn.status())
+needs_onednn = pytest.mark.skipif(not onednn.has_bf16_products(), reason=onednn.bf16_products())
 
 
 class Maker:
@@ -196,7 +199,7 @@ def through_copies(op: str, args: list[np.ndarray], constants: dict[str, Any]) -
 
 def natively(op: str, args: list[np.ndarray], constants: dict[str, Any]) -> list[np.ndarray]:
     """What the bf16 kernel makes of them."""
-    native, own = native_kernels()[op], [array.copy() for array in args]
+    native, own = bf16_kernel(op), [array.copy() for array in args]
     assert native.takes(own, constants)
     nbytes = native.scratch_nbytes(own, constants)
     native.kernel(*own, *([np.full(nbytes, 255, np.uint8)] if nbytes else []), **constants)
@@ -205,7 +208,7 @@ def natively(op: str, args: list[np.ndarray], constants: dict[str, Any]) -> list
 
 def test_every_bf16_kernel_has_a_case() -> None:
     """No kernel for bf16 tiles without an fp32 twin and a case here."""
-    assert sorted(native_kernels()) == sorted(CASES)
+    assert sorted(bf16_operations()) == sorted(CASES)
 
 
 @needs_onednn
@@ -244,7 +247,7 @@ def test_no_big_temporaries(op: str) -> None:
     """What a bf16 kernel makes for itself stays within 64 KiB."""
     args, _, constants = CASES[op][0](Maker())
     natively(op, args, constants)  # prepares the primitives
-    native = native_kernels()[op]
+    native = bf16_kernel(op)
     nbytes = native.scratch_nbytes(args, constants)
     room = [np.empty(nbytes, np.uint8)] if nbytes else []
     tracemalloc.start()
@@ -335,7 +338,7 @@ import json, sys
 import ml_dtypes, numpy as np
 from nntask import GPT2, AdamW, GPT2Config, default_tiling
 from scheduler import Runtime
-from tiles.kernels.cpu import onednn
+from tiles.kernels.cpu.onednn import library as onednn
 config = GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=4, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 losses = []
 with Runtime(cpu_workers=int(sys.argv[1]), ram=1 << 28) as runtime:
@@ -350,13 +353,13 @@ with Runtime(cpu_workers=int(sys.argv[1]), ram=1 << 28) as runtime:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.read()[0]))
-print(json.dumps({"available": onednn.available(), "status": onednn.status(), "losses": losses}))
+print(json.dumps({"available": onednn.has_bf16_products(), "status": onednn.bf16_products(), "losses": losses}))
 """
 
 
 def _train(workers: int, **environment: str) -> dict[str, Any]:
     whole = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", **environment}
-    done = subprocess.run([sys.executable, "-c", TRAIN, str(workers)], env=whole, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", TRAIN, str(workers)], env=whole, capture_output=True, text=True, timeout=DEADLINE, check=True)
     return dict(json.loads(done.stdout))
 
 
@@ -369,7 +372,7 @@ def test_without_the_library_tiles_are_widened() -> None:
     assert "/nowhere/libdnnl.so cannot be used" in wrong["status"]
     assert wrong["losses"] == off["losses"]
     assert off["losses"][-1] < off["losses"][0] - 0.5
-    if onednn.available():
+    if onednn.has_bf16_products():
         native = _train(1)
         assert native["available"]
         assert native["losses"] == pytest.approx(off["losses"], rel=2e-2)
@@ -382,19 +385,21 @@ def test_workers_do_not_change_the_bits() -> None:
     assert _train(1)["losses"] == _train(2)["losses"]
 
 
+@needs_avx512
 def test_nothing_is_loaded_before_it_is_asked_for() -> None:
     """Importing the kernels does not load the library, nor does fp32 where OpenBLAS has AVX-512 code."""
     code = (
         "import numpy as np, threadpoolctl; from scheduler import InlineRuntime; from tiles import TileTensor; from tiles.ops import matmul; "
-        "from tiles.kernels.cpu import onednn; r = InlineRuntime(); a, b = (TileTensor(r, (4, 4), (2, 2), np.float32) for _ in range(2)); "
+        "from tiles.kernels.cpu.onednn import library as onednn; r = InlineRuntime(); "
+        "a, b = (TileTensor(r, (4, 4), (2, 2), np.float32) for _ in range(2)); "
         "a.write(np.eye(4)); b.write(np.eye(4)); "
         "wide = {'SkylakeX'} & {i.get('architecture') for i in threadpoolctl.threadpool_info()}; wide and matmul.matmul(a, b).read(); "
         "assert 'dnnl' not in open('/proc/self/maps').read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_CORETYPE": "SkylakeX"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=DEADLINE)
 
 
 def test_registry_forgets_nothing() -> None:
     """Operations with a bf16 kernel have a plain one too, which is what fp32 tiles and machines without the instructions use."""
-    assert set(native_kernels()) <= set(registry.operations("cpu"))
+    assert set(bf16_operations()) <= set(operations("cpu"))

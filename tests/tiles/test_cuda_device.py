@@ -10,13 +10,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulator import COMPILER, Emulator, on_device, on_host
+from support.cuda_emulator import COMPILER, Emulator, on_device, on_host
 
 from scheduler import Runtime
 from scheduler.core.errors import DeviceFailed
 from scheduler.drivers.cuda_cupy import CupyGpu, GpuFacts
-from tiles import TileTensor
-from tiles.kernels import registry
+from tiles import TileTensor, emission
+from tiles.kernels import catalog, registry
 from tiles.kernels.cuda import device, launch, products
 from tiles.kernels.cuda.compiling import KernelBuildError, build, source_text, target_of
 from tiles.kernels.cuda.device import CudaDevice
@@ -228,13 +228,13 @@ def test_a_source_that_does_not_compile_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_programs_kernel_puts_ours_for_gpus_aside(own_kernels: None) -> None:
     """An operation with a CPU kernel of the program's own runs there, GPUs or not, until the program brings one for GPUs, too."""
-    assert registry.codelet("scale").kinds == ("cpu", "sim", "cuda")
-    registry.register("scale", "cpu")(lambda x, out, *, alpha: np.multiply(x, 2 * alpha, out=out))
-    assert registry.codelet("scale").kinds == ("cpu", "sim")
-    registry.register("scale", "cuda")(lambda x, out, *, alpha: None)
-    assert registry.codelet("scale").kinds == ("cpu", "sim", "cuda")
-    registry.register("scale", "cpu")(lambda x, out, *, alpha: np.multiply(x, 3 * alpha, out=out))
-    assert registry.codelet("scale").kinds == ("cpu", "sim", "cuda")
+    assert emission.codelet("scale").kinds == ("cpu", "sim", "cuda")
+    catalog.register("scale", "cpu")(lambda x, out, *, alpha: np.multiply(x, 2 * alpha, out=out))
+    assert emission.codelet("scale").kinds == ("cpu", "sim")
+    catalog.register("scale", "cuda")(lambda x, out, *, alpha: None)
+    assert emission.codelet("scale").kinds == ("cpu", "sim", "cuda")
+    catalog.register("scale", "cpu")(lambda x, out, *, alpha: np.multiply(x, 3 * alpha, out=out))
+    assert emission.codelet("scale").kinds == ("cpu", "sim", "cuda")
 
 
 @needs_compiler

@@ -1,57 +1,21 @@
-"""CUDA kernels without a GPU: their sources run on the CPU (`cuda_emulator`) beside the reference, and NVRTC compiles them for real devices."""
+"""CUDA kernels without a GPU: their sources run on the CPU beside the reference, and NVRTC compiles them for real devices."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulator import COMPILER, Emulator, on_device
-from nvrtc import compile_source, library
-from test_kernels import CASES, Maker
+from support.cuda_cases import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
+from support.cuda_emulator import COMPILER, Emulator, on_device
+from support.kernel_cases import Maker
+from support.nvrtc import compile_source, library
 
+from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cuda import launch
 from tiles.kernels.reference.attention import Pair
-from tiles.kernels.registry import kernel, operations
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = {
-    "adam": (1, 2, 3),
-    "add_rows_backward": (1,),
-    "attention": (4, 5, 6),
-    "attention_apply": (1,),
-    "attention_backward": (4, 5),
-    "attention_delta": (2,),
-    "attention_lse": (1, 2, 3),
-    "cached_attention": (5, 6),
-    "column_sums": (1,),
-    "embedding_backward": (2,),
-    "head_backward": (5, 8, 9),
-    "head_forward": (5, 6, 7),
-    "layer_norm": (4, 5),
-    "layer_norm_backward": (2, 3, -2, -1),
-    "norm_apply": (1, 2),
-    "norm_backward_apply": (2, 3, 5, 6, 9, 10),
-    "norm_backward_sums": (2, 3, 5, 6),
-    "residual_layer_norm": (6, 7),
-    "residual_rms_norm": (5,),
-    "rms_norm": (3,),
-    "rms_norm_backward": (2, -1),
-    "rotary": (1, 2),
-    "row_dots": (2,),
-    "row_squares": (1, 2),
-    "row_sums": (1,),
-    "sgd": (1, 3, 4),
-    "softmax_apply": (1, 2),
-    "softmax_backward_apply": (2,),
-    "softmax_sums": (1, 2),
-}
-"""Arguments that stay fp32 where activations and parameters are bf16: statistics, gradients of weights, moments, masters."""
-ONLY_FLOATS = {"head_finish", "norm_finish", "rotary_angles", "rotary_angles_at", "sum_scalars"}
-LOOSE = {"rotary_angles": 2e-4, "rotary_angles_at": 2e-4}
-"""Angles of late positions are rounded in fp32 before their cosine is taken."""
 ORDERS = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
@@ -63,25 +27,6 @@ def emulator(cuda_libraries: Path) -> Emulator:
     found = Emulator(cuda_libraries, eager=True)
     found.enter(found.stream())
     return found
-
-
-def all_cases(skipped: set[str]) -> list[tuple[str, int]]:
-    """(operation, number of its case)."""
-    return [(op, number) for op in operations("cuda") if op not in skipped for number in range(len(CASES[op]))]
-
-
-def arguments(op: str, number: int, short: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Arguments of a case, pure outputs full of NaN, and its constants."""
-    args, outputs, constants = CASES[op][number](Maker(np.float32))
-    kept = {place % len(args) for place in FLOATS.get(op, ()) if place < len(args)}
-    if constants.get("stored"):
-        kept.discard(4)  # stored weights are like activations
-    for place, arg in enumerate(args):
-        if short and arg.dtype == np.float32 and place not in kept:
-            args[place] = arg.astype(BF16)
-    for place in outputs:
-        args[place].fill(np.nan)
-    return args, constants
 
 
 def check(op: str, args: list[np.ndarray], constants: dict[str, Any], rtol: float, atol: float) -> None:
@@ -199,9 +144,14 @@ def test_every_operation_has_a_kernel() -> None:
 @pytest.mark.parametrize(
     ("source", "element", "architecture"),
     [
-        *((name, element, number) for name in launch.NAMES[:-1] for element in launch.ELEMENTS.values() for number in (80, 90, 100)),
-        ("flash", "bf16", 90),
-        *(pytest.param("flash", "bf16", number, marks=pytest.mark.long) for number in (80, 100)),  # 5 s each
+        *((name, element, 90) for name in launch.NAMES[:-1] for element in launch.ELEMENTS.values()),
+        *(
+            pytest.param(name, element, number, marks=pytest.mark.long)
+            for name in launch.NAMES[:-1]
+            for element in launch.ELEMENTS.values()
+            for number in (80, 100)
+        ),
+        *(pytest.param("flash", "bf16", number, marks=pytest.mark.long) for number in (80, 90, 100)),  # 5 s each
     ],
 )
 def test_sources_compile_for_devices(source: str, element: str, architecture: int) -> None:

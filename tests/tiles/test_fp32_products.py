@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.deadline import DEADLINE
 
-from tiles.kernels.cpu import onednn
 from tiles.kernels.cpu.blas import fp32_products, gemm, quick_sgemm
+from tiles.kernels.cpu.onednn import library as onednn
 
 ROOT = Path(__file__).resolve().parents[2]
 ASK = """
@@ -27,7 +28,12 @@ def ask(**environment: str) -> tuple[str, str]:
     """What a process with such an environment uses."""
     kept = {name: value for name, value in os.environ.items() if name not in ("OPENBLAS_CORETYPE", "NNTASK_ONEDNN")}
     done = subprocess.run(
-        [sys.executable, "-c", ASK], env={**kept, "PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", ASK],
+        env={**kept, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=DEADLINE,
     )
     quick, _, words = done.stdout.strip().partition(" ")
     return quick, words
@@ -97,7 +103,7 @@ def test_one_thread_of_openmp_in_every_thread() -> None:
     code = """
 import ctypes, threading
 import numpy as np
-from tiles.kernels.cpu import onednn
+from tiles.kernels.cpu.onednn import library as onednn
 from tiles.kernels.cpu.blas import gemm
 found = []
 def run():
@@ -112,7 +118,7 @@ run()
 assert found == [1, 1, 1], found
 """
     kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NNTASK_ONEDNN")}
-    subprocess.run([sys.executable, "-c", code], env={**kept, "PYTHONPATH": str(ROOT), "OPENBLAS_CORETYPE": "Haswell"}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env={**kept, "PYTHONPATH": str(ROOT), "OPENBLAS_CORETYPE": "Haswell"}, check=True, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("how", ["reversed rows", "one row for all", "columns apart", "one row of many"])

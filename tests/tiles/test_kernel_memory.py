@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu import blas
+from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
 from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
-from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.cache import scratch_nbytes as cached_scratch
-from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
-from tiles.kernels.cpu.norm import scratch_nbytes as norm_scratch
-from tiles.kernels.cpu.optimizer import scratch_nbytes as update_scratch
+from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
+from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
+from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
+from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
 from tiles.kernels.reference.attention import Pair
-from tiles.kernels.registry import kernel, operations
 
 LIMIT = 64 << 10
 WHOLE = 1 << 20
@@ -329,7 +329,7 @@ def test_every_kernel_has_a_case() -> None:
     assert operations("cpu") == sorted(CASES)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("op", operations("cpu"))
 def test_temporaries_stay_small(op: str, shape: str, dtype: type) -> None:
@@ -360,7 +360,7 @@ def test_a_thread_keeps_little_of_all_kernels_together() -> None:
     assert kept <= LIMIT, f"all kernels together leave {kept / 1024:.1f} KiB with a thread"
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("trans", [(False, False), (False, True), (True, False)])
 def test_products_without_a_blas_stay_small(monkeypatch: pytest.MonkeyPatch, trans: tuple[bool, bool], shape: str, dtype: type) -> None:

@@ -4,286 +4,24 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from support.kernel_cases import (
+    CASES,
+    Case,
+    Maker,
+    _adam,
+    _product,
+)
 
 from scheduler import REDUX, RW, InlineRuntime, R, W
 from tiles import TileTensor
-from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
-from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.cache import scratch_nbytes as cached_scratch
-from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
-from tiles.kernels.cpu.norm import scratch_nbytes as norm_scratch
+from tiles.emission import emit
+from tiles.kernels.catalog import kernel, operations
+from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
 from tiles.kernels.reference.attention import Pair
-from tiles.kernels.registry import emit, kernel, operations
-
-Case = tuple[list[np.ndarray], list[int], dict[str, Any]]
-"""Arguments, which of them are pure outputs (they start as NaN), constants."""
-
-
-class Maker:
-    """Arrays for one case."""
-
-    def __init__(self, dtype: Any, size: int = 1) -> None:
-        self.dtype = np.dtype(dtype)
-        self.size = size
-        self.rng = np.random.default_rng(0)
-
-    def __call__(self, *shape: int) -> np.ndarray:
-        return self.rng.standard_normal(shape).astype(self.dtype)
-
-    def positive(self, *shape: int) -> np.ndarray:
-        """Values in (0.5, 1.5)."""
-        return (self.rng.random(shape) + 0.5).astype(self.dtype)
-
-    def ids(self, high: int, *shape: int) -> np.ndarray:
-        """Token ids in [0, high)."""
-        return self.rng.integers(0, high, shape).astype(np.int32)
-
-
-def _pair(p: float = 0.0, q_start: int = 4, k_start: int = 0, causal: bool = True) -> Pair:
-    return Pair(4, 0.5, causal, q_start, k_start, 1, 1, 6, 20, p, 3)
-
-
-def _attention(make: Maker, *, first: bool, last: bool, p: float = 0.0, group: int = 1) -> Case:
-    """Three heads of keys; `group` heads of queries share each."""
-    h, width = 3 * group, 12 * group
-    q, k, v, o = make(2, 7, width), make(2, 9, 12), make(2, 9, 12), make(2, 7, width)
-    peak, total, lse = make(2, h, 7), make.positive(2, h, 7), make(2, h, 7)
-    args = [q, k, v, o, peak, total, *([lse] if last else []), *([np.array([1, 2], np.uint64)] if p else [])]
-    outputs = ([3, 4, 5] if first else []) + ([6] if last else [])
-    return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], outputs, {"at": _pair(p), "first": first, "last": last}
-
-
-def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.0, group: int = 1) -> Case:
-    h, width = 3 * group, 12 * group
-    q, k, v, do = make(2, 7, width), make(2, 9, 12), make(2, 9, 12), make(2, 7, width)
-    kept = make.positive(2, h, 7, 9) if stored else make.positive(2, h, 7) * 5
-    if stored:
-        kept[:, :, np.arange(9)[None, :] > 4 + np.arange(7)[:, None]] = 0  # weights of masked keys are zero
-    grads = [make(2, 7, width), make(2, 9, 12), make(2, 9, 12)]
-    args = [q, k, v, do, kept, make(2, h, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
-    constants = {"at": _pair(p), "stored": stored, "first_k": first, "first_q": first}
-    return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
-
-
-def _cached(make: Maker, *, num_tokens: int, first: bool, last: bool, group: int = 1) -> Case:
-    """Three sequences, the first behind the tile, the last before it unless the tile is the first; three heads of keys."""
-    h, start = 3 * group, 0 if first else 9
-    positions = (np.array([[start + 9], [start + 4], [0 if first else 2]]) + np.arange(num_tokens)).astype(np.int32)
-    keys, values = make(3, 9, 12), make(3, 9, 12)
-    args = [make(3, num_tokens, 4 * h), keys, values, positions, make(3, num_tokens, 4 * h), make(3, h, num_tokens), make.positive(3, h, num_tokens)]
-    constants = {"head_size": 4, "scale": 0.5, "start": start, "first": first, "last": last}
-    return [*args, np.empty(cached_scratch(num_tokens, h, 9, 8), np.uint8)], [4, 5, 6] if first else [], constants
-
-
-def _append(make: Maker, num_tokens: int) -> Case:
-    """Sequences before, across the ends of, and behind a tile that holds positions 9 to 13."""
-    positions = (np.array([[0], [7], [10], [12], [14]]) + np.arange(num_tokens)).astype(np.int32)
-    return [make(5, num_tokens, 6), make(5, num_tokens, 6), positions, make(5, 5, 6), make(5, 5, 6)], [], {"start": 9}
-
-
-def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True) -> Case:
-    xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
-    targets = make.ids(30, 2, 5)
-    targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
-    room = np.empty(head_scratch(10, 11, 8), np.uint8)
-    if not backward:
-        constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first}
-        return [*xs, *ws, targets, make(2, 5), make.positive(2, 5), make(2, 5), room], [5, 6, 7] if first else [], constants
-    grads = [make(2, 5, 3), make(2, 5, 4), *([make(11, 3), make(11, 4)] if has_dw else [])]
-    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
-    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, room], [6, 7, 8, 9][: len(grads)] if first else [], constants
-
-
-def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> Case:
-    x, dy = make(2, 9, 33), make(2, 9, 33)
-    moments = [make.positive(2, 9)] if rms else [make(2, 9), make.positive(2, 9)]
-    args = [x, make(33), *moments, dy, *([make(2, 9, 33)] if residual else []), make(2, 9, 33), make(33), *([] if rms else [make(33)])]
-    first = len(moments) + 3 + residual
-    return args, list(range(first, len(args))) if not accumulate else [first], {"accumulate": accumulate, "residual": residual}
-
-
-def _norm_room(make: Maker) -> np.ndarray:
-    return np.empty(norm_scratch(18, 33, make.dtype.itemsize), np.uint8)
-
-
-def _apply_backward(make: Maker, center: bool, accumulate: bool) -> Case:
-    args = [make(2, 9, 33), make(33), make(2, 9), make.positive(2, 9), make(2, 9, 33), make(2, 9), make(2, 9)]
-    args += [make(2, 9, 33), make(2, 9, 33), make(33), *([make(33)] if center else [])]
-    constants = {"width": 70, "center": center, "residual": True, "accumulate": accumulate}
-    return args, [8] if accumulate else list(range(8, len(args))), constants
-
-
-def _adam(make: Maker, decoupled: bool, clip: bool) -> Case:
-    args = [make(31, 300), make(31, 300), make(31, 300), make.positive(31, 300), np.array([0.1, 0.5, 0.3, 0.0])]
-    args += [np.array([400.0])] if clip else []
-    constants = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
-    return args, [], {**constants, "max_norm": 1.0, "clip": clip, "master": False}
-
-
-def _sgd(make: Maker, momentum: float, nesterov: bool) -> Case:
-    args = [make(31, 300), make(31, 300), np.array([0.1, 0, 0, 0]), *([make(31, 300)] if momentum else []), make(31, 300)]
-    constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1, "max_norm": 0.0, "clip": False, "master": True}
-    return args, [0], constants
-
-
-def _place(**more: Any) -> dict[str, Any]:
-    return {"stream": 3, "shape": (9, 8, 50), "origin": (2, 4, 7), **more}
-
-
-def _product(trans_a: bool, trans_b: bool, accumulate: bool) -> dict[str, Any]:
-    return {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
-
-
-CASES: dict[str, list[Callable[[Maker], Case]]] = {
-    "accumulate": [lambda m: ([m(5, 7), m(5, 7)], [], {})],
-    "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
-    "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
-    "adam": [lambda m, d=d, c=c: _adam(m, d, c) for d in (False, True) for c in (False, True)],
-    "add": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
-    "add_into": [lambda m: ([m(5, 7), m(5, 7)], [1], {"accumulate": False}), lambda m: ([m(5, 7), m(5, 7)], [], {"accumulate": True})],
-    "add_rows": [lambda m: ([m(3, 5, 7), m(6, 7), m(3, 5, 7)], [2], {})],
-    "add_rows_backward": [
-        lambda m: ([m(3, 5, 7), m(6, 7)], [1], {"accumulate": False}),
-        lambda m: ([m(3, 5, 7), m(6, 7)], [], {"accumulate": True}),
-    ],
-    "append_to_cache": [lambda m, w=w: _append(m, w) for w in (1, 3, 8)],
-    "attention": [
-        *[lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
-        *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
-    ],
-    "attention_apply": [
-        lambda m, a=a, p=p: (
-            [
-                m(2, 3, 7, 9),
-                m.positive(2, 3, 7) * 3,
-                m(2, 9, 12),
-                m(2, 7, 12),
-                *([np.array([1, 2], np.uint64), np.empty(attention_scratch(7, 9, 8, p), np.uint8)] if p else []),
-            ],
-            [] if a else [3],
-            {"at": _pair(p), "accumulate": a},
-        )
-        for a in (False, True)
-        for p in (0.0, 0.3)
-    ]
-    + [lambda m: ([m(2, 6, 7, 9), m.positive(2, 6, 7) * 3, m(2, 9, 12), m(2, 7, 24)], [3], {"at": _pair(), "accumulate": False})],
-    "attention_backward": [
-        *[lambda m, f=f, p=p, s=s: _attention_backward(m, first=f, stored=s, p=p) for f in (False, True) for p in (0.0, 0.3) for s in (False, True)],
-        *[lambda m, s=s, g=g: _attention_backward(m, first=s, stored=s, p=0.3, group=g) for s in (False, True) for g in (2, 3)],
-    ],
-    "attention_delta": [lambda m: ([m(2, 7, 12), m(2, 7, 12), m(2, 3, 7)], [2], {"head_size": 4})],
-    "attention_lse": [
-        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [1, 2], {"first": True}),
-        lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), m(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [3], {"first": False}),
-    ],
-    "attention_scores": [lambda m, g=g: ([m(2, 7, 12 * g), m(2, 9, 12), m(2, 3 * g, 7, 9)], [2], {"at": _pair()}) for g in (1, 2)],
-    "batched_matmul": [
-        lambda m: ([m(2, 3, 4, 5), m(2, 3, 5, 6), m(2, 3, 4, 6)], [2], _product(False, False, False)),
-        lambda m: ([m(2, 3, 5, 4), m(2, 3, 6, 5), m(2, 3, 4, 6)], [], _product(True, True, True)),
-    ],
-    "cached_attention": [
-        lambda m, w=w, f=f, e=e, g=g: _cached(m, num_tokens=w, first=f, last=e, group=g)
-        for w in (1, 5)
-        for f in (False, True)
-        for e in (False, True)
-        for g in (1, 2)
-    ],
-    "column_sums": [
-        lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),
-        lambda m: ([m(3, 50, 700), m(700)], [], {"accumulate": True}),
-    ],
-    "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
-    "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
-    "embedding": [
-        lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
-        lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
-        lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [], {"v_start": 8, "vocab": 20, "accumulate": True}),
-    ],
-    "embedding_backward": [
-        lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [2], {"v_start": 8, "accumulate": False}),
-        lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [], {"v_start": 8, "accumulate": True}),
-    ],
-    "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
-    "head_backward": [lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
-    "head_finish": [
-        lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),
-    ],
-    "head_forward": [lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
-    "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
-    "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, False, r, a) for r in (False, True) for a in (False, True)],
-    "linear_activation": [
-        lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7), m(2, 5, 7)], [3, 4], {"kind": "gelu_new", "trans_b": False, "accumulate": False}),
-        lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7), m(2, 5, 7)], [3], {"kind": "relu", "trans_b": True, "accumulate": True}),
-    ],
-    "linear_bias": [
-        lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7)], [3], {"trans_b": False}),
-        lambda m: ([m(2, 5, 6), m(7, 6), m(7), m(2, 5, 7)], [3], {"trans_b": True}),
-    ],
-    "matmul": [
-        lambda m: ([m(2, 5, 6), m(6, 7), m(2, 5, 7)], [2], _product(False, False, False)),
-        lambda m: ([m(2, 5, 6), m(2, 5, 7), m(6, 7)], [], _product(True, False, True)),
-        lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7)], [2], _product(False, True, False)),
-    ],
-    "multiply": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
-    "norm_apply": [
-        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(33), m(2, 9, 33)], [5], {}),
-        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(2, 9, 33)], [4], {}),
-    ],
-    "norm_backward_apply": [lambda m, c=c, a=a: _apply_backward(m, c, a) for c in (False, True) for a in (False, True)],
-    "norm_backward_sums": [
-        lambda m: (
-            [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)],
-            [5, 6],
-            {"accumulate": False},
-        ),
-        lambda m: ([m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"accumulate": True}),
-    ],
-    "norm_finish": [lambda m: ([m(2, 9), m.positive(2, 9), m(2, 9), m(2, 9)], [2, 3], {"width": 70, "eps": 1e-5})],
-    "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
-    "random_uniform": [lambda m: ([m(3, 4, 20)], [0], _place(low=-1.0, high=2.0, seed=5))],
-    "residual_layer_norm": [
-        lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9), m(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
-    ],
-    "residual_rms_norm": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
-    "rms_norm": [lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})],
-    "rms_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
-    "rotary": [
-        lambda m, i=i, at=at: ([m(2, 5, 12), m(*at, 2), m(*at, 2), m(2, 5, 12)], [3], {"head_size": 4, "inverse": i})
-        for i in (False, True)
-        for at in ((5,), (2, 5))
-    ],
-    "rotary_angles": [lambda m, t=t: ([m.positive(5), m(t, 5), m(t, 5)], [1, 2], {"start": 7}) for t in (4, 1100)],
-    "rotary_angles_at": [lambda m, t=t: ([m.positive(5), m.ids(900, 2, t), m(2, t, 5), m(2, t, 5)], [2, 3], {}) for t in (4, 1100)],
-    "row_dots": [
-        lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [2], {"accumulate": False}),
-        lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [], {"accumulate": True}),
-    ],
-    "row_squares": [
-        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [2], {"width": 70, "accumulate": False}),
-        lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"width": 70, "accumulate": True}),
-    ],
-    "row_sums": [lambda m: ([m(2, 9, 33), m(2, 9)], [1], {"accumulate": False}), lambda m: ([m(2, 9, 33), m(2, 9)], [], {"accumulate": True})],
-    "scale": [lambda m: ([m(5, 7), m(5, 7)], [1], {"alpha": 0.25})],
-    "select_rows": [lambda m: ([m(3, 4, 6), m.ids(4, 3) + 4, m(3, 1, 6)], [], {"start": 4, "length": 10})],
-    "sgd": [lambda m: _sgd(m, 0.0, False), lambda m: _sgd(m, 0.9, False), lambda m: _sgd(m, 0.9, True)],
-    "silu_gate": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {})],
-    "silu_gate_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {})],
-    "softmax": [lambda m: ([m(2, 9, 333), m(2, 9, 333)], [1], {})],
-    "softmax_apply": [lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), m(2, 9, 33)], [3], {})],
-    "softmax_backward": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(2, 9, 333)], [2], {})],
-    "softmax_backward_apply": [lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9), m(2, 9, 33)], [3], {})],
-    "softmax_sums": [
-        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), _norm_room(m)], [1, 2], {"accumulate": False}),
-        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), _norm_room(m)], [], {"accumulate": True}),
-    ],
-    "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
-    "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
-}
 
 
 def test_every_kernel_has_a_twin_and_a_case() -> None:
@@ -389,12 +127,12 @@ def test_accumulating_into_16_bits_reads_the_old_value() -> None:
 @pytest.mark.parametrize("kind", ["gelu_new", "relu"])
 def test_every_task_of_a_model_has_a_cost(flash: bool, kind: str) -> None:
     """Cost functions, which schedulers and planners call, take the tiles of every task of a training step."""
-    from nntask.models.config import GPT2Config
     from nntask.models.gpt2 import GPT2
-    from nntask.optim import AdamW, decay_groups
-    from nntask.tiling import ModelTiling
+    from nntask.models.gpt2_config import GPT2Config
+    from nntask.optim.optimizers import AdamW, decay_groups
+    from nntask.tiling.model_tiling import ModelTiling
     from scheduler import InlineRuntime
-    from scheduler.codelet import Codelet
+    from scheduler.core.codelet import Codelet
 
     costs = []
 

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler import InlineRuntime
 from tiles import TileTensor
-from tiles.kernels.registry import kernel
+from tiles.kernels.catalog import kernel
 from tiles.ops.select import select_rows
 
 

@@ -1,4 +1,4 @@
-"""Compiled loops (`tiles.kernels.cpu.loops`): accuracy of exp, exact conversions, the same bits wherever arrays lie, compiled once per machine."""
+"""Compiled loops (`tiles.kernels.cpu.numba.loops`): accuracy of exp, exact conversions, compiled once a machine, same bits wherever arrays lie."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from support.deadline import DEADLINE
 
-from tiles.kernels.cpu import exp_loops, loops
+from tiles.kernels.catalog import kernel
 from tiles.kernels.cpu.elementwise import convert
-from tiles.kernels.registry import BF16, kernel
+from tiles.kernels.cpu.numba import exp_loops, loops
+from tiles.kernels.registry import BF16
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,18 +110,20 @@ def test_bits_do_not_depend_on_addresses(offset: int) -> None:
 def test_a_machine_compiles_once(tmp_path: Path) -> None:
     """A second process finds the loop on disk."""
     code = (
-        "import numpy as np\nfrom tiles.kernels.cpu import exp_loops\nx = np.ones((1, 8), np.float32)\n"
+        "import numpy as np\nfrom tiles.kernels.cpu.numba import exp_loops\nx = np.ones((1, 8), np.float32)\n"
         "exp_loops.softmax(x, x.copy())\nprint(len(exp_loops.softmax.stats.cache_hits), len(exp_loops.softmax.stats.cache_misses))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
-    runs = [subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False) for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False) for _ in range(2)
+    ]
     assert [done.stdout.split() for done in runs] == [["0", "1"], ["1", "0"]], runs[0].stderr + runs[1].stderr
 
 
 def test_bits_do_not_depend_on_who_compiled_or_what_was_loaded_first(tmp_path: Path) -> None:
     """Two loops that share parts, run by the process that compiles them and, in the other order, by one that finds them on disk."""
     code = (
-        "import sys, hashlib, numpy as np\nfrom tiles.kernels.registry import kernel\nimport tiles.kernels.cpu\n"
+        "import sys, hashlib, numpy as np\nfrom tiles.kernels.catalog import kernel\nimport tiles.kernels.cpu\n"
         "x = np.random.default_rng(0).standard_normal((64, 768), np.float32)\nones, out = np.ones(768, np.float32), {}\n"
         "for op in sys.argv[1:]:\n"
         "    y, s, mean, rstd = np.empty_like(x), np.empty_like(x), np.empty(64, np.float32), np.empty(64, np.float32)\n"
@@ -133,7 +137,7 @@ def test_bits_do_not_depend_on_who_compiled_or_what_was_loaded_first(tmp_path: P
     ops = ["layer_norm", "residual_layer_norm"]
     found = []
     for order in (ops, ops, ops[::-1]):
-        done = subprocess.run([sys.executable, "-c", code, *order], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([sys.executable, "-c", code, *order], env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
         assert done.returncode == 0, done.stderr
         found.append(done.stdout)
     assert found[0] == found[1] == found[2]
@@ -152,7 +156,7 @@ def test_loops_call_no_other_loop() -> None:
 def test_nothing_is_compiled_before_a_kernel_runs() -> None:
     """Importing the kernels, as `nntask plan` and `--help` may, does not import Numba."""
     code = "import sys, wrappers.cli, tiles.kernels.cpu; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(("x", "out"), [(BF16, np.float32), (np.float32, BF16)])

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from nntask.planning import simulate
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory; the cache goes there as well."""
+    """An empty working directory; the cache goes there as well. Plans look for larger models and minibatches only as far as takes no time."""
+    monkeypatch.setattr(simulate, "MANY_TASKS", 2000)
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
         if name.startswith(("NNTASK_", "STARPU_")):

@@ -9,12 +9,12 @@ from functools import cache
 
 import pytest
 
-from nntask.models.config import GPT2Config
-from nntask.trainer.settings import ModelSettings, TilingSettings, TrainSettings
-from scheduler.core.perf import Models
-from scheduler.core.steps import StepPlan
-from scheduler.drivers.virtual import Simulation, simulate
-from scheduler.ordering import AUTO, SUBMISSION, PlannedOrder, plan_order
+from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
+from nntask.models.gpt2_config import GPT2Config
+from scheduler.core.performance_model import Models
+from scheduler.core.step_plan import StepPlan
+from scheduler.planning.choose_order import AUTO, SUBMISSION, PlannedOrder, plan_order
+from scheduler.simulation.virtual_time import Simulation, simulate
 from wrappers.cli.bench.bound import lower_bound, trace_of
 from wrappers.cli.bench.standard import captured
 
@@ -45,7 +45,7 @@ def run(order: PlannedOrder, nodes: list[tuple[str, int]], policy: str, eviction
     )
 
 
-@pytest.mark.parametrize("part", [2, 4])
+@pytest.mark.parametrize("part", [4, pytest.param(2, marks=pytest.mark.long)])
 def test_few_bytes(part: int) -> None:
     """The planned order with next-use eviction moves at most 1.15 times the bound of that order, and 0.6 times what eager and LRU move."""
     plan = step(8, 256)
@@ -62,6 +62,7 @@ def test_few_bytes(part: int) -> None:
     assert ours <= 0.6 * moved(SUBMISSION, "eager", "lru")[1]
 
 
+@pytest.mark.long
 def test_policies_pay() -> None:
     """Two imaginary devices: with room `reuse` is within 15 % of the area bound; with a third and a quarter it moves fewer bytes than eager and LRU.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nntask.trainer.settings import ModelSettings, TilingSettings, TrainSettings
+from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
 from wrappers.cli import main
 from wrappers.cli.bench.kernels import _summed, kinds_of, moved_bytes
 from wrappers.cli.bench.standard import captured

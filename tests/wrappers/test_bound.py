@@ -6,17 +6,18 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.search import search
 
-from wrappers.cli.bench.bound import Trace, lower_bound
+from wrappers.cli.bench.bound import AccessTrace, lower_bound
 
 pytest.importorskip("scipy.optimize")
 
 UNIT = 1 << 20
 
 
-def exhaustive(trace: Trace, capacity: int) -> int:
+def exhaustive(trace: AccessTrace, capacity: int) -> int:
     """Fewest bytes when every tile stays whole or leaves whole in each interval: all subsets tried."""
     period = len(trace.accesses)
     intervals, epochs = _intervals(trace)
@@ -35,7 +36,7 @@ def exhaustive(trace: Trace, capacity: int) -> int:
     return best
 
 
-def _intervals(trace: Trace) -> tuple[list[tuple[int, range, bool]], dict[tuple[int, int], int]]:
+def _intervals(trace: AccessTrace) -> tuple[list[tuple[int, range, bool]], dict[tuple[int, int], int]]:
     """(tile, positions inside, dirty) of each interval that can cost something, and the write its data comes from."""
     period, intervals, epochs = len(trace.accesses), [], {}
     for tile in range(len(trace.sizes)):
@@ -52,7 +53,7 @@ def _intervals(trace: Trace) -> tuple[list[tuple[int, range, bool]], dict[tuple[
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> Trace:
+def traces(draw: st.DrawFn) -> AccessTrace:
     """Up to six positions over up to four tiles of one unit; a temporary is written first."""
     persistent = draw(st.lists(st.booleans(), min_size=1, max_size=4))
     accesses: list[list[tuple[int, str]]] = []
@@ -62,12 +63,12 @@ def traces(draw: st.DrawFn) -> Trace:
         accesses.append([(t, draw(st.sampled_from(("R", "W", "RW"))) if persistent[t] or t in seen else "W") for t in tiles])
         seen.update(tiles)
     scratch = draw(st.lists(st.sampled_from((0, UNIT)), min_size=len(accesses), max_size=len(accesses)))
-    return Trace(accesses, [UNIT] * len(persistent), persistent, scratch)
+    return AccessTrace(accesses, [UNIT] * len(persistent), persistent, scratch)
 
 
-@settings(deadline=None, max_examples=150)
+@search(150)
 @given(traces(), st.integers(1, 4))
-def test_the_bound_is_below_every_schedule_and_nothing_where_all_fits(trace: Trace, units: int) -> None:
+def test_the_bound_is_below_every_schedule_and_nothing_where_all_fits(trace: AccessTrace, units: int) -> None:
     """Never above the best whole-tile schedule; 0 with room for everything; not larger with more memory."""
     capacity = units * UNIT
     assume(max(trace.needed()) <= capacity)
@@ -92,7 +93,7 @@ CASES: list[Any] = [
 def test_known_bounds(accesses: list[list[tuple[int, str]]], units: int, moved: tuple[float, int]) -> None:
     """Units in and out of small traces of persistent tiles, worked out by hand; where they are integral, the exhaustive search agrees."""
     count = 1 + max(tile for row in accesses for tile, _ in row)
-    trace = Trace(accesses, [UNIT] * count, [True] * count, [0] * len(accesses))
+    trace = AccessTrace(accesses, [UNIT] * count, [True] * count, [0] * len(accesses))
     bound = lower_bound(trace, units * UNIT)
     assert (bound.bytes_in, bound.bytes_out) == pytest.approx((moved[0] * UNIT, moved[1] * UNIT))
     if isinstance(moved[0], int):
@@ -102,8 +103,8 @@ def test_known_bounds(accesses: list[list[tuple[int, str]]], units: int, moved: 
 def test_what_cannot_be_bounded_is_refused() -> None:
     """A position larger than the memory, a temporary that is read unwritten, a tile twice at one position."""
     with pytest.raises(ValueError, match=r"position 0 alone needs 1,048,576 B"):
-        lower_bound(Trace([[(0, "R")]], [UNIT], [True], [0]), UNIT - 1)
+        lower_bound(AccessTrace([[(0, "R")]], [UNIT], [True], [0]), UNIT - 1)
     with pytest.raises(ValueError, match="before anything wrote it"):
-        Trace([[(0, "R")]], [UNIT], [False], [0])
+        AccessTrace([[(0, "R")]], [UNIT], [False], [0])
     with pytest.raises(ValueError, match="twice"):
-        Trace([[(0, "R"), (0, "W")]], [UNIT], [True], [0])
+        AccessTrace([[(0, "R"), (0, "W")]], [UNIT], [True], [0])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from known_run import write_cluster_run, write_run
+from support.known_run import write_cluster_run, write_run
 
 from wrappers.cli import main
 
@@ -159,7 +159,7 @@ def test_the_dashboards_page_is_live(browser: Any) -> None:
     from distributed import Client, LocalCluster
     from selenium.webdriver.support.ui import WebDriverWait
 
-    from wrappers.dask.dashboard import install, publish
+    from wrappers.dask.dashboard.plugin import install, publish
 
     with LocalCluster(1, processes=False, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         address = install(client).page

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from support.deadline import DEADLINE
 
 from wrappers.cli import main
 
@@ -120,7 +121,7 @@ def test_ctrl_c_ends_the_search(here):
     while not TRIED.match(line := process.stdout.readline()):
         assert line, process.communicate()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, err
     assert "interrupted while tiles were measured" in out
     assert err == ""

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.commands import refuse
+from support.deadline import DEADLINE
 
-from nntask.trainer.prepare import file_system_of
+from nntask.training.preflight import file_system_of
 from wrappers.cli import main
 
 SMALL = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -29,18 +30,6 @@ def here(folder):
 
 DATA = ["--dataset=train.bin", "--dataset-path=data"]
 BASE = ["train", "--config-path=small.json", *DATA, "--batch=4", "--steps=2", "--lr=1e-3", "--warmup-steps=0", "--ncpu=1", "--sample-tokens=0"]
-
-
-def refuse(capsys, argv: list[str]) -> tuple[int, str]:
-    """Run a command line that must be refused; returns exit code and message."""
-    begin = time.process_time()
-    code = main(argv)
-    seconds = time.process_time() - begin
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1, err
-    assert "Traceback" not in err
-    assert seconds < 2
-    return code, err
 
 
 @pytest.mark.parametrize(
@@ -389,7 +378,7 @@ def test_as_a_process(here):
     env = {**os.environ, "PYTHONPATH": str(root)}
     for argv, code in ((["train", "--bach=3"], 2), (["train", "--model=tiny", "--ram=12XB"], 2), (["--help"], 0), (["train", "--help"], 0)):
         begin = os.times()
-        done = subprocess.run([sys.executable, "-m", "nntask", *argv], capture_output=True, text=True, env=env, timeout=30, check=False)
+        done = subprocess.run([sys.executable, "-m", "nntask", *argv], capture_output=True, text=True, env=env, timeout=DEADLINE, check=False)
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
         end = os.times()

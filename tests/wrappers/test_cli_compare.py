@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli_hf import write_model
+from support.model_directories import write_model
 
-from nntask.checkpoints import find_checkpoint
+from nntask.checkpoints.store import find_checkpoint
 from nntask.models.registry import build
-from nntask.tiling import ModelTiling
-from nntask.trainer import comparing
+from nntask.tiling.model_tiling import ModelTiling
+from nntask.training import compare as comparing
 from scheduler import InlineRuntime
-from tiles.kernels import registry
+from tiles.kernels import catalog
 from wrappers.cli import main
 
 SMALL = {"vocab_size": 64, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
@@ -37,14 +37,14 @@ def on_sim() -> bool:
 
 def plant(op: str, spoil: Callable[..., None]) -> None:
     """Let a kernel be wrong on simulated devices: `spoil` gets its tiles after it has run."""
-    honest = registry.kernel(op, "cpu")
+    honest = catalog.kernel(op, "cpu")
 
     def kernel(*tiles: Any, **constants: Any) -> None:
         honest(*tiles, **constants)
         if on_sim():
             spoil(*tiles)
 
-    registry.register(op, "cpu")(kernel)
+    catalog.register(op, "cpu")(kernel)
 
 
 @pytest.mark.parametrize("flags", [[], ["--a=sim", "--b=cpu", "--dtype=bf16", "--steps=3", "--batch=2", "--seq-len=7"]])

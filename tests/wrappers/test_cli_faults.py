@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli_train import numbers, start, wait_for_step
+from support.commands import numbers, start, wait_for_step
+from support.deadline import DEADLINE
 
 from nntask.data import TokenFile
-from nntask.trainer import run
-from nntask.trainer.machine import FoundNaN
+from nntask.hardware.runtimes import FoundNaN
+from nntask.training import run
 from scheduler import Codelet, Runtime
 from scheduler.core.errors import DoesNotFit, TierFailed
 from scheduler.storage import DiskTier
@@ -142,7 +143,7 @@ def test_an_interrupt_while_memory_is_short(here, truth):
     process = start(*TRAIN, *SMALL, "--run-dir=a")
     wait_for_step(process, 3)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, err
     assert "continue with: nntask train --resume a" in out
     assert not list((here / "tier").iterdir())
@@ -159,7 +160,7 @@ def test_runs_share_a_directory_that_vanishes(here, truth):
         wait_for_step(process, 2)
     (here / "tier").rmdir()
     for process, name in zip(processes, "ab", strict=True):
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=DEADLINE)
         assert process.returncode == 0, err
         assert numbers(here / name) == truth[:6]
 
@@ -175,7 +176,7 @@ def test_what_fails_when_the_run_is_over(here, capsys, monkeypatch, error, code)
         if code == 5:
             runtime.submit(Codelet("last", cpu=fail), [(runtime.handle(8, lambda *place: None), "W")])
             return honest(runtime)
-        runtime._engine.tier_failure = error if code == 6 else None
+        runtime._executor.tier_failure = error if code == 6 else None
         raise error
 
     honest = Runtime.wait
@@ -190,9 +191,14 @@ def test_what_fails_when_the_run_is_over(here, capsys, monkeypatch, error, code)
     ("flags", "short"),
     [
         ("--ram={ram}B", "ram"),
-        ("--ram={ram}B --disk=tier:{disk}B", "ram"),
-        ("--ram={ram}B --disk=tier:{disk}B", "disk"),
-        ("--ncpu=0 --sim-gpu=1 --gpu-memory={sim:0}B --ram={ram}B", "sim:0"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                ("--ram={ram}B --disk=tier:{disk}B", "ram"),
+                ("--ram={ram}B --disk=tier:{disk}B", "disk"),
+                ("--ncpu=0 --sim-gpu=1 --gpu-memory={sim:0}B --ram={ram}B", "sim:0"),
+            )
+        ),
     ],
 )
 def test_what_plan_calls_the_minimum_trains_and_a_page_less_is_refused(here, truth, capsys, flags, short):

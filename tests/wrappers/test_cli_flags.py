@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from nntask.environment import flags_from, unknown_variables
+from nntask.config.environment import flags_from, unknown_variables
+from nntask.config.settings import TrainSettings
+from nntask.config.toml import to_toml
+from nntask.config.units import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.errors import UsageError
-from nntask.sizes import format_count, format_duration, format_size, parse_rate, parse_size
-from nntask.trainer.settings import TrainSettings
-from nntask.trainer.text import to_toml
 from wrappers.cli import main
-from wrappers.cli.flags import ELSEWHERE, build, from_toml, merge, scan, table_of
+from wrappers.cli.options.flags import ELSEWHERE, build, from_toml, merge, scan, table_of
 
 TABLE = table_of(TrainSettings)
 

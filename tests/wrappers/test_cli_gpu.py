@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cuda_emulator import COMPILER, Emulator
 
-from nntask.trainer import gpus
+from nntask.hardware import gpus
 from scheduler.core.errors import DoesNotFit
 from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu, choose_gpus, find_gpus
 from scheduler.drivers.disk import staging_nbytes
-from tiles.kernels import registry
+from tiles.kernels import catalog
 from tiles.kernels.cuda.compiling import KernelBuildError
 from wrappers.cli import main
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
-from cuda_emulator import COMPILER, Emulator
 
 CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=1 --lr=1e-3 --sample-tokens=0 --ram=64MiB"
@@ -318,7 +315,7 @@ def test_devices_lists_cards(cards: EmulatedCards, capsys: pytest.CaptureFixture
 
 def test_what_has_no_cuda_kernel(own_kernels: None, cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """It needs a CPU worker, with which it runs there, and --strict refuses it."""
-    registry.register("residual_layer_norm", "cpu")(registry.kernel("residual_layer_norm", "cpu"))
+    catalog.register("residual_layer_norm", "cpu")(catalog.kernel("residual_layer_norm", "cpu"))
     for flags, words in (
         ("", "there is no CPU worker to run them; add --ncpu 1"),
         ("--strict --ncpu=1", "--strict refuses tasks without a CUDA kernel"),

@@ -8,18 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_cli_bad_input import refuse
+from support.commands import refuse
+from support.model_directories import CONFIG, TEXT, losses, write_model
 from tokenizers.processors import TemplateProcessing
 
 from nntask.data.tokenizer import load_tokenizer, train_bpe
-from nntask.models.config import GPT2Config
 from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_names import to_hf
-from nntask.tiling import ModelTiling
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
 from wrappers.cli import main
 
-CONFIG = GPT2Config(vocab_size=300, n_positions=16, n_embd=12, n_layer=2, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 BASE = [
     "train",
     "--init-from=start",
@@ -31,20 +29,6 @@ BASE = [
     "--sample-tokens=0",
     "--ncpu=2",
 ]
-TEXT = "some words, and some more\n" * 200
-
-
-def write_model(path: Path, config: GPT2Config = CONFIG, dtype=np.float32) -> dict:
-    """A directory as transformers writes it; returns its tensors."""
-    path.mkdir()
-    ours = {name: tensor.read() for name, tensor in GPT2(config, ModelTiling(), InlineRuntime(), seed=9).tensors().items()}
-    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in to_hf(ours, config).items()}
-    if config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps({**config.to_dict(), "transformers_version": "5.0.0"}))
-    train_bpe([TEXT], 290).save(path)
-    return tensors
 
 
 @pytest.fixture
@@ -53,11 +37,6 @@ def here(folder):
     write_model(folder / "start")
     (folder / "text.txt").write_text(TEXT)
     return folder
-
-
-def losses(run: Path) -> list[float]:
-    """Losses of a run's steps."""
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_it_starts_where_the_directory_is(here, capsys):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from test_cli_train import KILL, numbers, same_state, start
+from support.commands import KILL, numbers, same_state, start
+from support.deadline import DEADLINE
 
 from wrappers.cli import main
 
@@ -50,12 +51,13 @@ def refuse(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, st
     return code, err
 
 
+@pytest.mark.long
 def test_a_kill_while_saving_costs_nothing(here: Path) -> None:
     """Ten steps equal five, kill -9 during the next checkpoint, and five more after a resume within a fifth of the memory."""
     flags = ["--steps=10", "--save-every=5"]
     assert main([*TRAIN, *flags, "--run-dir=a"]) == 0
     process = start(*TRAIN, *flags, "--run-dir=b", script=KILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=DEADLINE)
     assert process.returncode == -signal.SIGKILL
     assert main(["train", "--resume=b", "--ncpu=1", "--ram=400KiB", "--disk=tier"]) == 0
     assert same_state(here / "a" / "latest", here / "b" / "latest")
@@ -106,6 +108,7 @@ def test_a_billion_parameters_are_planned(here: Path, capsys: pytest.CaptureFixt
     assert plan["persistent_bytes"]["ram"] >= 3 * 4 * plan["parameters"]
 
 
+@pytest.mark.long
 def test_tiles_are_found_by_trial(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The search tries whole groups of heads only; the table that it writes is read for this shape again."""
     base = [flag for flag in TRAIN if not flag.startswith("--head-tile")]

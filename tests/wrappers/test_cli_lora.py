@@ -13,21 +13,22 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from test_cli_bad_input import refuse
-from test_cli_hf import CONFIG, TEXT, losses
+from support.commands import refuse
+from support.model_directories import CONFIG, TEXT, losses
 
 from nntask import no_grad
-from nntask.checkpoints import find_checkpoint
+from nntask.checkpoints.store import find_checkpoint
+from nntask.config.resolution import model_spec
+from nntask.config.settings import from_dict
 from nntask.data.tokenizer import train_bpe
+from nntask.export.merged_weights import weights_of
 from nntask.models.llama_config import LlamaConfig
 from nntask.models.registry import build, family_of
-from nntask.tiling import ModelTiling
-from nntask.trainer.merge import weights_of
-from nntask.trainer.settings import from_dict
-from nntask.trainer.weights import load_model
+from nntask.tiling.model_tiling import ModelTiling
+from nntask.training.initial_weights import load_model
 from scheduler import InlineRuntime
 from wrappers.cli import main
-from wrappers.torch import to_torch
+from wrappers.torch.interchange import to_torch
 
 LLAMA = LlamaConfig(
     vocab_size=300,
@@ -68,8 +69,8 @@ def here(folder: Path) -> Path:
 def scores(run: str, ids: np.ndarray) -> np.ndarray:
     """Our logits of a run."""
     checkpoint = find_checkpoint(run)
-    settings = from_dict(checkpoint.state["settings"], run)
-    model = load_model(checkpoint, ModelTiling(), InlineRuntime(), settings)
+    spec = model_spec(from_dict(checkpoint.state["settings"], run), checkpoint.config, ModelTiling())
+    model = load_model(checkpoint, spec, InlineRuntime())
     model.eval()
     tokens, _ = model.input_tensors(*ids.shape)
     tokens.write(ids.astype(np.int32))
@@ -83,7 +84,14 @@ def their_scores(model, ids: np.ndarray) -> np.ndarray:
         return model.eval().float()(torch.from_numpy(ids)).logits.numpy()
 
 
-@pytest.mark.parametrize("start", [["--init-from=gpt2"], ["--config-path=small.json", "--load-checkpoint=base"], ["--config-path=small.json"]])
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["--init-from=gpt2"],
+        pytest.param(["--config-path=small.json", "--load-checkpoint=base"], marks=pytest.mark.long),
+        pytest.param(["--config-path=small.json"], marks=pytest.mark.long),
+    ],
+)
 def test_a_resumed_run_goes_on_bit_by_bit(here: Path, start: list[str]) -> None:
     """Four steps equal two and two more, beside a directory, a file and the seed, with little memory, dropout and recomputation as well."""
     tokenizer = [] if "gpt2" in start[0] else ["--tokenizer-path=gpt2"]

@@ -1,6 +1,6 @@
 """The minimum budgets that ``nntask plan`` prints are enough for steps, validation, sampling and checkpoints; a page less is refused at once.
 
-Fifty steps each: ``NNTASK_MINIMUM_STEPS=50 pytest tests/wrappers/test_cli_minimum.py``.
+More steps each: ``NNTASK_MINIMUM_STEPS=50 pytest -m "long or not long" tests/wrappers/test_cli_minimum.py``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import json
 import os
 import random
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from wrappers.cli import main
 
-MODEL = {"vocab_size": 257, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-STEPS = int(os.environ.get("NNTASK_MINIMUM_STEPS", "5"))
+MODEL = {"vocab_size": 257, "n_positions": 16, "n_embd": 64, "n_layer": 1, "n_head": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+STEPS = int(os.environ.get("NNTASK_MINIMUM_STEPS", "3"))
 FLAGS = ["--config-path=model.json", "--batch=4", "--minibatch=1", "--vocab-tile=64", "--inner-tile=64"]
-RUN = ["--dataset=text", "--dataset-path=text", "--tokenizer=bytes", f"--steps={STEPS}", "--eval-every=2", "--eval-batches=1", "--save-every=3"]
+RUN = ["--dataset=text", "--dataset-path=text", "--tokenizer=bytes", f"--steps={STEPS}", "--eval-every=2", "--eval-batches=1", "--save-every=2"]
 PAGE = 4096
 MACHINES = {
     "RAM alone": ("--ncpu=2", "--ram={ram}"),
@@ -26,6 +27,10 @@ MACHINES = {
     "two devices and RAM": ("--ncpu=0", "--sim-gpu=2", "--gpu-memory={sim:0}", "--ram={ram}"),
     "a device, a worker, RAM and disk": ("--ncpu=1", "--sim-gpu=1", "--gpu-memory={sim:0}", "--ram={ram}", "--disk=scratch:{disk}"),
 }
+
+
+USUAL = [name if "disk" in name else pytest.param(name, marks=pytest.mark.long) for name in MACHINES]
+"""Both machines without a disk run with the long tests."""
 
 
 @pytest.fixture
@@ -57,21 +62,26 @@ def minimum(machine: str, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("machine", list(MACHINES))
-def test_steps_within_the_minimum(here: Path, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything around the steps too, and the losses are those of a machine with plenty."""
+@cache
+def losses_with_plenty() -> list[float]:
+    """Of the run in the working directory, which is the same for all tests."""
+    assert main(["train", *FLAGS, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=8", "--run-dir=plenty"]) == 0
+    return losses("plenty")
+
+
+def losses(run: str) -> list[float]:
+    """Of every step."""
+    return [json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("machine", USUAL)
+def test_the_planned_minimum_is_enough_and_a_page_less_is_refused(here: Path, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """For everything around the steps too, with the losses of a machine with plenty; exit code 3 with the number, before anything is written."""
     budgets = minimum(machine, capsys)
     assert main(["train", *FLAGS, *RUN, *flags_of(machine, budgets), "--sample-tokens=8", "--run-dir=tight"]) == 0
-    assert main(["train", *FLAGS, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=8", "--run-dir=plenty"]) == 0
-    tight, plenty = ([json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("tight", "plenty"))
-    assert tight == plenty
-    assert len(tight) == STEPS
-
-
-@pytest.mark.parametrize("machine", list(MACHINES))
-def test_a_page_less_is_refused_at_once(here: Path, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 3 with the number, before anything is written."""
-    budgets = minimum(machine, capsys)
+    assert losses("tight") == losses_with_plenty()
+    assert len(losses("tight")) == STEPS
+    capsys.readouterr()
     last = "disk" if "disk" in budgets else "ram"
     tasks_run_in = "sim:0" if "sim:0" in budgets else "ram"
     for name in {last, tasks_run_in}:

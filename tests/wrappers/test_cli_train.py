@@ -9,15 +9,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from support.commands import KILL, ROOT, numbers, same_state, start, wait_for_line, wait_for_step
+from support.deadline import DEADLINE
 
-from nntask.checkpoints import find_checkpoint
+from nntask.checkpoints.store import find_checkpoint
 from wrappers.cli import main
 
-ROOT = Path(__file__).parents[2]
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 FLAGS = "--config-path=small.json --dataset=text --dataset-path=text --tokenizer=bytes --batch=4 --minibatch=2 --lr=1e-3 --ncpu=2 --sample-tokens=0"
 TRAIN = ["train", *FLAGS.split()]
@@ -28,40 +28,6 @@ def here(folder, text):
     """A directory with a small config and some text."""
     (folder / "small.json").write_text(json.dumps(SMALL))
     return folder
-
-
-def start(*argv: str, script: str = "", **options: Any) -> subprocess.Popen[str]:
-    """The command as a process of its own; `script` runs before it, `options` are those of Popen."""
-    code = f"{script}\nimport sys\nfrom wrappers.cli import main\nsys.exit(main({list(argv)!r}))"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
-
-
-def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    """Read the process's output until it prints `step`."""
-    wait_for_line(process, f"step {step}/")
-
-
-def wait_for_line(process: subprocess.Popen[str], beginning: str) -> None:
-    """Read the process's output until a line begins so."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(beginning):
-            return
-    raise AssertionError(f"no line {beginning}: {process.stderr.read() if process.stderr else ''}")
-
-
-def same_state(one: Path, other: Path) -> bool:
-    """Whether two checkpoints hold the same bits and the same place in the data."""
-    cursors = [json.loads((p / "state.json").read_text())["cursor"] for p in (one, other)]
-    files = ("model.safetensors", "optimizer.safetensors")
-    return cursors[0] == cursors[1] and all((one / f).read_bytes() == (other / f).read_bytes() for f in files)
-
-
-def numbers(run: Path) -> list[tuple[int, float, float, float]]:
-    """Step, loss, gradient norm and learning rate of every line, all digits."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
 
 
 def test_a_run_leaves_its_files(here, capsys):
@@ -164,7 +130,7 @@ def test_a_run_that_began_from_files_continues(here, capsys):
     assert "both say where to begin" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("first", "last"), [(1, 1), (2, 4), (3, 3), (5, 5)])
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (2, 4), *(pytest.param(*each, marks=pytest.mark.long) for each in ((3, 3), (5, 5)))])
 def test_a_trace_of_some_steps_holds_their_tasks_and_no_others(here, capsys, first, last):
     """Every step of the range whole, each kind of task as often, with validation and checkpoints in between."""
     flags = f"--steps=5 --run-dir=a --eval-every=1 --save-every=2 --trace=t.json --trace-steps={first}:{last} --nforward=1"
@@ -181,7 +147,7 @@ def test_a_trace_of_some_steps_holds_their_tasks_and_no_others(here, capsys, fir
     "flags",
     [
         "--ram=2MiB --disk=tier:1GiB --evict=lru --order=layers",
-        "--ram=2MiB --disk=tier --evict=next-use --order=eager-update --no-prefetch",
+        pytest.param("--ram=2MiB --disk=tier --evict=next-use --order=eager-update --no-prefetch", marks=pytest.mark.long),
         "--sim-gpu=1 --ncpu=0 --gpu-memory=1MiB --sim-bandwidth=500MB/s --evict=fifo --order=submission",
     ],
 )
@@ -193,21 +159,12 @@ def test_resources_change_no_loss(here, capsys, flags):
     assert numbers(here / "a") == numbers(here / "b")
 
 
-KILL = """
-import os, signal, sys
-def hook(event, args):
-    if event == "os.rename" and "step-000010" in str(args[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(hook)
-"""
-
-
 def test_a_kill_while_saving_costs_nothing(here):
     """Ten steps equal five, kill -9 during the next checkpoint, resume, five more: weights, optimizer, place in the data."""
     flags = ["--steps=10", "--save-every=5"]
     assert main([*TRAIN, *flags, "--run-dir=a"]) == 0
     process = start(*TRAIN, *flags, "--run-dir=b", script=KILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=DEADLINE)
     assert process.returncode == -signal.SIGKILL
     assert os.readlink(here / "b" / "latest") == "checkpoints/step-000005"
     assert main(["train", "--resume", "--run-dir=b"]) == 0
@@ -222,7 +179,7 @@ def test_a_signal_saves_and_tells_how_to_continue(here, number, code):
     process = start(*TRAIN, "--steps=100000", "--run-dir=a")
     wait_for_step(process, 3)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == code, err
     command = out.rpartition("continue with: nntask ")[2].split()
     done = int(out.rpartition("interrupted after step ")[2].partition(";")[0])
@@ -235,7 +192,7 @@ def test_a_signal_in_the_timing_loops_saves_nothing_and_says_so(here):
     process = start(*TRAIN, "--steps=3", "--nforward=1000000", "--run-dir=a")
     wait_for_line(process, "run: ")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, err
     assert "nothing was saved yet" in out
     assert "continue with" not in out
@@ -247,7 +204,7 @@ def test_a_signal_in_timing_loops_alone(here):
     process = start(*TRAIN, "--nbackward=1000000", "--run-dir=a")
     wait_for_line(process, "run: ")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 143, err
     assert "continue with" not in out
     assert "backward time" not in out
@@ -265,7 +222,7 @@ sys.addaudithook(hook)
 def test_a_signal_during_the_last_checkpoint_finds_the_run_done(here):
     """Files and closing lines are there, no sample, no command that would be refused."""
     process = start(*TRAIN, "--steps=3", "--run-dir=a", "--save-checkpoint=w.safetensors", "--sample-tokens=1000000", script=LAST)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, err
     assert "Loss on the last batch: " in out
     assert "continue with" not in out
@@ -280,14 +237,14 @@ def test_a_signal_ends_a_long_validation_and_a_long_sample(here):
     process = start(*TRAIN, "--steps=9", "--run-dir=a", "--val-path=val.txt", "--eval-every=1", "--eval-batches=1000000")
     wait_for_step(process, 1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, err
     assert "validation loss" not in out
     assert "interrupted after step 1; continue with: nntask train --resume a" in out
     process = start(*TRAIN, "--steps=1", "--run-dir=b", "--tokenizer=bytes", "--sample-tokens=1000000")
     wait_for_line(process, "Loss on the last batch: ")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, err
     assert "continue with" not in out
 
@@ -303,13 +260,13 @@ def test_a_continued_run_keeps_its_shape(here, capsys):
 
 
 ONE_BY_ONE = """
-import nntask.trainer.signals as signals
+import nntask.training.signals as signals
 signals.REPETITION_SECONDS = 0.0
 """
 """A repetition counts, however soon it comes."""
 
 HANG = """
-import nntask.trainer.loop as loop
+import nntask.training.loop as loop
 whole = loop.Loop.save
 def save(self):
     if not self.interrupts.pending():
@@ -322,7 +279,7 @@ loop.Loop.save = save
 
 
 @pytest.mark.parametrize(("every", "words"), [(0, "nothing was saved, so there is"), (2, "nothing more was saved, the newest checkpoint is a/check")])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)])
 def test_a_second_signal_stops_at_once(here, every, words, number, code):
     """While the first one's checkpoint does not come to an end, the second one ends the process and says what there is."""
     process = start(*TRAIN, "--steps=100000", "--run-dir=a", f"--save-every={every}", script=ONE_BY_ONE + HANG)
@@ -330,7 +287,7 @@ def test_a_second_signal_stops_at_once(here, every, words, number, code):
     process.send_signal(signal.SIGINT)
     wait_for_step(process, 0)
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == code
     assert f"nntask: stopped at once; {words}" in err
 
@@ -348,7 +305,7 @@ def test_a_directory_has_one_run_at_a_time(here, capsys):
         assert err.count("\n") == 1
     assert (here / "a" / "config.toml").read_bytes() == lines
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=DEADLINE)
     done = find_checkpoint(here / "a").step
     assert main(["train", "--resume=a", f"--steps={done + 1}"]) == 0
 
@@ -359,7 +316,7 @@ def test_timeout_sends_its_signal_twice_and_the_run_is_saved(here):
     wait_for_step(process, 3)
     process.send_signal(signal.SIGTERM)
     os.killpg(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 143, err
     assert "stopped at once" not in err
     assert "continue with: nntask train --resume a" in out
@@ -367,7 +324,7 @@ def test_timeout_sends_its_signal_twice_and_the_run_is_saved(here):
 
 SLOW_END = """
 import threading
-import scheduler.runtime as runtime
+import scheduler.api.runtime as runtime
 def close(self, *error):
     print("closing", flush=True)
     threading.Event().wait()
@@ -382,7 +339,7 @@ def test_a_second_signal_after_everything_was_saved(here):
     process.send_signal(signal.SIGINT)
     wait_for_line(process, "closing")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130
     done = find_checkpoint(here / "a").step
     assert err == f"nntask: stopped at once; interrupted after step {done}; continue with: nntask train --resume a\n"
@@ -390,7 +347,7 @@ def test_a_second_signal_after_everything_was_saved(here):
 
 EARLY = """
 import threading
-import nntask.trainer.run as run
+import nntask.training.run as run
 def load(prepared, engine):
     print("loading", flush=True)
     threading.Event().wait()
@@ -400,7 +357,7 @@ run.load_weights = load
 
 ELSEWHERE = """
 import signal, threading
-import nntask.trainer.run as run
+import nntask.training.run as run
 def load(prepared, engine):
     sleeps = threading.Event()
     def take_both():
@@ -419,7 +376,7 @@ def test_signals_that_reach_another_thread_are_heard(here):
     """The main thread sleeps without limit, and the system gives both to a thread of ours: nobody wakes the one on which Python's handlers run."""
     assert main([*TRAIN, "--steps=2", "--run-dir=a"]) == 0
     process = start("train", "--resume=a", "--steps=4", script=ELSEWHERE)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 143
     assert "nntask: stopped at once; " in err
 
@@ -431,7 +388,7 @@ def test_a_second_signal_before_a_continuation_has_begun(here):
     wait_for_line(process, "loading")
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode in (130, 143)
     assert "nothing more was saved, the newest checkpoint is a/checkpoints/step-000002; continue with: nntask train --resume a" in err
 
@@ -447,13 +404,13 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.parametrize("name", ["numpy", "nntask", "nntask.errors", "scheduler.core.errors", "nntask.trainer.run", "wrappers.cli.train"])
+@pytest.mark.parametrize("name", ["numpy", "nntask", "nntask.errors", "scheduler.core.errors", "nntask.training.run", "wrappers.cli.commands.train"])
 def test_a_signal_while_modules_are_imported(here, name):
     """One line and no traceback, also where the message of a mistake is on its way; ``python -m nntask`` imports nothing large before it listens."""
     process = start("train", "--bach=3" if "errors" in name else "--dry-run", script=WHEN_IMPORTED.format(name=name))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=DEADLINE)
     assert (process.returncode, err) == (130, "nntask: interrupted\n")
-    code = "import sys, nntask; sys.exit(any(m in sys.modules for m in ('numpy', 'nntask.autograd')))"
+    code = "import sys, nntask; sys.exit(any(m in sys.modules for m in ('numpy', 'nntask.nn.autograd')))"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode == 0
 
 
@@ -470,7 +427,7 @@ sys.addaudithook(hook)
 def test_a_full_disk_keeps_the_checkpoint_before(here):
     """No room for the checkpoint of step 4: exit 6, one sentence, and the run continues from step 2 once there is room."""
     process = start(*TRAIN, "--steps=6", "--save-every=2", "--run-dir=a", script=FULL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 6
     assert "step-000002 is safe" in err
     assert err.count("\n") == 1
@@ -491,7 +448,7 @@ sys.addaudithook(hook)
 def test_a_full_disk_that_meets_the_journal_first(here):
     """metrics.jsonl cannot grow, nor summary or trace be written: exit 6, one sentence about the first of them, and the run continues later."""
     process = start(*TRAIN, "--steps=6", "--save-every=2", "--run-dir=a", "--trace=t.json", script=FULL_JOURNAL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 6, err
     assert "cannot write a/metrics.jsonl: File too large; the checkpoint a/checkpoints/step-000002 is safe" in err
     assert err.count("\n") == 1
@@ -535,8 +492,8 @@ def test_a_budget_that_is_too_small_ends_with_3(here, capsys):
 
 def test_an_order_is_that_of_the_training_step_alone(here, capsys):
     """Validation and the sample have no such order and run all the same; the plan names the order of the run."""
-    (here / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2}))
-    flags = [*FLAGS.split(), "--minibatch=1", "--ram=600KB", "--disk=disk:100MB", "--order=turn:2/8"]
+    (here / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}))
+    flags = [*FLAGS.split(), "--minibatch=1", "--ram=400KB", "--disk=disk:100MB", "--order=turn:2/8"]
     assert main(["train", *flags, "--steps=2", "--run-dir=r", "--val-path=text", "--eval-every=1", "--eval-batches=1", "--sample-tokens=4"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"order: turn:2/8, forecast to move 0.0\d*[1-9]\d* GB and to take 0.0\d*[1-9]\d* s a step", out), "small, not nothing"

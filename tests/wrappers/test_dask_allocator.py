@@ -11,7 +11,7 @@ import pytest
 
 FAULTS = """
 import resource, sys
-from nntask.allocator import reuse_freed_memory
+from nntask.hardware.allocator import reuse_freed_memory
 if sys.argv[1] == "reuse":
     assert reuse_freed_memory()
 bytearray(1 << 20)
@@ -23,7 +23,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 KEPT = """
 import threading, psutil
-from nntask.allocator import give_back_freed, reuse_freed_memory
+from nntask.hardware.allocator import give_back_freed, reuse_freed_memory
 def used():
     return psutil.Process().memory_info().rss >> 20
 def work(begun, end):

@@ -22,34 +22,34 @@ import numpy as np
 import psutil
 import pytest
 from distributed import Client, Event, LocalCluster
-from test_cli_train import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
-from test_dask_dashboard import read
+from support.commands import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
+from support.dask_command import CONFIG, TRAIN, read
+from support.deadline import DEADLINE
 
+from nntask.config.resolution import resolve
+from nntask.config.settings import ClusterSettings
 from nntask.data import Batch, open_dataset
+from nntask.engine.interface import NodesChanged
 from nntask.errors import ClusterError, DataError, UsageError
-from nntask.trainer import gpus
-from nntask.trainer.engine import NodesChanged
-from nntask.trainer.gpus import Cards
-from nntask.trainer.prepare import prepare
-from nntask.trainer.run import _on
-from nntask.trainer.settings import ClusterSettings
+from nntask.hardware import gpus
+from nntask.hardware.gpus import Cards
+from nntask.hardware.machine_spec import devices_of
+from nntask.training.continuation import _on
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.nccl import Nccl
 from scheduler.testing.nccl import FakeNccl, FakeNetwork
 from wrappers.cli import main
-from wrappers.cli.layers import request
-from wrappers.dask import cluster as cluster_module
-from wrappers.dask import cluster_nodes, cluster_team, exchange
-from wrappers.dask.cluster import Connection
-from wrappers.dask.cluster_nodes import DaskCluster, check_cards
-from wrappers.dask.cluster_team import Team
-from wrappers.dask.dashboard import install
-from wrappers.dask.failures import blamed
+from wrappers.cli.options.sources import request
+from wrappers.dask.dashboard.plugin import install
+from wrappers.dask.training import cluster as cluster_module
+from wrappers.dask.training import cluster_engine as cluster_nodes
+from wrappers.dask.training import exchange
+from wrappers.dask.training import team as cluster_team
+from wrappers.dask.training.cluster import Connection
+from wrappers.dask.training.cluster_engine import DaskCluster, check_cards
+from wrappers.dask.training.failures import blamed
+from wrappers.dask.training.team import Team
 from wrappers.report.records import read_run
-
-CONFIG = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-FLAGS = "--config-path=small.json --dataset=text --dataset-path=text --tokenizer=bytes --batch=8 --minibatch=2 --lanes=4 --lr=1e-3 --ncpu=1"
-TRAIN = ["train", *FLAGS.split(), "--sample-tokens=0"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
             if line.startswith("step "):
                 process.send_signal(signal.SIGTERM)
                 break
-        said, errors = process.communicate(timeout=120)
+        said, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 143, errors
     assert f"; continue with: nntask train --resume run --dask {address} --link-bandwidth 10GB\n" in said
     assert [line for line in lines if "lost" in line] == [f"lost worker {victim}; going on after step 20\n"]
@@ -138,7 +138,7 @@ def test_a_signal_to_the_process_group_saves(here: Path, number: signal.Signals)
     process = start(*TRAIN, "--steps=100000", "--save-every=50", "--run-dir=run", "--dask=local:2", start_new_session=True)
     wait_for_step(process, 4)
     os.killpg(process.pid, number)
-    said, errors = process.communicate(timeout=120)
+    said, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 128 + number, errors
     assert errors == ""
     assert "lost worker" not in said
@@ -150,7 +150,7 @@ def test_a_signal_while_local_workers_start(here: Path) -> None:
     process = start(*TRAIN, "--steps=2", "--run-dir=run", "--dask=local:2", script=_UNBUFFERED, start_new_session=True)
     wait_for_line(process, "dask: starting 2 workers")
     os.killpg(process.pid, signal.SIGINT)
-    said, errors = process.communicate(timeout=120)
+    said, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, errors) == (130, "")
     assert said.startswith("interrupted before the cluster was there; nothing was begun")
     assert not (here / "run").exists()
@@ -168,7 +168,7 @@ def test_a_second_signal_leaves_nothing(here: Path) -> None:
     wait_for_step(process, 2)
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode in (130, 143)
     assert errors == "nntask: stopped at once; nothing was saved, so there is nothing to continue\n"
 
@@ -191,7 +191,7 @@ def test_a_hung_worker_is_given_up(here: Path, cluster: LocalCluster) -> None:
             if " joined; going on after step " in line:
                 process.send_signal(signal.SIGTERM)
                 break
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 143, errors
     assert [line for line in lines if "did not answer" in line] == [f"worker {victim} did not answer for 30 s; going on after step 20\n"]
 
@@ -204,7 +204,7 @@ def test_a_scheduler_that_is_lost_leaves_the_checkpoint(here: Path) -> None:
         if line.startswith("step 6/"):
             os.kill(int((here / "scheduler.pid").read_text()), signal.SIGKILL)
             break
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 6
     assert errors.startswith("nntask: the Dask scheduler at ")
     assert "--resume run" in errors
@@ -213,7 +213,7 @@ def test_a_scheduler_that_is_lost_leaves_the_checkpoint(here: Path) -> None:
 
 _NAME_SCHEDULER = """
 import os, subprocess, sys
-from wrappers.dask import cluster
+from wrappers.dask.training import cluster
 def by_hand(number):
     host = "127.0.0.1"
     dask = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", host, "--port", "0", "--no-dashboard", "--scheduler-file", "where"]
@@ -294,7 +294,7 @@ def test_nodes_leave_files_for_the_report_and_figures_on_the_dashboard(here: Pat
         assert [part["moved_bytes"][link] > 0 for part, link in zip(parts, ("0=>1", "1=>0"), strict=True)] == [True, True]
         assert all(0 < part["resident_peak_bytes"]["ram"] <= node.machine["budget_bytes"]["ram"] for part, node in zip(parts, run.nodes, strict=True))
     with Client(cluster.scheduler_address) as client:
-        limit = monotonic() + 60  # messages of workers go out in batches
+        limit = monotonic() + DEADLINE  # messages of workers go out in batches
         wanted = {f'nntask_step{{job="run",node="{rank}"}} 4.0' for rank in range(2)}
         while not wanted <= set(read(install(client).metrics).splitlines()) and monotonic() < limit:
             client.run_on_scheduler(lambda: None)
@@ -324,7 +324,7 @@ def connection(cluster: LocalCluster) -> Iterator[Connection]:
 @pytest.fixture
 def team(connection: Connection) -> Iterator[Team]:
     """Two nodes."""
-    found = Team(connection, connection.machines(2, {})[:2], deque())
+    found = Team(connection, connection.usable_workers(2, {})[:2], deque())
     found.form()
     yield found
     found.close()
@@ -344,7 +344,7 @@ def test_an_actor_that_is_gone_is_missed_though_its_worker_answers(team: Team) -
     client = team.connection.client
     waits = client.submit(Event("gone", client=client).wait, 120, pure=False)
     client.cancel(team._futures[1], force=True)
-    with pytest.raises(NodesChanged, match=f"lost worker {team.machines[1].address}"):
+    with pytest.raises(NodesChanged, match=f"lost worker {team.workers[1].address}"):
         team.gather([waits], 100)
     Event("gone", client=client).set()
     team.actors = team.actors[:1]
@@ -353,7 +353,7 @@ def test_an_actor_that_is_gone_is_missed_though_its_worker_answers(team: Team) -
 def test_a_worker_that_hangs_in_a_long_call_is_found(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening, connecting and checkpoints may take minutes; a worker that hangs meanwhile is given up as in a step."""
     monkeypatch.setattr(cluster_team, "LEAST_SILENCE", 1.0)
-    address = team.machines[1].address
+    address = team.workers[1].address
     pid = team.connection.client.run(os.getpid, workers=[address])[address]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -455,9 +455,10 @@ def late(here: Path, connection: Connection) -> Iterator[Late]:
         found._has_begun, found._members = True, frozenset(addresses[:1])
         own = "--dataset-path=/proc/self/cwd/text"  # names another folder in each process
         asked = request([*TRAIN[1:], own, "--steps=2", "--run-dir=run", f"--dask={connection.address}", *flags], os.environ)
-        prepared = prepare(asked.settings, asked.config, None)
-        dataset = open_dataset(prepared.data)
-        return found, lambda: found.open(prepared, None, dataset, print), addresses[:number]
+        client = devices_of(asked.settings.resources, asked.settings.model.dtype)
+        run = resolve(asked.settings, asked.config, machine=client)
+        dataset = open_dataset(run.data)
+        return found, lambda: found.open(run, dataset, print), addresses[:number]
 
     yield make
     connection.client.run(prepare_worker, str(ROOT), gpus.cards, exchange.CONNECT_SECONDS)
@@ -472,7 +473,7 @@ def test_a_late_worker_that_cannot_take_part_is_left_out(late: Late, tmp_path: P
     assert isinstance(change.value.__cause__, DataError)
     assert list(found._refused) == [bad]
     with open_nodes() as (engine, _):
-        assert [machine.address for machine in engine.team.machines] == [old, good]
+        assert [machine.address for machine in engine.team.workers] == [old, good]
     assert found._members == {old, good}
 
 
@@ -501,12 +502,12 @@ def test_a_late_worker_that_peers_cannot_reach_is_tried_once(late: Late, connect
     with pytest.raises(NodesChanged, match=f"worker {new} cannot take part .*could not be sent to, or receive from"), open_nodes():
         pass
     assert list(found._refused) == [new]
-    assert found._num_riddles == 0
+    assert found._num_unexplained == 0
 
 
 def test_a_late_worker_on_the_gpu_of_an_old_one() -> None:
     """The newcomer is blamed, wherever it stands among the ranks."""
-    machines = [cluster_module.Machine(address, "here", False) for address in ("old", "new")]
+    machines = [cluster_module.ClusterWorker(address, "here", False) for address in ("old", "new")]
     with pytest.raises(UsageError) as error:
         check_cards(machines, ["7", "7"])
     assert blamed(error.value) == "new"
@@ -582,7 +583,7 @@ def test_nothing_is_left_when_the_client_dies(here: Path, cluster: LocalCluster)
 _BUSY = """
 import sys
 from wrappers.cli import main
-from wrappers.dask import cluster
+from wrappers.dask.training import cluster
 cluster.WAIT_SECONDS = 1.0
 sys.exit(main({flags!r}))
 """

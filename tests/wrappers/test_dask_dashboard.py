@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from time import monotonic
-from urllib.request import urlopen
 
 import pytest
 from bokeh.client import pull_session
 from distributed import Client, LocalCluster
+from support.dask_command import read
+from support.deadline import DEADLINE
 
-from wrappers.dask.dashboard import MOST_JOBS, MOST_STEPS, Board, check_record, install, publish
-from wrappers.dask.dashboard_page import GIB, View
+from wrappers.dask.dashboard.board import MOST_JOBS, MOST_STEPS, Board
+from wrappers.dask.dashboard.page import GIB, View
+from wrappers.dask.dashboard.plugin import check_record, install, publish
 
 RECORD = {
     "job": "run",
@@ -32,13 +34,6 @@ def client() -> Iterator[Client]:
         yield found
 
 
-def read(address: str | None) -> str:
-    """What a server answers."""
-    assert address is not None
-    with urlopen(address, timeout=60) as answer:
-        return str(answer.read().decode())
-
-
 def gauges(address: str | None) -> dict[str, float]:
     """Ours, as Prometheus would read them."""
     return {name: float(value) for name, value in re.findall(r"^(nntask_\S+) (\S+)$", read(address), re.MULTILINE)}
@@ -54,7 +49,7 @@ def test_page_and_gauges_show_what_was_published(client: Client) -> None:
         publish(dask_worker, {**RECORD, "node": "right", "step": 4, "loss": 2.25})  # type: ignore[arg-type]
 
     client.run(on_worker)
-    limit = monotonic() + 60  # messages of workers go out in batches
+    limit = monotonic() + DEADLINE  # messages of workers go out in batches
     while len(told := gauges(found.metrics)) < 12 and monotonic() < limit:
         client.run_on_scheduler(lambda: None)
     assert told == {

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -16,134 +14,52 @@ from weakref import ref
 import numpy as np
 import pytest
 from distributed.comm import connect
+from support.dask_nodes import BATCH, LENGTH, nodes, run_of, train
+from support.deadline import DEADLINE
 
 from nntask.data import Batch
+from nntask.engine.recorded import RecordedEngine
 from nntask.errors import UsageError
-from nntask.models.config import GPT2Config
-from nntask.sharding import buckets_of, most_nodes, shares
-from nntask.trainer.prepare import with_tiles
-from nntask.trainer.recorded import RecordedEngine, outcome_of
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import TrainSettings
+from nntask.optim.sharded import buckets_of, most_nodes, shares
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
-from wrappers.dask import exchange
-from wrappers.dask.carriers import Carriers, MessageCarriers
-from wrappers.dask.exchange import PeerComms
-from wrappers.dask.failures import forget_frames, portable
-from wrappers.dask.peers import WINDOW, Peer, PeerLost
+from wrappers.dask.training import exchange
+from wrappers.dask.training.exchange import PeerComms
+from wrappers.dask.training.failures import forget_frames, portable
+from wrappers.dask.training.peers import WINDOW, Peer, PeerLost
+from wrappers.dask.training.transports import MessageTransport
 
-CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
-BATCH, LENGTH = 8, 16
-
-
-def settings_of(lanes: int, *, clip: float = 0.0, dtype: str = "fp32", minibatch: int = 1, **resources: object) -> TrainSettings:
-    """A little training."""
-    asked = TrainSettings()
-    asked = replace(
-        asked,
-        tiling=replace(asked.tiling, batch=BATCH, minibatch=minibatch, lanes=lanes, vocab_tile=64, embd_tile=16),
-        model=replace(asked.model, dtype=dtype, seq_len=LENGTH),  # type: ignore[arg-type]
-        optimizer=replace(asked.optimizer, lr=1e-2, grad_clip=clip, weight_decay=0.1),
-        resources=replace(asked.resources, **resources),  # type: ignore[arg-type]
-    )
-    return resolve(asked, CONFIG)
+BOTH = {"clip": 0.5, "dtype": "bf16", "minibatch": 2}
 
 
-@contextmanager
-def nodes(count: int, carriers: Callable[[int], Carriers] = lambda rank: MessageCarriers()) -> Iterator[list[PeerComms]]:
-    """Connected nodes, with carriers by rank."""
-    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=carriers(rank)) for rank in range(count)]
-    try:
-        addresses = [each.listen() for each in comms]
-        for rank in range(count):  # a node waits for those above it, which connect to those below
-            comms[rank].begin_to_connect(addresses)
-        for each in comms:
-            each.wait_connected()
-        yield comms
-    finally:
-        for each in comms:
-            each.close()
-
-
-@dataclass
-class Result:
-    """What training leaves."""
-
-    outcomes: list[tuple[float, float]]
-    weights: dict[str, bytes]
-    sent: list[int]
-    state_bytes: list[int]
-
-
-def train(
-    count: int,
-    settings: TrainSettings,
-    *,
-    steps: int = 2,
-    ram: int = 1 << 26,
-    workers: int = 1,
-    carriers: Callable[[int], Carriers] = lambda rank: MessageCarriers(),
-) -> Result:
-    """Train on `count` nodes."""
-    settings, tiling = with_tiles(settings, CONFIG)
-    rng = np.random.default_rng(0)
-    batches = [Batch(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
-    size = settings.tiling.minibatch
-    every = shares(BATCH // size, settings.tiling.lanes or 1, count)
-    with nodes(count, carriers) as comms:
-        runtimes = [Runtime(workers, lanes=settings.tiling.lanes or 1, ram=ram) for _ in range(count)]
-        try:
-            engines = [
-                RecordedEngine(CONFIG, tiling, runtime, settings, share=share, transport=each if count > 1 else None)
-                for runtime, share, each in zip(runtimes, every, comms, strict=True)
-            ]
-            outcomes = []
-            for number, batch in enumerate(batches, 1):
-                rows = [[m * size + row for m in share.minibatches for row in range(size)] for share in every]
-                flights = [
-                    engine.start(number, 1e-2, Batch(batch.tokens[own], batch.targets[own])) for engine, own in zip(engines, rows, strict=True)
-                ]
-                parts = [flight.part() for flight in flights]
-                losses = {m: loss for share, (found, _) in zip(every, parts, strict=True) for m, loss in zip(share.minibatches, found, strict=True)}
-                squares = parts[0][1]
-                assert squares is not None
-                outcome = outcome_of([losses[m] for m in range(BATCH // size)], squares)
-                outcomes.append((outcome.loss, outcome.grad_norm))
-            weights = [{name: tensor.read().tobytes() for name, tensor in engine.model_tensors().items()} for engine in engines]
-            assert all(each == weights[0] for each in weights)
-            state = [runtime.stats()["peak_bytes_by_class"]["ram"].get("optimizer", 0) for runtime in runtimes]
-            return Result(outcomes, weights[0], [sum(each.sent_bytes.values()) for each in comms], state)
-        finally:
-            for runtime in runtimes:
-                runtime.close()
-
-
-@pytest.mark.parametrize("how", [{}, {"clip": 0.5, "dtype": "bf16", "minibatch": 2}])
-def test_any_number_of_nodes_gives_the_bits_of_one(how: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("how", "counts"),
+    [({}, (3,)), (BOTH, (2,)), pytest.param({}, (2, 4), marks=pytest.mark.long), pytest.param(BOTH, (3, 4), marks=pytest.mark.long)],
+)
+def test_any_number_of_nodes_gives_the_bits_of_one(how: dict[str, object], counts: tuple[int, ...]) -> None:
     """Losses, norms and weights with 4 lanes: 1, 2, 3 and 4 nodes, dropout on, with clipping, in bf16, with larger minibatches."""
-    settings = settings_of(4, **how)  # type: ignore[arg-type]
-    alone = train(1, settings)
-    for count in (2, 3, 4):
-        together = train(count, settings)
+    run = run_of(4, **how)  # type: ignore[arg-type]
+    alone = train(1, run)
+    for count in counts:
+        together = train(count, run)
         assert together.outcomes == alone.outcomes
         assert together.weights == alone.weights
 
 
 def test_lanes_that_nodes_cannot_share_evenly() -> None:
     """5 lanes on 2 and 3 nodes: a node's lanes are several parts of the tree."""
-    settings = settings_of(5)
-    alone = train(1, settings, steps=2)
-    assert [train(count, settings, steps=2).outcomes for count in (2, 3)] == [alone.outcomes] * 2
+    run = run_of(5)
+    alone = train(1, run, steps=2)
+    assert [train(count, run, steps=2).outcomes for count in (2, 3)] == [alone.outcomes] * 2
 
 
 def test_each_node_sends_what_theory_says_and_keeps_its_own_state() -> None:
     """(n - 1) / n of the gradient's and the parameters' bytes per node and step; the optimizer's state is spread."""
-    settings, steps = settings_of(4), 4
-    alone = train(1, settings, steps=1)
+    run, steps = run_of(4), 4
+    alone = train(1, run, steps=1)
     model_bytes = sum(map(len, alone.weights.values()))
     for count in (2, 4):
-        found = train(count, settings, steps=steps)
+        found = train(count, run, steps=steps)
         theory = (count - 1) / count * 2 * model_bytes * steps
         assert sum(found.sent) / count == pytest.approx(theory, rel=0.1)
         assert max(found.state_bytes) < 0.75 * alone.state_bytes[0]
@@ -151,9 +67,9 @@ def test_each_node_sends_what_theory_says_and_keeps_its_own_state() -> None:
 
 def test_a_lost_peer_fails_what_waits_for_it() -> None:
     """A step that needs a node that is gone ends with its name, on every other node, instead of waiting."""
-    settings, tiling = with_tiles(settings_of(4), CONFIG)
+    run = run_of(4)
     with nodes(2) as comms, Runtime(1, lanes=4, ram=1 << 26) as runtime:
-        engine = RecordedEngine(CONFIG, tiling, runtime, settings, share=shares(8, 4, 2)[0], transport=comms[0])
+        engine = RecordedEngine(run, runtime, share=shares(8, 4, 2)[0], transport=comms[0])
         own = [0, 1, 4, 5]
         batch = Batch(*np.zeros((2, BATCH, LENGTH), np.int32))
         flight = engine.start(1, 1e-2, Batch(batch.tokens[own], batch.targets[own]))
@@ -179,7 +95,7 @@ def test_a_task_that_begins_while_the_inbox_is_emptied_is_taken_in() -> None:
         peer.lost = PeerLost(1, "gone")
         comms._inbox = _Raced([(True, 1, "before", ((), lambda error: None))])
         comms._begin_send(lambda error: ended.set(), peer=1, key="now")
-        assert ended.wait(60)
+        assert ended.wait(DEADLINE)
     finally:
         peer.comm = SimpleNamespace(abort=lambda: None)
         comms.close()
@@ -212,7 +128,7 @@ def test_what_a_node_has_got_is_told_with_what_it_says_next() -> None:
     assert peer.next_message(WINDOW) == {"want": [*tiles], "got": 0, "keys": [], "data": []}
 
     def arrive(name: str) -> dict[str, Any] | None:
-        peer.hear({"keys": [name], "data": [tiles[name].tobytes()], "got": 0, "want": []}, WINDOW)
+        peer.handle({"keys": [name], "data": [tiles[name].tobytes()], "got": 0, "want": []}, WINDOW)
         return peer.next_message(WINDOW)
 
     assert arrive("a") is None
@@ -233,23 +149,23 @@ def test_what_a_node_has_got_is_told_with_what_it_says_next() -> None:
     assert told == [None] * 4
 
 
-def test_a_lost_peer_fails_everybody_once_and_what_its_carrier_has_when_that_has_ended() -> None:
-    """What waits fails at once, what is on the way or arriving when the carrier says so; a second loss changes nothing."""
+def test_a_lost_peer_fails_everybody_once_and_what_its_channel_has_when_that_has_ended() -> None:
+    """What waits fails at once, what is on the way or arriving when the channel says so; a second loss changes nothing."""
     stopped: list[Callable[[], None]] = []
     ended: list[str] = []
-    carrier = SimpleNamespace(is_beside=True, put=lambda tiles: None, take=lambda said, tiles, arrived: None, stop=stopped.append)
+    channel = SimpleNamespace(is_beside=True, put=lambda tiles: None, take=lambda said, tiles, arrived: None, stop=stopped.append)
 
     def done(name: str) -> Callable[[BaseException | None], None]:
         return lambda error: ended.append(f"{name}: {error}")
 
     peer = Peer(3, lambda seconds, call: pytest.fail("there is nothing to tell"))
-    peer.comm, peer.carrier = SimpleNamespace(abort=lambda: None), carrier  # type: ignore[assignment]
+    peer.comm, peer.channel = SimpleNamespace(abort=lambda: None), channel  # type: ignore[assignment]
     tile = np.zeros(8, np.uint8)
     for name in ("sent", "offered"):
-        peer.offer(name, ((tile,), done(name)))
+        peer.enqueue(name, ((tile,), done(name)))
     for name in ("arriving", "expected"):
         peer.expect(name, ((tile,), done(name)))
-    peer.hear({"keys": ["arriving"], "data": [None], "got": 0, "want": ["sent"]}, WINDOW)
+    peer.handle({"keys": ["arriving"], "data": [None], "got": 0, "want": ["sent"]}, WINDOW)
     message = peer.next_message(WINDOW)
     assert message is not None
     assert (message["keys"], peer.sent_bytes) == (["sent"], 8)
@@ -257,8 +173,8 @@ def test_a_lost_peer_fails_everybody_once_and_what_its_carrier_has_when_that_has
     peer.lose(OSError("again"))
     why = "node 3 does not answer any more: gone"
     assert ended == [f"offered: {why}", f"expected: {why}"]
-    (carrier_ended,) = stopped
-    carrier_ended()
+    (channel_ended,) = stopped
+    channel_ended()
     assert ended[2:] == [f"sent: {why}", f"arriving: {why}"]
 
 
@@ -329,8 +245,8 @@ def test_connections_of_another_training_are_refused() -> None:
             each.close()
 
 
-class _Held(MessageCarriers):
-    """Carriers whose node never gets to say anything, until it is let go."""
+class _Held(MessageTransport):
+    """ByteTransport whose node never gets to say anything, until it is let go."""
 
     def __init__(self) -> None:
         self.let_go = Event()
@@ -343,7 +259,7 @@ def test_a_node_that_does_not_get_on_has_lost_a_peer(monkeypatch: pytest.MonkeyP
     """Each peer is in time for itself and all together are not, for example: what ends that is no bug, but the peer that is waited for."""
     monkeypatch.setattr(exchange, "CONNECT_SECONDS", 0.2)
     held = _Held()
-    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=[None, held][rank]) for rank in range(2)]
+    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", transport=[None, held][rank]) for rank in range(2)]
     try:
         addresses = [each.listen() for each in comms]
         with pytest.raises(PeerLost, match=r"node 0 .*not all connections were there within 0.4 s"):

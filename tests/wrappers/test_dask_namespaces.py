@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from distributed import Client
-from test_cli_train import ROOT, numbers, start, wait_for_line, wait_for_step
-from test_dask_cluster import CONFIG, TRAIN
+from support.commands import ROOT, numbers, start, wait_for_line, wait_for_step
+from support.dask_command import CONFIG, TRAIN
+from support.deadline import DEADLINE
 
 from wrappers.cli import main
 
@@ -79,8 +80,8 @@ def network(here: Path) -> Iterator[Network]:
         for which, address in enumerate(workers):
             worker = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler, "--host", address, "--no-dashboard", "--nthreads", "1"]
             run("ip", "netns", "exec", f"{name}-{which}", *worker)
-        with Client(scheduler, timeout=60) as client:
-            client.wait_for_workers(NODES, timeout=60)
+        with Client(scheduler, timeout=DEADLINE) as client:
+            client.wait_for_workers(NODES, timeout=DEADLINE)
         yield Network(scheduler, workers, cables)
 
 
@@ -118,6 +119,6 @@ def test_a_node_whose_cable_is_pulled_is_given_up(here: Path, network: Network) 
     assert f"worker tcp://{network.workers[1]}:" in change
     wait_for_line(process, "step ")
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, errors
     assert "saved cut/checkpoints/" in out

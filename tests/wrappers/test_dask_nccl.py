@@ -19,25 +19,23 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed import LocalCluster
-from test_dask_exchange import nodes, settings_of, train
+from support.cuda_emulator import COMPILER, Emulator
+from support.dask_nodes import nodes, run_of, train
 
+from nntask.config.settings import ResourceSettings
+from nntask.config.units import parse_size
 from nntask.errors import ClusterError, DoesNotFit, UsageError
-from nntask.sizes import parse_size
-from nntask.trainer import gpus
-from nntask.trainer.settings import TrainSettings
+from nntask.hardware import gpus
 from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu
 from scheduler.drivers.nccl import INSTALL_NCCL, Nccl, find_library
 from scheduler.testing.nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
 from wrappers.cli import main
-from wrappers.dask import exchange, nccl
-from wrappers.dask.cluster import Machine
-from wrappers.dask.cluster_nodes import check_cards
-from wrappers.dask.exchange import PeerComms
-from wrappers.dask.nccl import NcclCarriers, open_carriers
-from wrappers.dask.peers import PeerLost
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiles"))
-from cuda_emulator import COMPILER, Emulator
+from wrappers.dask.training import exchange, nccl
+from wrappers.dask.training.cluster import ClusterWorker
+from wrappers.dask.training.cluster_engine import check_cards
+from wrappers.dask.training.exchange import PeerComms
+from wrappers.dask.training.nccl import NcclTransport, open_nccl_transport
+from wrappers.dask.training.peers import PeerLost
 
 LONG = 120.0
 """Seconds that nothing here takes, unless it hangs."""
@@ -57,14 +55,14 @@ class Transfer:
         """Until both ends are over."""
         assert all(event.wait(LONG) for event in self.ends.values())
 
-    def over(self, end: str, carriers: NcclCarriers | None = None) -> Callable[[BaseException | None], None]:
+    def over(self, end: str, transports: NcclTransport | None = None) -> Callable[[BaseException | None], None]:
         """What an end calls."""
 
         def done(error: BaseException | None) -> None:
             if error is not None:
                 self.errors[end] = error
-            if carriers is not None:
-                self.alive[end] = any(not link.ended.done() for link in carriers._links.values())
+            if transports is not None:
+                self.alive[end] = any(not link.ended.done() for link in transports._links.values())
             self.ends[end].set()
 
         return done
@@ -76,31 +74,31 @@ def bucket(rng: np.random.Generator, sizes: Sequence[int]) -> Transfer:
     return Transfer(source, [np.zeros_like(tile) for tile in source])
 
 
-def send(comms: PeerComms, peer: int, key: str, transfer: Transfer, carriers: NcclCarriers | None = None) -> None:
+def send(comms: PeerComms, peer: int, key: str, transfer: Transfer, transports: NcclTransport | None = None) -> None:
     """Begin the task of a sender."""
     host: Any = comms.send.host
-    host(transfer.over("send", carriers), *transfer.source, peer=peer, key=key)
+    host(transfer.over("send", transports), *transfer.source, peer=peer, key=key)
 
 
-def receive(comms: PeerComms, peer: int, key: str, transfer: Transfer, carriers: NcclCarriers | None = None) -> None:
+def receive(comms: PeerComms, peer: int, key: str, transfer: Transfer, transports: NcclTransport | None = None) -> None:
     """Begin the task of a receiver."""
     host: Any = comms.receive.host
-    host(transfer.over("receive", carriers), *transfer.target, peer=peer, key=key, count=len(transfer.target))
+    host(transfer.over("receive", transports), *transfer.target, peer=peer, key=key, count=len(transfer.target))
 
 
 @contextmanager
 def cluster(
     count: int, monkeypatch: pytest.MonkeyPatch, stop_seconds: float = 10 * LONG
-) -> Iterator[tuple[list[PeerComms], list[NcclCarriers], FakeNetwork]]:
+) -> Iterator[tuple[list[PeerComms], list[NcclTransport], FakeNetwork]]:
     """Nodes whose pieces are small; at the end every thread has ended, every byte of a card is free, and nothing is left on a stream."""
     monkeypatch.setattr(nccl, "PIECE", 10_000)
     monkeypatch.setattr(nccl, "STOP_SECONDS", stop_seconds)
     network = FakeNetwork()
     cards = [FakeNccl(network, str(rank)) for rank in range(count)]
-    carriers = [NcclCarriers(cards[rank], rank, count) for rank in range(count)]
-    with nodes(count, lambda rank: carriers[rank]) as comms:
-        yield comms, carriers, network
-    for each in carriers:
+    transports = [NcclTransport(cards[rank], rank, count) for rank in range(count)]
+    with nodes(count, lambda rank: transports[rank]) as comms:
+        yield comms, transports, network
+    for each in transports:
         for link in each._links.values():
             link.join(LONG)
             assert not link.is_alive()
@@ -150,9 +148,9 @@ def test_buckets_of_nothing_end_in_their_turn(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_next_bucket_is_copied_while_the_last_one_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes when the one before it already waits for the peer, and goes to the other half at once."""
-    with cluster(2, monkeypatch) as (_, carriers, network):
+    with cluster(2, monkeypatch) as (_, transports, network):
         network.stands_after = network.num_transfers
-        before, link = network.num_asked, carriers[0]._links[0, 1]
+        before, link = network.num_asked, transports[0]._links[0, 1]
         for number in range(2):
             link.put([np.zeros(10_000, np.uint8)])
             assert network.wait_asked(before + number + 1, 20)
@@ -160,9 +158,9 @@ def test_the_next_bucket_is_copied_while_the_last_one_is_sent(monkeypatch: pytes
 
 def test_a_link_that_has_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither tiles that it was never to send, nor what an error drags along."""
-    with cluster(2, monkeypatch) as (_, carriers, network):
+    with cluster(2, monkeypatch) as (_, transports, network):
         network.fails_after = network.num_transfers
-        link = carriers[0]._links[0, 1]
+        link = transports[0]._links[0, 1]
         tiles = [np.zeros(1_000_000, np.uint8) for _ in range(5)]
         kept = [weakref.ref(tile) for tile in tiles]
         while tiles:
@@ -174,29 +172,29 @@ def test_a_link_that_has_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -
 def test_training_gives_the_bits_of_one_node() -> None:
     """Two steps on two nodes over NCCL, as without."""
     network = FakeNetwork()
-    together = train(2, settings_of(4), carriers=lambda rank: NcclCarriers(FakeNccl(network), rank, 2))
-    alone = train(1, settings_of(4))
+    together = train(2, run_of(4), transports=lambda rank: NcclTransport(FakeNccl(network), rank, 2))
+    alone = train(1, run_of(4))
     assert (together.outcomes, together.weights) == (alone.outcomes, alone.weights)
     assert network.num_transfers > 8
 
 
-def stuck(comms: Sequence[PeerComms], carriers: Sequence[NcclCarriers], network: FakeNetwork, pieces: int) -> list[Transfer]:
+def stuck(comms: Sequence[PeerComms], transports: Sequence[NcclTransport], network: FakeNetwork, pieces: int) -> list[Transfer]:
     """Buckets of 100 pieces between nodes 0 and 1, both ways, of which so many have gone through and nothing goes any further."""
     rng = np.random.default_rng(0)
     network.stands_after = network.num_transfers + pieces
     transfers = [bucket(rng, [1_000_000]) for _ in range(4)]
     for number, transfer in enumerate(transfers):
         here = number % 2
-        receive(comms[1 - here], here, str(number), transfer, carriers[1 - here])
-        send(comms[here], 1 - here, str(number), transfer, carriers[here])
+        receive(comms[1 - here], here, str(number), transfer, transports[1 - here])
+        send(comms[here], 1 - here, str(number), transfer, transports[here])
     assert network.wait_transfers(network.stands_after, LONG)
     return transfers
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that waits for it fails with its name, and not before nobody touches the tiles; a third node goes on."""
-    with cluster(3, monkeypatch) as (comms, carriers, network):
-        transfers = stuck(comms, carriers, network, 50)
+    with cluster(3, monkeypatch) as (comms, transports, network):
+        transfers = stuck(comms, transports, network, 50)
         comms[1].close()
         for number, transfer in enumerate(transfers):
             end = "send" if number % 2 == 0 else "receive"
@@ -214,8 +212,8 @@ def test_a_peer_that_dies_in_the_middle_of_a_transfer(monkeypatch: pytest.Monkey
 
 def test_tiles_are_let_go_when_nobody_touches_them_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """While NCCL does not come back from aborting, tasks whose tiles it has do not end; others do."""
-    with cluster(2, monkeypatch) as (comms, carriers, network):
-        transfers = stuck(comms, carriers, network, 50)
+    with cluster(2, monkeypatch) as (comms, transports, network):
+        transfers = stuck(comms, transports, network, 50)
         offered = bucket(np.random.default_rng(0), [1])
         send(comms[0], 1, "not wanted", offered)
         network.lets_go.clear()
@@ -228,13 +226,13 @@ def test_tiles_are_let_go_when_nobody_touches_them_any_more(monkeypatch: pytest.
             transfer.wait()
             assert set(transfer.errors) == {"send", "receive"}
             assert not any(transfer.alive.values())
-        assert not any(link._ahead or link._under_way for each in carriers for link in each._links.values())
+        assert not any(link._ahead or link._under_way for each in transports for link in each._links.values())
 
 
 def test_nobody_waits_for_nccl_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """If NCCL does not come back from aborting, tasks end all the same, and so does `close`."""
-    with cluster(2, monkeypatch, stop_seconds=0.2) as (comms, carriers, network):
-        transfers = stuck(comms, carriers, network, 50)
+    with cluster(2, monkeypatch, stop_seconds=0.2) as (comms, transports, network):
+        transfers = stuck(comms, transports, network, 50)
         network.lets_go.clear()
         comms[0]._loop.call_soon_threadsafe(comms[0]._peers[1].comm.abort)
         for transfer in transfers:
@@ -247,12 +245,12 @@ def test_nobody_waits_for_nccl_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_error_of_nccl_loses_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network fails in the middle, and Dask's connection does not."""
-    with cluster(2, monkeypatch) as (comms, carriers, network):
+    with cluster(2, monkeypatch) as (comms, transports, network):
         network.fails_after = network.num_transfers + 50
         transfers = [bucket(np.random.default_rng(0), [1_000_000]) for _ in range(2)]
         for number, transfer in enumerate(transfers):
-            send(comms[number], 1 - number, "key", transfer, carriers[number])
-            receive(comms[1 - number], number, "key", transfer, carriers[1 - number])
+            send(comms[number], 1 - number, "key", transfer, transports[number])
+            receive(comms[1 - number], number, "key", transfer, transports[1 - number])
         for transfer in transfers:
             transfer.wait()
             assert all(isinstance(error, PeerLost) for error in transfer.errors.values())
@@ -278,11 +276,11 @@ def test_a_node_that_never_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     network = FakeNetwork()
     cards = [FakeNccl(network, str(rank)) for rank in range(2)]
     cards[1].joins = False
-    carriers = [NcclCarriers(card, rank, 2) for rank, card in enumerate(cards)]
-    with pytest.raises(PeerLost, match=r"node \d .*could not be sent to, or receive from, within 3 s"), nodes(2, lambda rank: carriers[rank]):
+    transports = [NcclTransport(card, rank, 2) for rank, card in enumerate(cards)]
+    with pytest.raises(PeerLost, match=r"node \d .*could not be sent to, or receive from, within 3 s"), nodes(2, lambda rank: transports[rank]):
         pass
     network.take_down()
-    for each in carriers:
+    for each in transports:
         for link in each._links.values():
             link.join(LONG)
             assert not link.is_alive()
@@ -292,7 +290,7 @@ def test_nccl_that_fails_at_once() -> None:
     """Connecting ends on both nodes, on one of them with NCCL's own words, and does not wait for the limit."""
     network = FakeNetwork()
     network.take_down()
-    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=NcclCarriers(FakeNccl(network), rank, 2)) for rank in range(2)]
+    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", transport=NcclTransport(FakeNccl(network), rank, 2)) for rank in range(2)]
     addresses = [each.listen() for each in comms]
     errors = []
     for each in comms:
@@ -312,8 +310,8 @@ def test_nccl_that_fails_before_there_is_a_peer() -> None:
         network = FakeNetwork()
         cards = [FakeNccl(network, str(rank)) for rank in range(2)]
         cards[broken].has_sockets = False
-        carriers = [NcclCarriers(card, rank, 2, f"tcp://{rank}:1") for rank, card in enumerate(cards)]
-        comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", carriers=each) for rank, each in enumerate(carriers)]
+        transports = [NcclTransport(card, rank, 2, f"tcp://{rank}:1") for rank, card in enumerate(cards)]
+        comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", transport=each) for rank, each in enumerate(transports)]
         addresses = [each.listen() for each in comms]
         for each in comms:
             each.begin_to_connect(addresses)
@@ -327,7 +325,7 @@ def test_nccl_that_fails_before_there_is_a_peer() -> None:
 def test_ids_are_made_for_peers_that_ask() -> None:
     """NCCL listens for the other rank of each, and ends only when that has come."""
     card = FakeNccl(FakeNetwork())
-    comms = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0", carriers=NcclCarriers(card, 0, 8))
+    comms = PeerComms("job", 0, listen_on="tcp://127.0.0.1:0", transport=NcclTransport(card, 0, 8))
     comms.listen()
     comms.close()
     assert card.num_ids == 0
@@ -387,15 +385,15 @@ def test_the_command_on_two_nodes(folder: Path, cuda_libraries: Path, monkeypatc
 
 def test_memory_of_the_card_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What buffers and NCCL take is measured, and taken out of the budget, of each part of the card its part."""
-    with cluster(3, monkeypatch) as (_, carriers, _):
-        assert [each.taken_nbytes() for each in carriers] == [4 * (20_000 + COMMUNICATOR_NBYTES)] * 3
+    with cluster(3, monkeypatch) as (_, transports, _):
+        assert [each.taken_nbytes() for each in transports] == [4 * (20_000 + COMMUNICATOR_NBYTES)] * 3
     monkeypatch.setattr(gpus, "cards", Cards(CARD))
-    settings = TrainSettings()
-    assert parse_size(gpus.without_nccl(settings, 1000), "") == int(0.9 * ((6 << 30) - CONTEXT_NBYTES)) - 1000
-    settings = replace(settings, resources=replace(settings.resources, split_gpu=2, gpu_memory="1GiB"))
-    assert gpus.without_nccl(settings, 1001) == f"{(1 << 30) - 501}B"
+    resources = ResourceSettings()
+    assert parse_size(gpus.without_nccl(gpus.gpus_of(resources, "auto"), 1, 1000), "") == int(0.9 * ((6 << 30) - CONTEXT_NBYTES)) - 1000
+    parts = gpus.gpus_of(replace(resources, split_gpu=2, gpu_memory="1GiB"), "auto")
+    assert gpus.without_nccl(parts, 2, 1001) == f"{(1 << 30) - 501}B"
     with pytest.raises(DoesNotFit, match=r"--transport nccl has taken 3 GiB of GPU 0 \(Fake\), part 0, and --gpu-memory is 1 GiB; raise it"):
-        gpus.without_nccl(settings, 3 << 30)
+        gpus.without_nccl(parts, 2, 3 << 30)
 
 
 def test_a_card_without_room_for_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +402,7 @@ def test_a_card_without_room_for_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gpus, "cards", cards)
     said = r"on worker tcp://a:1 --transport nccl takes 16 MiB of the GPU for buffers, and card 0 has .*; lower --nodes, or use --transport dask"
     with pytest.raises(DoesNotFit, match=said):
-        open_carriers(TrainSettings(), "tcp://a:1", 0, 3)
+        open_nccl_transport(gpus.gpus_of(ResourceSettings(), "auto"), "tcp://a:1", 0, 3)
     (card,) = cards.made
     assert card.free_nbytes() == card.memory
 
@@ -421,7 +419,7 @@ def test_a_node_that_cannot(cards: Cards, worker: str, why: str, monkeypatch: py
     """No GPU, no NCCL, a cluster with TLS."""
     monkeypatch.setattr(gpus, "cards", cards)
     with pytest.raises(UsageError) as refusal:
-        open_carriers(TrainSettings(), worker, 0, 2)
+        open_nccl_transport(gpus.gpus_of(ResourceSettings(), "auto"), worker, 0, 2)
     assert str(refusal.value).startswith(why)
 
 
@@ -451,7 +449,7 @@ def test_messages_name_what_the_extras_install() -> None:
 
 def test_two_nodes_on_one_card() -> None:
     """NCCL does not take them; without NCCL, and on different machines, nobody asks."""
-    machines = [Machine(f"tcp://{host}:{port}", host, False) for host, port in (("a", 1), ("a", 2), ("b", 1))]
+    machines = [ClusterWorker(f"tcp://{host}:{port}", host, False) for host, port in (("a", 1), ("a", 2), ("b", 1))]
     check_cards(machines, ["", "", ""])
     check_cards(machines, ["0000:01:00.0", "0000:02:00.0", "0000:01:00.0"])
     with pytest.raises(UsageError, match=r"workers tcp://a:1 and tcp://a:2 both use 0000:01:00.0 of a; start each with its own"):

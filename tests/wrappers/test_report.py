@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from known_run import ABOUT, MACHINE, MS, line, write_cluster_run, write_run, write_trace
+from support.known_run import ABOUT, MACHINE, MS, line, write_cluster_run, write_run, write_trace
 
 import wrappers.report.page
 from nntask.errors import DataError, UsageError

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.deadline import DEADLINE
 
 from nntask.errors import StorageError
-from nntask.trainer.eventfile import EventFile
-from nntask.trainer.metrics import Journal, StepRecord, read_metrics
+from nntask.telemetry.metrics import Journal, read_metrics
+from nntask.telemetry.step_record import StepRecord
+from nntask.telemetry.tensorboard import EventFile
 from wrappers.cli import main
 
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
@@ -68,7 +70,7 @@ def test_nothing_of_torch_is_loaded(here: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "train", *FLAGS.split(), "--run-dir=run", "--steps=1", "--report-to=tensorboard"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=DEADLINE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.trace import FORMAT
+from scheduler.execution.trace import TRACE_FORMAT
 from wrappers.cli import main
 from wrappers.report.records import read_trace
 
@@ -39,7 +39,7 @@ def test_a_run_describes_its_traced_steps(here: Path, flags: str, steps: list[in
     for bar in trace.tasks:
         if bar.step is not None:
             by_step[bar.step].append(bar)
-    assert about["format"] == FORMAT
+    assert about["format"] == TRACE_FORMAT
     assert about["steps"] == sorted(by_step) == steps
     assert {len(bars) for bars in by_step.values()} == {machine["tasks_per_step"]}
     assert sum(row["tasks"] for row in about["codelets"].values()) == machine["tasks_per_step"]

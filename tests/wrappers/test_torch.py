@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nntask.errors import DataError, UsageError
-from nntask.models.config import GPT2Config
-from nntask.tiling import ModelTiling
+from nntask.models.gpt2_config import GPT2Config
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
-from wrappers.torch import from_tensor, from_torch, lend_tile, to_tensor, to_torch
+from wrappers.torch.interchange import from_tensor, from_torch, lend_tile, to_tensor, to_torch
 
 transformers = pytest.importorskip("transformers")
 CUT = ModelTiling(2, 5, 7, 11, 2, 13)

@@ -1,1 +1,5 @@
 """Kernels: plain functions on arrays, one table for all backends."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""One table of kernels: (operation, backend) -> function; and the codelets made from it.
+"""One table of kernels: (operation, backend) -> function.
 
 A kernel is a plain function on arrays: ``kernel(*tiles, **constants)``, writing its outputs in place. Registering it is one line::
 
@@ -20,14 +20,11 @@ A program's own registrations replace ours, here and everywhere the kernel is us
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
-from math import prod
+from functools import wraps
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
-
-from scheduler import SCRATCH, Access, Codelet, Cost, Mode, TaskRuntime, W
 
 Backend = Literal["reference", "cpu", "cuda"]
 Kernel = Callable[..., None]
@@ -36,7 +33,6 @@ K = TypeVar("K", bound=Kernel)
 
 BF16: Final = np.dtype(ml_dtypes.bfloat16)
 NARROW: Final = frozenset({BF16, np.dtype(np.float16)})
-_ALIGNMENT: Final = 64
 BUFFER_ELEMENTS: Final = 1024
 """Elements in each of NumPy's casting and broadcasting buffers while a CPU kernel runs; its default of 8192 is 64 KiB of fp64 per operand."""
 
@@ -87,8 +83,6 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
     """
 
     def enter(kernel: K) -> K:
-        if not kernel.__module__.startswith(f"{__package__}."):
-            load()  # ours come first, whenever they are imported
         if backend == "cpu" and (op, backend) in _kernels:
             _native.pop(op, None)
             ours = _kernels.get((op, "cuda"))
@@ -97,8 +91,6 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
         _kernels[op, backend] = _bounded(kernel) if backend == "cpu" and not is_bounded else kernel
         if flops is not None:
             _flops[op] = flops
-        for cached in (codelet, _cpu_codelet, _cuda_codelet, _native_codelet, _widening_codelet):
-            cached.cache_clear()
         return kernel
 
     return enter
@@ -148,7 +140,6 @@ def register_bf16(
 
     def enter(kernel: K) -> K:
         _native[op] = Native(_bounded(kernel), takes, scratch_nbytes)
-        _native_codelet.cache_clear()
         return kernel
 
     return enter
@@ -168,149 +159,26 @@ def _bounded(kernel: Kernel) -> Kernel:
     return run
 
 
-def kernel(op: str, backend: Backend) -> Kernel:
-    """The registered kernel.
-
-    Raises:
-        KeyError: there is none.
-    """
-    load()
-    try:
-        return _kernels[op, backend]
-    except KeyError:
-        known = sorted(name for name, where in _kernels if where == backend)
-        raise KeyError(f"no {backend} kernel for {op!r}; there are {', '.join(known)}") from None
+def registered(op: str, backend: Backend) -> Kernel | None:
+    """The kernel of operation `op` on `backend`, if one is registered by now."""
+    return _kernels.get((op, backend))
 
 
-def operations(backend: Backend) -> list[str]:
-    """Names of all operations that have a kernel on `backend`."""
-    load()
+def registered_bf16(op: str) -> Native | None:
+    """The kernel of operation `op` for bf16 tiles as they are, if one is registered by now."""
+    return _native.get(op)
+
+
+def registered_bf16_operations() -> list[str]:
+    """Names of all operations with a kernel for bf16 tiles as they are by now."""
+    return sorted(_native)
+
+
+def registered_operations(backend: Backend) -> list[str]:
+    """Names of all operations with a kernel on `backend` by now."""
     return sorted(op for op, where in _kernels if where == backend)
 
 
-def has_cuda(op: str) -> bool:
-    """Whether operation `op` has a kernel for GPUs."""
-    load()
-    return (op, "cuda") in _kernels
-
-
-def native_kernels() -> dict[str, Native]:
-    """The kernels that take bf16 tiles as they are, by operation."""
-    load()
-    return dict(_native)
-
-
-@cache
-def load() -> None:
-    """Import the kernel modules, which register themselves."""
-    from . import cpu, cuda, reference  # noqa: F401
-
-
-@cache
-def codelet(op: str) -> Codelet:
-    """The codelet of operation `op`."""
-    return Codelet(op, cpu=kernel(op, "cpu"), cuda=_kernels.get((op, "cuda")), cost=_cost(op))
-
-
-@cache
-def _cpu_codelet(op: str) -> Codelet:
-    return Codelet(op, cpu=kernel(op, "cpu"), cost=_cost(op))
-
-
-@cache
-def _cuda_codelet(op: str) -> Codelet:
-    return Codelet(op, cuda=kernel(op, "cuda"), cost=_cost(op))
-
-
-@cache
-def _native_codelet(op: str) -> Codelet:
-    return Codelet(op, cpu=_native[op].kernel, cost=_cost(op))
-
-
-@cache
-def _widening_codelet(op: str, modes: tuple[Mode, ...]) -> Codelet:
-    return Codelet(op, cpu=_widened(kernel(op, "cpu"), modes), cost=_cost(op))
-
-
-def _cost(op: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Cost]:
-    def cost(views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
-        count = _flops.get(op)
-        return Cost(count(views, constants) if count else 0.0, float(sum(view.nbytes for view in views)))
-
-    return cost
-
-
-def _widened(kernel: Kernel, modes: tuple[Mode, ...]) -> Kernel:
-    """`kernel` behind fp32 copies of its 16-bit arrays; its last argument is the scratch they live in."""
-
-    def run(*arrays: Any, **constants: Any) -> None:
-        from .cpu.elementwise import convert
-
-        *tiles, scratch = arrays
-        wide, offset = [], 0
-        for array, mode in zip(tiles, modes, strict=False):
-            if array.dtype in NARROW:
-                copy = np.ndarray(array.shape, np.float32, buffer=scratch, offset=offset)
-                offset += _aligned(copy.nbytes)
-                if mode != W:
-                    convert(array, copy)
-                wide.append(copy)
-            else:
-                wide.append(array)
-        # a REDUX access that does not accumulate has garbage in its copy, which the kernel overwrites
-        kernel(*wide, **constants)
-        for array, copy, mode in zip(tiles, wide, modes, strict=False):
-            if array is not copy and mode != "R":
-                convert(copy, array)
-
-    return run
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
-    """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel for them or are widened around the kernel.
-
-    Where there are GPUs, kernels for them take fp32 and bf16 tiles as they are. Activations that the program has registered run on the CPU.
-    """
-    views: list[Any] = [handle.view for handle, _ in accesses]
-    narrow = [view for view in views if view.dtype in NARROW]
-    own = runtime.has_gpus and constants.get("kind") in _activations
-    if not narrow:
-        runtime.submit(_cpu_codelet(op) if own else codelet(op), accesses, constants, priority=priority)
-        return
-    if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
-        runtime.submit(_cuda_codelet(op), accesses, constants, priority=priority)
-        return
-    native = native_for(op, views, constants)
-    if native is None:
-        nbytes = sum(_aligned(4 * prod(view.shape)) for view in narrow)
-        found = _widening_codelet(op, tuple(mode for _, mode in accesses))
-    else:
-        nbytes = native.scratch_nbytes(views, constants)
-        found = _native_codelet(op)
-    if nbytes:
-        accesses = [*accesses, (scratch(runtime, nbytes), SCRATCH)]
-    runtime.submit(found, accesses, constants, priority=priority)
-
-
-def native_for(op: str, views: Sequence[Any], constants: Mapping[str, Any]) -> Native | None:
-    """The kernel that takes these tiles as they are, if there is one and this machine can run it."""
-    load()
-    native = _native.get(op)
-    if native is None or any(view.dtype == np.float16 for view in views) or not native.takes(views, constants):
-        return None
-    if constants.get("kind") in _activations:
-        return None
-    from .cpu import onednn
-
-    return native if onednn.available() else None
-
-
-def scratch(runtime: TaskRuntime, nbytes: int) -> Any:
-    """A handle of `nbytes` bytes of working memory for one task: pass it with mode SCRATCH; the kernel gets a uint8 array."""
-    from ..tensor import TileView
-
-    return runtime.handle(nbytes, TileView((nbytes,), np.dtype(np.uint8)), name="scratch", data_class="scratch")
+def registered_flops(op: str) -> FlopCount | None:
+    """The count of floating-point operations that was registered with operation `op`, if any."""
+    return _flops.get(op)

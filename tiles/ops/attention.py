@@ -15,9 +15,9 @@ import numpy as np
 
 from scheduler import RW, SCRATCH, Access, R, W
 
-from ..kernels.cpu.attention import lse_scratch_nbytes, scratch_nbytes
+from ..emission import emit, scratch
+from ..kernels.cpu.attention import attention_scratch_nbytes, lse_scratch_nbytes
 from ..kernels.reference.attention import Pair
-from ..kernels.registry import emit, scratch
 from ..tensor import TileTensor
 from .grid import chained, same_axis, same_tiling
 
@@ -84,7 +84,7 @@ class _Attention:
         """Working memory for one task."""
         itemsize = 8 if self.q.dtype == np.float64 else 4
         p = self.dropout.p if self.dropout else 0.0
-        return scratch(self.q.runtime, scratch_nbytes(self.q.tile[1], self.k.tile[1], itemsize, p)), SCRATCH
+        return scratch(self.q.runtime, attention_scratch_nbytes(self.q.tile[1], self.k.tile[1], itemsize, p)), SCRATCH
 
     def lse_scratch(self) -> Access:
         """Working memory for one sum over kept scores."""

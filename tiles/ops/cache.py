@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from scheduler import RW, SCRATCH, Access, R, W
 
-from ..kernels.cpu.cache import scratch_nbytes
-from ..kernels.registry import emit, scratch
+from ..emission import emit, scratch
+from ..kernels.cpu.cache import cache_scratch_nbytes
 from ..tensor import TileTensor
 from .grid import chained, same_axis, same_tiling
 
@@ -50,7 +50,7 @@ def cached_attention(
     o = q.like(name="attention")
     shape, tile = (q.shape[0], q.shape[2] // head_size, q.shape[1]), (q.tile[0], q.tile[2] // head_size, q.shape[1])
     peak, total = (TileTensor(q.runtime, shape, tile, q.dtype if q.dtype.itemsize == 8 else "float32", name=name) for name in ("peak", "total"))
-    nbytes = scratch_nbytes(q.shape[1], tile[1], keys.tile[1], 8 if q.dtype.itemsize == 8 else 4)
+    nbytes = cache_scratch_nbytes(q.shape[1], tile[1], keys.tile[1], 8 if q.dtype.itemsize == 8 else 4)
     for b, h in itertools.product(range(q.grid[0]), range(q.grid[2])):
         for t in range(num_tiles):
             mode = chained(t)

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from scheduler import REDUX, Access, R, W
 
-from ..kernels.registry import activations, emit
+from ..emission import emit
+from ..kernels.registry import activations
 from ..tensor import TileTensor
 from .grid import same_axis, same_tiling
 

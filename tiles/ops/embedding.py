@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler import REDUX, Access, R
 
-from ..kernels.registry import emit
+from ..emission import emit
 from ..tensor import TileTensor
 from .grid import chained, same_axis
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from scheduler import REDUX, SCRATCH, Access, R, W
 
-from ..kernels.cpu.loss import scratch_nbytes
-from ..kernels.registry import emit, scratch
+from ..emission import emit, scratch
+from ..kernels.cpu.loss import loss_scratch_nbytes
 from ..tensor import TileTensor
 from .grid import chained, same_axis, statistics
 from .optimizer import sum_scalars
@@ -63,4 +63,4 @@ def _check(x: TileTensor, w: TileTensor, targets: TileTensor) -> None:
 
 def _scratch(x: TileTensor, w: TileTensor) -> Access:
     itemsize = 8 if x.dtype == np.float64 else 4
-    return scratch(x.runtime, scratch_nbytes(x.tile[0] * x.tile[1], w.tile[0], itemsize)), SCRATCH
+    return scratch(x.runtime, loss_scratch_nbytes(x.tile[0] * x.tile[1], w.tile[0], itemsize)), SCRATCH

@@ -10,7 +10,7 @@ from typing import Any
 
 from scheduler import REDUX, RW, Access, R, W
 
-from ..kernels.registry import emit
+from ..emission import emit
 from ..tensor import TileTensor
 from .grid import chained, leading, same_axis, with_last
 

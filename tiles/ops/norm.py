@@ -11,10 +11,11 @@ import numpy as np
 
 from scheduler import REDUX, SCRATCH, Access, R, W
 
-from ..kernels.cpu.norm import scratch_nbytes
-from ..kernels.registry import emit, scratch
-from ..tensor import TileTensor, TileView
+from ..emission import emit, scratch
+from ..kernels.cpu.norm import norm_scratch_nbytes
+from ..tensor import TileTensor
 from ..tiling import Index
+from ..view import TileView
 from .elementwise import add, fill
 from .grid import chained, leading, same_axis, same_tiling, statistics
 
@@ -236,7 +237,7 @@ def softmax_backward(y: TileTensor, dy: TileTensor) -> TileTensor:
 def _scratch(x: TileTensor) -> Access:
     """Working memory of one task over a tile of `x`."""
     itemsize = 8 if x.dtype == np.float64 else 4
-    return scratch(x.runtime, scratch_nbytes(prod(x.tile[:-1]), x.tile[-1], itemsize)), SCRATCH
+    return scratch(x.runtime, norm_scratch_nbytes(prod(x.tile[:-1]), x.tile[-1], itemsize)), SCRATCH
 
 
 def _check(x: TileTensor, *vectors: TileTensor) -> None:

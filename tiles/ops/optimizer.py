@@ -10,8 +10,9 @@ import numpy as np
 
 from scheduler import RW, SCRATCH, Access, Handle, R, TaskRuntime, W
 
-from ..kernels.cpu.optimizer import scratch_nbytes
-from ..kernels.registry import NARROW, emit, scratch
+from ..emission import emit, scratch
+from ..kernels.cpu.optimizer import optimizer_scratch_nbytes
+from ..kernels.registry import NARROW
 from ..tensor import TileTensor
 from .grid import same_tiling
 
@@ -148,7 +149,7 @@ def _update(
         if master is not None:
             accesses.append((master.handles[number], RW))
         size = prod(param.tile)
-        nbytes = scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, penalty, clip, bool(constants.get("nesterov")))
+        nbytes = optimizer_scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, penalty, clip, bool(constants.get("nesterov")))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
         emit(param.runtime, op, accesses, priority=priority, **constants)

@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler import R, W
 
-from ..kernels.registry import emit
+from ..emission import emit
 from ..tensor import TileTensor
 
 

@@ -1,7 +1,7 @@
 """The `nntask` command.
 
-Each subcommand lives in a module of its own that is imported only when it is asked for, so ``--help`` and mistakes answer at once. Errors that
-nntask raises on purpose become one line on stderr and their exit code; anything else is a bug and shows its traceback.
+Each subcommand is a module of its own that is imported only when it is called, so ``--help`` and mistakes answer at once. An error that nntask raises
+on purpose becomes one line on stderr and an exit code; any other exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import Final
+
+__all__ = ["COMMANDS", "exit_code", "main"]
 
 COMMANDS: Final = {
     "train": "train a GPT-2 or a LLaMA, or continue a run",
@@ -27,7 +29,11 @@ COMMANDS: Final = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: that of this process).
+
+    Returns:
+        The exit code.
+    """
     try:
         return _answer(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -36,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(args: list[str]) -> int:
-    """Run a command line and report what it ends with, but for Ctrl-C."""
+    """Run a command line and print its error, except Ctrl-C; returns the exit code."""
     try:
         code = _dispatch(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+    except BrokenPipeError:  # the reader of the output has ended, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -53,9 +59,9 @@ def _answer(args: list[str]) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code an error ends the command with; 1 for a bug."""
-    from nntask.errors import NntaskError
-    from scheduler.core.errors import DoesNotFit
+    """The exit code of a command that ends with an error; 1 for a bug."""
+    from nntask import NntaskError
+    from scheduler import DoesNotFit
 
     if isinstance(error, NntaskError):
         return error.exit_code
@@ -75,11 +81,12 @@ def _dispatch(args: list[str]) -> int:
     if command not in COMMANDS:
         import difflib
 
-        from nntask.errors import UsageError
+        from nntask import UsageError
 
         near = difflib.get_close_matches(command, COMMANDS, 1)
         raise UsageError(f"unknown command {command!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"))
-    return int(importlib.import_module(f".{command}", __name__).run(args[1:]))
+    module = ".bench" if command == "bench" else f".commands.{command}"
+    return int(importlib.import_module(module, __name__).run(args[1:]))
 
 
 def _usage() -> str:

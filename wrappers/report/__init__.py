@@ -1,1 +1,1 @@
-"""Reports of runs: what a run directory has to say (`records`), as numbers (`figures`), as one page (`page`)."""
+"""Reports of runs: the records of a run directory (`records`), the figures computed from them (`figures`), and their page (`page`)."""

@@ -1,7 +1,7 @@
-"""The numbers of a report, computed from what a run has recorded. Pure: records in, numbers out; nothing here knows how they are drawn.
+"""The figures of a report, computed from the records of a run. Pure: records in, numbers out; drawing is left to `plots`.
 
-Long runs are thinned out so that pages stay small, and each figure that is says how: curves to means (of memory: maxima) over equally many steps,
-bars to the longest ones.
+Long runs are thinned so that pages stay small, and each thinned figure says how: curves to means (memory: to maxima) over groups of equally many
+steps, Gantt charts to their longest bars.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Final, Literal
 from .records import Bar, Line, NodeRecord, TraceRecord
 
 MOST_POINTS: Final = 1000
-"""Of one curve, where a page is not too large with as many."""
+"""Most points of one curve, unless the page is too large."""
 MOST_BARS: Final = 10_000
-"""Of all tracks together, likewise."""
+"""Most bars of all tracks together, unless the page is too large."""
 
 Point = tuple[float, float]
 
 
 def number(line: Line, name: str) -> float | None:
-    """A number of a line; None where it has none, or one that is not finite."""
+    """A number of a line; None if the field is absent or not a finite number."""
     value = line.get(name)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def numbers(line: Line, name: str) -> dict[str, float]:
-    """The numbers of an object in a line, such as bytes by node; none where it has no such object."""
+    """The finite numbers of an object in a line, such as bytes by node; empty if the line has no such object."""
     values = line.get(name)
     return {key: found for key in values if (found := number(values, key)) is not None} if isinstance(values, Mapping) else {}
 
 
 def thinned(points: Sequence[Point], how: Literal["mean", "max"] = "mean", most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points: as they are, or the mean x and the mean or largest y of `group_size` neighbours each."""
+    """At most `most` points: the points as they are, or the mean x and the mean or largest y of each group of `group_size` neighbours."""
     size = group_size(len(points), most)
     if size == 1:
         return list(points)
@@ -48,7 +48,7 @@ def thinned(points: Sequence[Point], how: Literal["mean", "max"] = "mean", most:
 
 
 def group_size(count: int, most: int = MOST_POINTS) -> int:
-    """How many neighbours make one of at most `most` points."""
+    """Number of neighbouring points that are merged to one so that at most `most` remain."""
     return max(1, -(-count // most))
 
 
@@ -72,8 +72,8 @@ class Memory:
 
     Args:
         points: (seconds of training, most bytes held in a step), thinned to maxima.
-        peak: bytes, over all steps.
-        budget: bytes, where it is known.
+        peak: most bytes held in any step.
+        budget: budget in bytes; None where it is unknown.
     """
 
     points: list[Point]
@@ -82,12 +82,12 @@ class Memory:
 
     @property
     def share(self) -> float:
-        """The peak over the budget; 0 where that is not known."""
+        """The peak divided by the budget; 0 where the budget is unknown."""
         return self.peak / self.budget if self.budget else 0.0
 
 
 def memories(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Memory]:
-    """Each memory of a node."""
+    """The memories of a node, by name."""
     held: dict[str, list[Point]] = {}
     for at, line in zip(elapsed(node.lines), node.lines, strict=True):
         for name, nbytes in numbers(line, "resident_peak_bytes").items():
@@ -97,14 +97,14 @@ def memories(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Memory]:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One link over the steps.
+class LinkTraffic:
+    """Traffic over one link.
 
     Args:
-        points: (step, bytes in it), thinned.
+        points: (step, bytes in that step), thinned.
         total: bytes over all steps.
-        per_step: bytes, the mean.
-        per_second: bytes, the mean over the seconds of training.
+        per_step: mean bytes of a step.
+        per_second: mean bytes of a second of training.
     """
 
     points: list[Point]
@@ -113,8 +113,8 @@ class Link:
     per_second: float
 
 
-def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Link]:
-    """Each link of a node over which anything went, the busiest first."""
+def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, LinkTraffic]:
+    """The links of a node that moved any bytes, by name, the busiest first."""
     totals: Counter[str] = Counter()
     for line in node.lines:
         totals.update(numbers(line, "moved_bytes"))
@@ -122,21 +122,21 @@ def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Link]:
     found = {}
     for name, total in totals.most_common():
         points = [(line["step"], numbers(line, "moved_bytes").get(name, 0.0)) for line in node.lines]
-        found[name] = Link(thinned(points, most=most), total, total / len(node.lines), total / seconds if seconds else 0.0)
+        found[name] = LinkTraffic(thinned(points, most=most), total, total / len(node.lines), total / seconds if seconds else 0.0)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """How a worker spent its time, as shares of it that add up to 1: in kernels, waiting for data or room, idle otherwise."""
+class WorkerTime:
+    """Fractions of a worker's time, which add up to 1: in kernels, waiting for data or free memory, and idle."""
 
     busy: float
     stalled: float
     idle: float
 
 
-def shares(node: NodeRecord) -> dict[str, Share]:
-    """Each worker of a node, over the steps that say."""
+def shares(node: NodeRecord) -> dict[str, WorkerTime]:
+    """The time of each worker of a node, by name, over the steps that recorded it."""
     busy, stalled = Counter[str](), Counter[str]()
     seconds = 0.0
     for line in node.lines:
@@ -150,7 +150,7 @@ def shares(node: NodeRecord) -> dict[str, Share]:
     result = {}
     for worker, in_kernels in busy.items():
         whole = max(seconds, in_kernels + stalled[worker])  # a kernel that spans two steps counts where it ends
-        result[worker] = Share(in_kernels / whole, stalled[worker] / whole, (whole - in_kernels - stalled[worker]) / whole)
+        result[worker] = WorkerTime(in_kernels / whole, stalled[worker] / whole, (whole - in_kernels - stalled[worker]) / whole)
     return result
 
 
@@ -159,11 +159,12 @@ class CodeletRow:
     """One codelet in a traced step.
 
     Args:
-        tasks: of a step, on all nodes together.
-        seconds: of a step, of all workers together.
-        share: of the seconds in kernels.
-        flops_per_second, bytes_per_second: while one of its tasks runs; None where its cost function names none.
-        of_peak: flops per second over the fp32 product peak of one worker, measured while all of them work; None where one is not known.
+        name: name of the codelet.
+        tasks: number of its tasks in a step, on all nodes together.
+        seconds: seconds of its kernels in a step, of all workers together.
+        share: fraction of all seconds in kernels.
+        flops_per_second, bytes_per_second: rates while one of its tasks runs; None where its cost function gives none.
+        of_peak: flops per second divided by one worker's fp32 product peak, measured while all workers run; None where the peak is unknown.
     """
 
     name: str
@@ -177,7 +178,7 @@ class CodeletRow:
 
 @dataclass(slots=True)
 class _Sum:
-    """A codelet over all nodes; `possible` are the flops that its seconds would have been enough for."""
+    """A codelet over all nodes; `possible` is the number of flops that its seconds would have sufficed for at peak."""
 
     tasks: float = 0.0
     seconds: float = 0.0
@@ -186,7 +187,7 @@ class _Sum:
     possible: float = 0.0
 
     def row(self, name: str, total: float, is_peak_known: bool) -> CodeletRow:
-        """As the report shows it, of so many seconds in kernels."""
+        """The codelet's row of the report, given the seconds of all kernels."""
         return CodeletRow(
             name,
             self.tasks,
@@ -199,7 +200,7 @@ class _Sum:
 
 
 def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
-    """The codelets of the steps that were traced whole, most seconds first."""
+    """The codelets of completely traced steps, in the order of descending seconds."""
     sums: dict[str, _Sum] = {}
     is_peak_known = True
     for node in nodes:
@@ -225,31 +226,31 @@ def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
 
 
 def traced_steps(nodes: Iterable[NodeRecord]) -> list[int]:
-    """The steps that some task in a trace belongs to, in order."""
+    """The steps that have any traced task, in order."""
     return sorted({bar.step for node in nodes if node.trace is not None for bar in node.trace.tasks if bar.step is not None})
 
 
 def whole_steps(trace: TraceRecord | None) -> frozenset[int]:
-    """The steps that a trace has all tasks of."""
+    """The steps whose tasks are all in the trace."""
     return frozenset(trace.about.get("steps", ())) if trace is not None else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Achieved:
-    """A traced step beside what bounds it, in seconds: the steps' mean, and bounds by name."""
+    """A traced step beside its lower bounds: mean seconds of the steps, and seconds of each bound by name."""
 
     seconds: float
     bounds: Mapping[str, float]
 
     @property
     def over_bound(self) -> float | None:
-        """The step's time over the largest bound."""
+        """The step's time divided by the largest bound; None without a bound."""
         largest = max(self.bounds.values(), default=0.0)
         return self.seconds / largest if largest else None
 
 
 def achieved(trace: TraceRecord | None) -> Achieved | None:
-    """What a trace says of that; None where no whole step was traced."""
+    """The step time and bounds of a trace; None where no step was traced completely."""
     if trace is None or not whole_steps(trace):
         return None
     return Achieved(float(trace.about["seconds_per_step"]), numbers(trace.about, "bounds_seconds"))
@@ -257,15 +258,15 @@ def achieved(trace: TraceRecord | None) -> Achieved | None:
 
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """What is drawn of the traces.
+    """The contents of a Gantt chart.
 
     Args:
         tracks: workers of all nodes, then links; "node worker" where there are several nodes.
-        bars: on them, in nanoseconds from the first one's start.
-        steps: the first and the last step drawn; None where the tasks belong to none.
-        begins: nanoseconds from the first one's start at which each step's first task starts.
-        num_found: bars of these steps, of which `bars` may be the longest ones.
-        coverage: share of the seconds of `num_found` bars that those drawn have.
+        bars: bars of the tracks, in nanoseconds from the start of the first bar.
+        steps: first and last step drawn; None where the tasks belong to no step.
+        begins: start of each step's first task, in nanoseconds from the start of the first bar.
+        num_found: number of bars of these steps, of which `bars` may be the longest.
+        coverage: fraction of the time of `num_found` bars that the drawn bars have.
         memory: (node and memory) -> (nanoseconds from the same start, bytes), thinned to maxima.
     """
 
@@ -279,13 +280,15 @@ class Gantt:
 
 
 def gantt(nodes: Sequence[NodeRecord], steps: tuple[int, int] | None = None, most: int = MOST_BARS) -> Gantt | None:
-    """Bars of the traced steps; of as many of the first ones as have at most `most` together, and of one in any case.
+    """Bars of the traced steps.
 
     Args:
-        steps: first and last step to draw, instead of that choice.
+        nodes: the nodes.
+        steps: first and last step to draw; None for as many of the first steps as have at most `most` tasks together, but at least one.
+        most: most bars.
 
     Returns:
-        None where nothing was traced, or none of `steps`.
+        None where no task was traced, or none of `steps`.
     """
     traced = [(node.name, node.trace) for node in nodes if node.trace is not None]
     tasks = [named(name, bar) for name, trace in traced for bar in trace.tasks]
@@ -323,7 +326,7 @@ def gantt(nodes: Sequence[NodeRecord], steps: tuple[int, int] | None = None, mos
 
 
 def _first_steps(counts: Mapping[int, int], most: int) -> tuple[int, int] | None:
-    """The first step and the last one until which there are at most `most` tasks; None where no task belongs to a step."""
+    """The first step, and the last step up to which there are at most `most` tasks; None where no task belongs to a step."""
     ordered = sorted(counts)
     if not ordered:
         return None
@@ -337,10 +340,10 @@ def _first_steps(counts: Mapping[int, int], most: int) -> tuple[int, int] | None
 
 
 def label(node: str, name: str) -> str:
-    """A worker, link or memory of a node."""
+    """The name of a worker, link or memory, with its node's name if the node has one."""
     return f"{node} {name}" if node else name
 
 
 def named(node: str, bar: Bar) -> Bar:
-    """A bar with its node's name on the track."""
+    """A bar whose track has the node's name, too."""
     return replace(bar, track=label(node, bar.track)) if node else bar

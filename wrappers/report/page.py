@@ -1,4 +1,4 @@
-"""The page of a report: its sections in one HTML file that needs nothing else, not even a network."""
+"""The page of a report: its sections in one HTML file that needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bokeh.resources import Resources
 
 from . import figures
 from .records import RunRecord
-from .sections import Limits, escaped, sections_of
+from .sections import PageLimits, escaped, sections_of
 
 MOST_BYTES: Final = 5_000_000
-"""Of a page."""
+"""Largest page in bytes."""
 _STYLE: Final = """
 body { font: 15px/1.45 system-ui, -apple-system, "Segoe UI", sans-serif; max-width: 1180px; margin: 1.5em auto; padding: 0 20px; color: #222 }
 h1 { font-size: 24px; margin: 0 0 .2em }
@@ -35,30 +35,31 @@ code { background: #f2f2f2; padding: 0 3px }
 
 
 def page(run: RunRecord, steps: tuple[int, int] | None = None) -> str:
-    """The whole document, of at most `MOST_BYTES`: the more there is to draw, the more is thinned out.
+    """The HTML document, of at most `MOST_BYTES`; the more there is to draw, the more it is thinned.
 
     Args:
-        steps: the traced steps to draw, instead of a choice.
+        run: the run.
+        steps: first and last traced step to draw; None for a default choice.
     """
     text = ""
-    for share in (1, 4, 16, 64):
-        text = _document(run, Limits(steps, figures.MOST_POINTS // share, figures.MOST_BARS // share))
+    for divisor in (1, 4, 16, 64):
+        text = _document(run, PageLimits(steps, figures.MOST_POINTS // divisor, figures.MOST_BARS // divisor))
         if len(text.encode()) <= MOST_BYTES:
             break
     return text
 
 
-def _document(run: RunRecord, limits: Limits) -> str:
-    """The document with what the limits let in."""
+def _document(run: RunRecord, limits: PageLimits) -> str:
+    """The document within the limits."""
     sections = list(sections_of(run, limits))
     plots = [plot for section in sections for row in section.rows for plot in row]
     script, divs = components(plots) if plots else ("", ())
-    places = iter(divs)
+    elements = iter(divs)
     body = []
     for section in sections:
         body.append(f"<h2>{escaped(section.heading)}</h2>")
         body += [f'<p class="note">{sentence}</p>' for sentence in section.sentences]
-        body += ['<div class="row">' + "".join(next(places) for _ in row) + "</div>" for row in section.rows]
+        body += ['<div class="row">' + "".join(next(elements) for _ in row) + "</div>" for row in section.rows]
         body.append(section.table)
     title = escaped(run.name)
     code = Resources(mode="inline", components=["bokeh"]).render_js() if plots else ""
@@ -70,7 +71,7 @@ def _document(run: RunRecord, limits: Limits) -> str:
 
 
 def _intro(run: RunRecord) -> str:
-    """What the run was, in a few figures."""
+    """The headline figures of the run."""
     losses, speeds, used = (
         [value for line in run.lines if (value := figures.number(line, name)) is not None] for name in ("loss", "tokens_per_second", "mfu")
     )

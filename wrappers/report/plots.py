@@ -1,7 +1,7 @@
-"""The plots of a report, in Bokeh: each function takes numbers of `figures` and returns a plot. All drawing habits are here.
+"""The plots of a report, in Bokeh: each function takes numbers of `figures` and returns a plot. All conventions of drawing are here.
 
-Colours are those of Okabe and Ito (2008), which people with any kind of colour vision tell apart; what they distinguish is also named in legends and
-under the pointer. Dragging zooms, the reset button returns.
+Colours are those of Okabe and Ito (2008), which are distinct for people with any kind of colour vision; legends and tooltips name the same
+distinctions. Dragging zooms, the reset button returns.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import numpy as np
 from bokeh.models import ColumnDataSource, CustomJSTickFormatter, FixedTicker, HoverTool, Range1d, Span
 from bokeh.plotting import figure
 
-from nntask.sizes import format_size
+from nntask.config import format_size
 
-from .figures import Achieved, CodeletRow, Gantt, Link, Memory, Point, Share
+from .figures import Achieved, CodeletRow, Gantt, LinkTraffic, Memory, Point, WorkerTime
 from .records import Bar
 
 WIDTH: Final = 1180
-"""Pixels of the page's content: what fits into a window of 1280."""
+"""Width of the page's content, which fits a window of 1280; pixels."""
 HALF: Final = (WIDTH - 20) // 2
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 GREY: Final = "#9A9A9A"
 DARK: Final = "#333333"
 _TRACK: Final = 32
-"""Pixels of a track of the Gantt chart, fewer where there are many."""
+"""Height of a track of the Gantt chart, smaller if there are many; pixels."""
 _TALLEST: Final = 900
 _LETTER: Final = 7
-"""Pixels of a letter in a legend, about."""
+"""Approximate width of a letter in a legend; pixels."""
 _FEW: Final = 400
-"""Bars that are told from their neighbours by an edge; more of them would be nothing but edges."""
+"""Most bars that are drawn with an edge; edges of more bars would hide the bars."""
 
 
 def line_plot(
@@ -47,11 +47,12 @@ def line_plot(
     """Curves over steps or seconds.
 
     Args:
-        title: of the plot.
-        unit: of y.
-        curves: name -> (x, y).
-        x: what the horizontal axis is, with its unit.
-        from_zero: whether the vertical axis begins there.
+        title: title of the plot.
+        unit: unit of y.
+        curves: name -> points (x, y).
+        x: quantity and unit of the horizontal axis.
+        width, height: size in pixels.
+        from_zero: whether the vertical axis begins at 0.
     """
     plot = _figure(title, x, unit, width, height)
     for number, (name, points) in enumerate(curves.items()):
@@ -70,7 +71,7 @@ def line_plot(
 
 
 def memory_plot(name: str, memory: Memory) -> Any:
-    """Bytes held in a memory over time, and its budget; where little of it is used, the axis ends above what is."""
+    """Bytes held in a memory over time, and its budget; if little of the budget is used, the axis ends above the peak."""
     unit, size = _unit(memory.peak)
     peak, budget = memory.peak / size, None if memory.budget is None else memory.budget / size
     of = "" if budget is None else f" of {format_size(memory.budget or 0)}, its budget ({memory.share:.1%})"
@@ -82,23 +83,23 @@ def memory_plot(name: str, memory: Memory) -> Any:
     return plot
 
 
-def links_plot(links: Mapping[str, Link]) -> Any:
+def links_plot(links: Mapping[str, LinkTraffic]) -> Any:
     """Bytes over each link in a step."""
     curves = {name: [(at, nbytes / 1e9) for at, nbytes in link.points] for name, link in links.items()}
     return line_plot("bytes over each link", "GB in a step", curves, width=WIDTH)
 
 
-def shares_plot(shares: Mapping[str, Share]) -> Any:
-    """How each worker spent its time, a bar each."""
+def shares_plot(shares: Mapping[str, WorkerTime]) -> Any:
+    """A bar for each worker with the fractions of its time."""
     names = list(shares)[::-1]
     plot = _figure("how the workers spent the time of the steps", "% of the time", "", WIDTH, 90 + _height(len(names)), names)
-    parts = {"in kernels": "busy", "waiting for data or room": "stalled", "idle": "idle"}
-    columns: dict[str, Any] = {"worker": names, **{name: [100 * getattr(shares[who], name) for who in names] for name in parts.values()}}
+    kinds = {"in kernels": "busy", "waiting for data or room": "stalled", "idle": "idle"}
+    columns: dict[str, Any] = {"worker": names, **{name: [100 * getattr(shares[worker], name) for worker in names] for name in kinds.values()}}
     source = ColumnDataSource(columns)
     bars = plot.hbar_stack(
-        list(parts.values()), y="worker", height=0.8, source=source, color=[COLOURS[0], COLOURS[1], "#DDDDDD"], legend_label=list(parts)
+        list(kinds.values()), y="worker", height=0.8, source=source, color=[COLOURS[0], COLOURS[1], "#DDDDDD"], legend_label=list(kinds)
     )
-    tips = [("", "@worker"), *((text, f"@{name}{{0.0}} %") for text, name in parts.items())]
+    tips = [("", "@worker"), *((text, f"@{name}{{0.0}} %") for text, name in kinds.items())]
     plot.add_tools(HoverTool(renderers=bars, tooltips=tips))
     plot.x_range = Range1d(0, 100)
     _finish(plot)
@@ -106,7 +107,7 @@ def shares_plot(shares: Mapping[str, Share]) -> Any:
 
 
 def codelets_plot(rows: Sequence[CodeletRow], most: int = 12) -> Any:
-    """Milliseconds of a step by codelet, the largest ones; dark where the rate is known against the peak."""
+    """Milliseconds of a step by codelet, for the codelets that take most time; the tooltip has the rate."""
     rows = rows[:most][::-1]
     names = [row.name for row in rows]
     plot = _figure("milliseconds of a step, all workers together", "ms", "", WIDTH, 70 + 24 * len(names), names)
@@ -128,14 +129,14 @@ def codelets_plot(rows: Sequence[CodeletRow], most: int = 12) -> Any:
 
 
 def rate_of(row: CodeletRow) -> str:
-    """What a codelet does per second, in words."""
+    """A codelet's rate as text: flops per second, with the fraction of the peak where it is known, or bytes per second."""
     if row.flops_per_second is not None:
         return f"{row.flops_per_second / 1e9:,.1f} GF/s" + ("" if row.of_peak is None else f", {row.of_peak:.0%} of peak")
     return "" if row.bytes_per_second is None else f"{row.bytes_per_second / 1e9:,.1f} GB/s"
 
 
 def bounds_plot(found: Mapping[str, Achieved]) -> Any:
-    """A step's time beside what bounds it; of each node where there are several."""
+    """A step's time beside its lower bounds, for each node."""
     words = {"area": "area bound", "critical_path": "critical path", "link": "link bound"}
     rows = list[tuple[str, float, str]]()
     for node, each in found.items():
@@ -152,9 +153,9 @@ def bounds_plot(found: Mapping[str, Achieved]) -> Any:
 
 
 def gantt_plot(found: Gantt) -> Any:
-    """Tasks by worker and copies by link, coloured by what takes most time."""
+    """Tasks by worker and copies by link; the codelets that take most time have colours of their own."""
     tracks = found.tracks[::-1]
-    place = {track: at for at, track in enumerate(tracks)}
+    row_of = {track: at for at, track in enumerate(tracks)}
     spent: Counter[str] = Counter()
     for bar in found.bars:
         if not bar.nbytes:
@@ -170,7 +171,7 @@ def gantt_plot(found: Gantt) -> Any:
     for name, colour in [*zip(named, COLOURS, strict=False), ("other codelets", GREY), ("copies", DARK)]:
         bars = [bar for bar in found.bars if _group(bar, named) == name]
         if bars:
-            _bars(plot, bars, place, name, colour, "white" if len(found.bars) <= _FEW else None)
+            _bars(plot, bars, row_of, name, colour, "white" if len(found.bars) <= _FEW else None)
     for at in found.begins:
         plot.add_layout(Span(location=at / 1e6, dimension="height", line_color=DARK, line_dash="dotted"))
     _finish(plot)
@@ -181,10 +182,10 @@ def _group(bar: Bar, named: Sequence[str]) -> str:
     return "copies" if bar.nbytes else bar.name if bar.name in named else "other codelets"
 
 
-def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, colour: str, edge: str | None) -> None:
-    """Bars of one colour; single precision is a part in ten million of the span."""
+def _bars(plot: Any, bars: Sequence[Bar], row_of: Mapping[str, int], name: str, colour: str, edge: str | None) -> None:
+    """Bars of one colour. Single precision resolves a ten-millionth of the span."""
     columns: dict[str, Any] = {
-        "y": np.array([place[bar.track] for bar in bars], np.float32),
+        "y": np.array([row_of[bar.track] for bar in bars], np.float32),
         "start": np.array([bar.start / 1e6 for bar in bars], np.float32),
         "end": np.array([bar.end / 1e6 for bar in bars], np.float32),
         "ms": np.array([(bar.end - bar.start) / 1e6 for bar in bars], np.float32),
@@ -206,7 +207,7 @@ def _bars(plot: Any, bars: Sequence[Bar], place: Mapping[str, int], name: str, c
 
 
 def traced_memory_plot(memory: Mapping[str, Sequence[Point]], beside: Any) -> Any:
-    """Bytes in use of each memory during the traced steps, (nanoseconds, bytes), on the time axis of the Gantt chart."""
+    """Bytes in use of each memory during the traced steps, from (nanoseconds, bytes), on the time axis of the Gantt chart."""
     unit, size = _unit(max(nbytes for points in memory.values() for _, nbytes in points))
     curves = {name: [(at / 1e6, nbytes / size) for at, nbytes in points] for name, points in memory.items()}
     plot = line_plot("memory in use meanwhile", unit, curves, x="ms", width=WIDTH, height=220)
@@ -216,7 +217,7 @@ def traced_memory_plot(memory: Mapping[str, Sequence[Point]], beside: Any) -> An
 
 
 def _figure(title: str, x: str, y: str, width: int, height: int, names: Sequence[str] | None = None) -> Any:
-    """An empty plot; with `names` its y axis is these."""
+    """An empty plot; `names` are the categories of its y axis."""
     more = {} if names is None else {"y_range": list(names)}
     plot = figure(
         title=title,
@@ -260,7 +261,7 @@ def _height(num_tracks: int) -> int:
 
 
 def _unit(nbytes: float) -> tuple[str, int]:
-    """A unit for axes that reach so many bytes, and its bytes."""
+    """A unit for an axis that reaches `nbytes`, and the bytes of that unit."""
     return ("GiB", 1 << 30) if nbytes >= 1 << 30 else ("MiB", 1 << 20)
 
 

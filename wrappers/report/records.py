@@ -1,12 +1,12 @@
-"""What a run has left behind about itself, read for its report. Nothing here computes or draws.
+"""The records of a run directory, read for its report. This module computes and draws nothing.
 
-A run on one machine is one node, without a name, whose files lie in the run's directory. A run on a cluster has, besides the metrics.jsonl of the
-whole run, a directory for each node, named after it, with that node's own files:
+A run on one machine is one node without a name, whose files lie in the run's directory. A run on a cluster has, besides the metrics.jsonl of the
+whole run, one directory per node, named after the node, with the node's own files:
 
     RUN/metrics.jsonl                 steps of the run: step, loss, lr, grad_norm, tokens, seconds, ...
-    RUN/summary.json, machine.json    if they are there
+    RUN/summary.json, machine.json    optional
     RUN/trace.json.gz                 of --trace-steps, or the file that --trace named
-    RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with the same fields as far as they are the node's own
+    RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with those of the same fields that the node has
     RUN/nodes/<name>/machine.json, trace.json.gz, trace.json
 """
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from nntask.errors import DataError, UsageError
-from nntask.jsonfile import read_object
-from nntask.trainer.metrics import read_metrics
-from nntask.trainer.outputs import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE
-from scheduler.trace import FORMAT
+from nntask import DataError, UsageError
+from nntask.io import read_object
+from nntask.telemetry import read_metrics
+from nntask.training import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE
+from scheduler import TRACE_FORMAT
 
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
 _AGAIN: Final = "trace some steps anew, as in nntask train --trace-steps 10:11"
@@ -34,14 +34,14 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that took time: a task on a worker, or a copy over a link.
+    """An interval of a trace: a task on a worker, or a copy over a link.
 
     Args:
-        track: the worker or the link.
-        name: of the codelet, or of what was copied.
-        step: that a task belongs to, if any.
+        track: name of the worker or of the link.
+        name: name of the codelet or of the copied data.
+        step: step of the task; None for a copy or a task outside steps.
         start, end: nanoseconds since 1970.
-        nbytes: of a copy.
+        nbytes: bytes of a copy; 0 for a task.
     """
 
     track: str
@@ -57,10 +57,12 @@ class TraceRecord:
     """A trace.
 
     Args:
-        path: of the file.
-        workers: their names, in order.
+        path: the file.
+        workers: names of the workers, in order.
+        tasks: intervals of tasks.
+        copies: intervals of copies.
         memory: node -> (nanoseconds since 1970, bytes in use), in order of time.
-        about: what `nntask.trainer.traced` says of the steps.
+        about: the description of the steps that `nntask.telemetry.tracing` has written.
     """
 
     path: Path
@@ -73,12 +75,13 @@ class TraceRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One machine of a run; its name is "" where there is only one.
+    """One machine of a run.
 
     Args:
-        lines: of its metrics.jsonl.
-        machine: what it has to train with; empty where nobody has written that down.
-        trace: of some steps, if there is one.
+        name: name of the node; "" for a run on one machine.
+        lines: lines of its metrics.jsonl.
+        machine: contents of its machine.json: budgets, workers, peak; empty without that file.
+        trace: trace of some steps; None without one.
     """
 
     name: str
@@ -92,10 +95,10 @@ class RunRecord:
     """A run.
 
     Args:
-        path: of its directory, as it was given.
-        lines: of its metrics.jsonl, at least one.
-        summary: of its end; empty while it goes on, or when it was killed.
-        nodes: at least one.
+        path: the directory, as it was given.
+        lines: lines of its metrics.jsonl, at least one.
+        summary: contents of its summary.json; empty while the run goes on, or after a kill.
+        nodes: the nodes, at least one.
     """
 
     path: Path
@@ -105,19 +108,20 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The last part of its directory's path."""
+        """The last component of the directory's path."""
         return self.path.resolve().name
 
 
 def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
-    """A run with all its nodes.
+    """Read a run with all its nodes.
 
     Args:
-        trace: the run's trace, instead of the one that it names.
+        directory: the run directory.
+        trace: the run's trace, instead of the one in its directory or configuration.
 
     Raises:
-        UsageError: a trace is named and the run has several nodes.
-        DataError: there is no run, it has done no step, or a file of it is broken.
+        UsageError: a trace is given and the run has several nodes.
+        DataError: there is no run, it has finished no step, or one of its files is broken.
     """
     if not directory.is_dir():
         raise DataError(f"{directory} is no directory; give the directory of a run of nntask train")
@@ -132,7 +136,7 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
         machine = {key: summary[key] for key in ("workers", "budget_bytes") if key in summary}
     folders = sorted(each for each in (directory / NODES).glob("*") if (each / METRICS).is_file())
     theirs: list[list[Line]] = [[*_lines(folder / METRICS)] for folder in folders]
-    if any(each and each[-1]["step"] >= lines[-1]["step"] for each in theirs):  # else one machine has gone on with what they began
+    if any(each and each[-1]["step"] >= lines[-1]["step"] for each in theirs):  # else one machine has continued the run of these nodes
         if trace is not None:
             raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
         return RunRecord(directory, lines, summary, [_node(folder, each) for folder, each in zip(folders, theirs, strict=True)])
@@ -153,29 +157,29 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _facts(path: Path) -> Mapping[str, Any]:
-    """A small file of the run, if it is there."""
+    """The object in a small file of the run; empty without the file."""
     return read_object(path, "the file", "let this user read it") if path.is_file() else {}
 
 
 def _trace_of(directory: Path) -> Path | None:
-    """The trace of a run or node: in its directory, or where --trace has put it."""
+    """The trace of a run or node, in its directory or at the path of its --trace; None without one."""
     import tomllib
 
     named = ""
     try:
         settings = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
         named = str(settings.get("observe", {}).get("trace", ""))
-    except (OSError, ValueError, AttributeError):  # the report does without; the file is not its business
+    except (OSError, ValueError, AttributeError):  # a report needs no configuration, and does not check it
         pass
-    places = [*([Path(named)] if named else []), *(directory / name for name in _TRACES)]
-    return next((place for place in places if place.is_file()), None)
+    candidates = [*([Path(named)] if named else []), *(directory / name for name in _TRACES)]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def read_trace(path: Path) -> TraceRecord:
-    """A trace that `scheduler.trace` has written for a run.
+    """Read a trace that `scheduler.execution.trace` has written for a run.
 
     Raises:
-        DataError: it cannot be read, was cut short, or is of another format.
+        DataError: the file cannot be read, was cut short, or is of another format.
     """
     try:
         data = path.read_bytes()
@@ -188,9 +192,9 @@ def read_trace(path: Path) -> TraceRecord:
         about = document["otherData"]["nntask"]
         found = about["format"]
     except (KeyError, TypeError, IndexError):
-        raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {FORMAT}; {_AGAIN}") from None
-    if found != FORMAT:
-        raise DataError(f"the trace {path} must have format {FORMAT}, got {str(found)[:40]}, which another version of nntask wrote; {_AGAIN}")
+        raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {TRACE_FORMAT}; {_AGAIN}") from None
+    if found != TRACE_FORMAT:
+        raise DataError(f"the trace {path} must have format {TRACE_FORMAT}, got {str(found)[:40]}, which another version of nntask wrote; {_AGAIN}")
     try:
         return _parsed(path, document["traceEvents"], about)
     except (KeyError, TypeError, AttributeError, ValueError):

@@ -1,4 +1,4 @@
-"""The sections of a report: for each, sentences, plots and a table of one group of figures, or what to do where nothing was recorded."""
+"""The sections of a report: each has sentences, plots and a table of one group of figures, or says how to record them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from nntask.sizes import format_size
+from nntask.config import format_size
 
 from . import figures, plots
 from .records import NodeRecord, RunRecord
 
 MOST_CURVES: Final = 14
-"""In one plot; as many as colours and dashes tell apart."""
+"""Most curves in one plot: as many as colours and dashes distinguish."""
 MOST_PLOTS: Final = 24
-"""Of memories."""
+"""Most plots of memories."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a page has room for.
+class PageLimits:
+    """Limits on the size of a page.
 
     Args:
-        steps: first and last of the traced steps to draw; None for as many as there is room for.
-        points: of a curve.
-        bars: of the Gantt chart.
+        steps: first and last traced step to draw; None for a default choice.
+        points: most points of a curve.
+        bars: most bars of the Gantt chart.
     """
 
     steps: tuple[int, int] | None = None
@@ -37,12 +37,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page.
+    """A section of the page.
 
     Args:
-        sentences: HTML, a paragraph each.
-        rows: of plots.
-        table: HTML.
+        heading: plain text.
+        sentences: HTML, one paragraph each.
+        rows: rows of plots.
+        table: HTML; "" for none.
     """
 
     heading: str
@@ -51,7 +52,7 @@ class Section:
     table: str = ""
 
 
-def sections_of(run: RunRecord, limits: Limits) -> Iterator[Section]:
+def sections_of(run: RunRecord, limits: PageLimits) -> Iterator[Section]:
     """All sections, in order."""
     nodes = run.nodes
     yield _training(run, limits)
@@ -65,7 +66,7 @@ def sections_of(run: RunRecord, limits: Limits) -> Iterator[Section]:
     yield _facts(run)
 
 
-def _training(run: RunRecord, limits: Limits) -> Section:
+def _training(run: RunRecord, limits: PageLimits) -> Section:
     wanted = (
         ("loss", "loss", "loss"),
         ("grad_norm", "gradient norm, before clipping", "norm"),
@@ -80,7 +81,7 @@ def _training(run: RunRecord, limits: Limits) -> Section:
     return Section("Training", _thinning(len(run.lines), limits, "the mean"), [drawn[:2], drawn[2:]])
 
 
-def _memory(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
+def _memory(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
     found = {figures.label(node.name, name): memory for node in nodes for name, memory in figures.memories(node, limits.points).items()}
     if not found:
         return Section("Memory", ["How much memory was held is not recorded in this directory."])
@@ -101,7 +102,7 @@ def _memory(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
     return Section("Memory", sentences, [drawn[at : at + 2] for at in range(0, len(drawn), 2)], table)
 
 
-def _movement(nodes: Sequence[NodeRecord], limits: Limits) -> Section:
+def _movement(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
     found = {figures.label(node.name, name): link for node in nodes for name, link in figures.links(node, limits.points).items()}
     if not found:
         return Section("Movement", ["Nothing moved between memories: everything fitted where it was used."])
@@ -126,8 +127,8 @@ def _workers(nodes: Sequence[NodeRecord]) -> Section:
     return Section("Workers", [sentence], [[plots.shares_plot(found)]], _table(("worker", "in kernels", "waiting for data or room", "idle"), rows))
 
 
-def _steps(run: RunRecord, limits: Limits) -> Section:
-    """Who ran what when, of the traced steps."""
+def _steps(run: RunRecord, limits: PageLimits) -> Section:
+    """The Gantt chart of the traced steps."""
     found = figures.gantt(run.nodes, limits.steps, limits.bars)
     if found is None:
         last = run.lines[-1]["step"]
@@ -201,7 +202,7 @@ def _bounds(nodes: Sequence[NodeRecord]) -> Section:
 
 
 def _facts(run: RunRecord) -> Section:
-    """summary.json and machine.json as a table."""
+    """The contents of summary.json and machine.json as a table."""
     rows = [(name, _short(value)) for name, value in run.summary.items()]
     for node in run.nodes:
         rows += [(figures.label(node.name, name), _short(value)) for name, value in node.machine.items() if node.name or name not in run.summary]
@@ -213,7 +214,7 @@ def _longest(nodes: Sequence[NodeRecord]) -> int:
     return max(len(node.lines) for node in nodes)
 
 
-def _thinning(count: int, limits: Limits, how: str) -> list[str]:
+def _thinning(count: int, limits: PageLimits, how: str) -> list[str]:
     size = figures.group_size(count, limits.points)
     return [f"{count:,} steps; each point is {how} of {size} of them."] if size > 1 else []
 
@@ -231,5 +232,5 @@ def _short(value: Any) -> str:
 
 
 def escaped(text: Any) -> str:
-    """Text that stands for itself in HTML."""
+    """Text escaped for HTML."""
     return html.escape(str(text))

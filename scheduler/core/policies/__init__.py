@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..perf import Estimates, NoEstimates
+from ..performance_model import Estimates, NoEstimates
 from .base import Policy, PolicyFactory
 from .costs import Candidate, explain
 from .expected import DataAware, DataAwareSorted, ExpectedEnd

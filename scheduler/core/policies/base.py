@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..perf import Estimates
+from ..performance_model import Estimates
 from ..records import Task, Worker
 
 

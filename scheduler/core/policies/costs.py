@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from ..perf import Estimates
+from ..performance_model import Estimates
 from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Task, Worker, WorkerId, WorkerKind
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import Final, NamedTuple
 
-from ..perf import NO_ESTIMATES, Estimates
+from ..performance_model import NO_ESTIMATES, Estimates
 from ..records import HandleRecord, NodeId, Task, Worker, WorkerId, WorkerKind
 from .costs import Candidate, Move, WorkerGroup, find_move
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..perf import Estimates
+from ..performance_model import Estimates
 from ..records import NodeId, Task, Worker, WorkerId
 from .base import Policy
 from .costs import Candidate, explain

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from ..perf import NO_ESTIMATES, Estimates
+from ..performance_model import NO_ESTIMATES, Estimates
 from ..records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
 
 

@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 from dask._task_spec import Alias, DataNode, Task, TaskRef
 from dask.callbacks import Callback
+from support.deadline import DEADLINE
 
 from nntask.errors import UsageError
 from scheduler import DoesNotFit
@@ -86,7 +87,7 @@ def test_graphs_within_tasks_that_wait_for_what_those_hold_say_so(tmp_path: Path
     both = threading.Barrier(2)
 
     def compute_within(array: Any) -> float:
-        both.wait(60)
+        both.wait(DEADLINE)
         parts = {f"part{n}": Task(f"part{n}", np.ones, 10 * MIB // 64) for n in range(3)}
         return float(get(parts | {"sum": Task("sum", combine, *map(TaskRef, parts))}, "sum")) + float(array[0])
 
@@ -129,7 +130,7 @@ with runtime(ram=24 << 20, disk={str(tmp_path)!r}, workers=2) as graphs:
     assert peak_rss() - before <= bound, (peak_rss() - before, bound, stats)
 """
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
 
 
@@ -421,5 +422,7 @@ def test_ctrl_c_that_reaches_another_thread_is_heard(script: str, tmp_path: Path
     """The main thread sleeps, and the system gives the signal to a worker's thread, or to that which reads results back: nobody wakes the one on
     which Python's handlers run."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=tmp_path, env=environment
+    )
     assert (done.stdout, done.returncode) == ("heard\n", 0), done.stderr

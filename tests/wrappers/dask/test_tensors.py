@@ -43,7 +43,7 @@ def test_a_lent_tile_is_given_back_with_its_last_view(machine: Runtime) -> None:
     tensor.write(np.zeros(64))
     array = to_array(tensor)
     view = get(dict(array.__dask_graph__()), (array.name, 0))[3:]
-    host = machine._engine.machine.dispatch.host
+    host = machine._executor.machine.program
     assert len(host.assigned) == 1
     del view
     gc.collect()

@@ -27,7 +27,7 @@ QUERIES: Final = 128
 """Queries per block of scores."""
 
 
-def scratch_nbytes(num_queries: int, num_keys: int, itemsize: int, p: float = 0.0) -> int:
+def attention_scratch_nbytes(num_queries: int, num_keys: int, itemsize: int, p: float = 0.0) -> int:
     """Working memory of one attention task: two blocks of scores, and with dropout room to draw from."""
     return 2 * min(QUERIES, num_queries) * num_keys * itemsize + (_DRAW_BYTES if p else 0)
 
@@ -172,7 +172,7 @@ def weigh(s: Array, out: Array, peak: Array, total: Array, block: Block, at: Pai
     Older sums and outputs shrink to the new maximum (Milakov and Gimelshein 2018).
     """
     if single(s, peak, total):
-        from . import exp_loops
+        from .numba import exp_loops
 
         shrink = np.empty(len(s), s.dtype)
         exp_loops.attention_weights(s, _seen(block, at), peak, total, shrink, bool(first))
@@ -200,7 +200,7 @@ def finish(o: Array, total: Array, size: int) -> None:
     if not single(o, total):
         heads(o, size)[...] /= total[..., None]
         return
-    from . import loops
+    from .numba import loops
 
     for matrix, sums in zip(o, total, strict=True):
         loops.normalise_heads(matrix, sums, size)
@@ -212,7 +212,7 @@ def attention_delta(o: Array, do: Array, delta: Array, *, head_size: int) -> Non
     if not single(o, do, delta):
         np.einsum("bhtd,bhtd->bht", heads(o, head_size), heads(do, head_size), out=delta)
         return
-    from . import loops
+    from .numba import loops
 
     for a, b, dots in zip(o, do, delta, strict=True):
         loops.head_dots(a, b, dots, head_size)
@@ -255,7 +255,7 @@ def attention_backward(
 def weigh_again(s: Array, lse: Array, block: Block, at: Pair) -> None:
     """s = the weights of a block, from its scores and the log-sum-exp of its rows."""
     if single(s, lse):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.attention_weights_again(s, _seen(block, at), lse)
         return
@@ -304,7 +304,7 @@ def slopes(s: Array, ds: Array, delta: Array, key: Array | None, scratch: Array,
     if key is not None:
         drop(ds, key, scratch, block, at)
     if single(ds, s, delta):
-        from . import loops
+        from .numba import loops
 
         loops.scaled_difference(ds, s, delta)
     else:

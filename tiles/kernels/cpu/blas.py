@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import threadpoolctl
 
-from . import onednn
 from .elementwise import WORK_BYTES, cells
+from .onednn import library as onednn
 
 Array = npt.NDArray[Any]
 Pair = tuple[int, int]

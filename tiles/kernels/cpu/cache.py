@@ -21,9 +21,9 @@ from .elementwise import single
 Array = npt.NDArray[Any]
 
 
-def scratch_nbytes(num_tokens: int, num_heads: int, num_keys: int, itemsize: int) -> int:
+def cache_scratch_nbytes(num_tokens: int, num_heads: int, num_keys: int, itemsize: int) -> int:
     """Working memory of one task: the scores of all heads of one token, or those of `attention`."""
-    return max(num_heads * num_keys * itemsize, blocks.scratch_nbytes(num_tokens, num_keys, itemsize))
+    return max(num_heads * num_keys * itemsize, blocks.attention_scratch_nbytes(num_tokens, num_keys, itemsize))
 
 
 @register_bf16("append_to_cache", takes=lambda views, constants: True)
@@ -64,7 +64,7 @@ def cached_attention(
     """Add one tile of the cache to the running attention of the new tokens; the last one normalises. See the reference."""
     batch, num_tokens, width = q.shape
     if num_tokens == 1 and single(q, keys):
-        from . import exp_loops
+        from .numba import exp_loops
 
         s = np.ndarray((width // head_size, keys.shape[1]), np.float32, buffer=scratch)
         query, out, k, v = (x.reshape(batch, x.shape[1], -1, head_size) for x in (q, o, keys, values))

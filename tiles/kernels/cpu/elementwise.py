@@ -121,11 +121,11 @@ def convert(x: Array, out: Array) -> None:
     """out = x: between bf16 and fp32 in one compiled pass (ml_dtypes converts number by number), all else, and what is strided, by NumPy."""
     flat = x.flags.c_contiguous and out.flags.c_contiguous
     if flat and x.dtype == _BF16 and out.dtype == np.float32:
-        from . import loops
+        from .numba import loops
 
         loops.widen(x.reshape(-1).view(np.uint16), out.reshape(-1).view(np.uint32))
     elif flat and x.dtype == np.float32 and out.dtype == _BF16:
-        from . import loops
+        from .numba import loops
 
         loops.narrow(x.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
     else:
@@ -192,7 +192,7 @@ def activate_into(x: Array, y: Array, kind: str) -> None:
 def _activate_into(x: Array, y: Array, kind: str) -> None:
     """y = built-in activation(x), piece by piece."""
     if kind == "gelu_new" and single(x, y):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.gelu_new(x.reshape(-1), y.reshape(-1), *_GELU)
         return
@@ -233,7 +233,7 @@ def activation_backward(x: Array, dy: Array, dx: Array, *, kind: str) -> None:
         own.backward(x, dy, dx)
         return
     if kind == "gelu_new" and single(x, dy, dx):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.gelu_new_backward(x.reshape(-1), dy.reshape(-1), dx.reshape(-1), *_GELU)
         return
@@ -290,7 +290,7 @@ def _gelu_new_slope(x: Array, t: Array, work: Array, out: Array) -> None:
 def silu_gate(gate: Array, up: Array, y: Array) -> None:
     """y = silu(gate) * up (SwiGLU of Shazeer 2020, without the products)."""
     if single(gate, up, y):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.silu_gate(gate.reshape(-1), up.reshape(-1), y.reshape(-1))
         return
@@ -302,7 +302,7 @@ def silu_gate(gate: Array, up: Array, y: Array) -> None:
 def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Array) -> None:
     """Gradients of `silu_gate`."""
     if single(gate, up, dy, dgate, dup):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.silu_gate_backward(*(tile.reshape(-1) for tile in (gate, up, dy, dgate, dup)))
         return
@@ -326,7 +326,7 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
     source = x.reshape(*x.shape[:-1], -1, head_size)
     target = y.reshape(source.shape)
     if single(x, cos, sin, y):
-        from . import loops
+        from .numba import loops
 
         c, s = (angles if angles.ndim == 3 else angles[None] for angles in (cos, sin))
         loops.rotary(source, c, s, target, np.float32(-1 if inverse else 1))

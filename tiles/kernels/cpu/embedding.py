@@ -48,7 +48,7 @@ def embedding(tokens: Array, table: Array, x: Array, *, v_start: int, vocab: int
             np.take(table, ids[piece], axis=0, out=out[piece], mode="clip")
         return
     if single(table, x):
-        from . import loops
+        from .numba import loops
 
         loops.take_rows(table, tokens.reshape(-1), v_start, rows(x), accumulate)
         return
@@ -68,7 +68,7 @@ def embedding_backward(tokens: Array, dy: Array, dtable: Array, *, v_start: int,
         dtable[...] = 0
     source = rows(dy)
     if single(source, dtable):
-        from . import loops
+        from .numba import loops
 
         loops.add_rows_at(source, tokens.reshape(-1), v_start, dtable)
         return

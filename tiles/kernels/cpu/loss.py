@@ -39,7 +39,7 @@ def head_finish(targets: Array, peak: Array, total: Array, picked: Array, lse: A
         loss += part
 
 
-def scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:
+def loss_scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:
     """Working memory of one task: one block of logits."""
     return num_rows * min(COLUMNS, num_columns) * itemsize
 
@@ -100,7 +100,7 @@ def add_blocks(
         for here, column in _inside(ids, v_start + start, v_start + end):
             picked[here] = s[here, column]
         if single(s, peak, total):
-            from . import exp_loops
+            from .numba import exp_loops
 
             exp_loops.add_to_lse(s, peak, total)
             continue
@@ -117,7 +117,7 @@ def add_blocks(
 def logit_gradients(p: Array, ids: Array, lse: Array, first: int, last: int, scale: float) -> None:
     """p = scale * (exp(logits - lse) - 1 at the target), 0 for ignored tokens; p holds the logits of [first, last)."""
     if single(p, lse):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.scaled_exp(p, lse, np.float32(scale))
     else:

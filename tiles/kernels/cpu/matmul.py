@@ -73,7 +73,7 @@ def column_sums(dy: Array, db: Array, *, accumulate: bool) -> None:
     if not accumulate:
         db[...] = 0
     if single(matrix, db):
-        from . import loops
+        from .numba import loops
 
         loops.column_sums(matrix, db)
         return

@@ -34,7 +34,7 @@ def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:
     return small_blocks(num_rows, row_bytes, BLOCK_BYTES)
 
 
-def scratch_nbytes(num_rows: int, width: int, itemsize: int) -> int:
+def norm_scratch_nbytes(num_rows: int, width: int, itemsize: int) -> int:
     """Working memory of the operations that have no large output to work in: a block of rows, or a part of a long row."""
     return min(BLOCK_BYTES, num_rows * width * itemsize)
 
@@ -82,7 +82,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, y: Array, mean: Array, rstd:
     """y = (x - mean) * rstd * gamma + beta, rstd = 1 / sqrt(var + eps)."""
     x, y, mean, rstd = rows(x), rows(y), mean.reshape(-1), rstd.reshape(-1)
     if single(x, gamma, beta, y, mean, rstd):
-        from . import loops
+        from .numba import loops
 
         loops.layer_norm(x, gamma, beta, y, mean, rstd, np.float32(eps))
         return
@@ -95,7 +95,7 @@ def residual_layer_norm(x: Array, r: Array, gamma: Array, beta: Array, s: Array,
     """s = x + r; y = layer_norm(s)."""
     x, r, s, y, mean, rstd = rows(x), rows(r), rows(s), rows(y), mean.reshape(-1), rstd.reshape(-1)
     if single(x, r, gamma, beta, s, y, mean, rstd):
-        from . import loops
+        from .numba import loops
 
         loops.residual_layer_norm(x, r, gamma, beta, s, y, mean, rstd, np.float32(eps))
         return
@@ -109,7 +109,7 @@ def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *, eps: float) -> No
     """y = x * rstd * gamma, rstd = 1 / sqrt(mean(x^2) + eps)."""
     x, y, rstd = rows(x), rows(y), rstd.reshape(-1)
     if single(x, gamma, y, rstd):
-        from . import loops
+        from .numba import loops
 
         loops.rms_norm(x, gamma, y, rstd, np.float32(eps))
         return
@@ -164,7 +164,7 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
         dgamma[...] = 0
         dbeta[...] = 0
     if single(x, gamma, mean, rstd, dy, *rest):
-        from . import loops
+        from .numba import loops
 
         loops.layer_norm_backward(x, gamma, mean, rstd, dy, rows(extra[0]) if residual else dy, dx, dgamma, dbeta, residual)
         return
@@ -186,7 +186,7 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Arr
     if not accumulate:
         dgamma[...] = 0
     if single(x, gamma, rstd, dy, *rest):
-        from . import loops
+        from .numba import loops
 
         loops.rms_norm_backward(x, gamma, rstd, dy, rows(extra[0]) if residual else dy, dx, dgamma, residual)
         return
@@ -306,7 +306,7 @@ def softmax(x: Array, y: Array) -> None:
     """y = exp(x - max) / sum, over the last axis."""
     x, y = rows(x), rows(y)
     if single(x, y):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.softmax(x, y)
         return
@@ -322,7 +322,7 @@ def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
     """dx = y * (dy - sum(y * dy))."""
     y, dy, dx = rows(y), rows(dy), rows(dx)
     if single(y, dy, dx):
-        from . import exp_loops
+        from .numba import exp_loops
 
         exp_loops.softmax_backward(y, dy, dx)
         return

@@ -39,7 +39,7 @@ def _gradient(p: Array, raw: Array, factor: Any, penalty: Any, out: Array, *spar
     return out
 
 
-def scratch_nbytes(size: int, itemsize: int, penalty: bool, clip: bool, nesterov: bool) -> int:
+def optimizer_scratch_nbytes(size: int, itemsize: int, penalty: bool, clip: bool, nesterov: bool) -> int:
     """Working memory to declare for an update: 0 where one piece is enough, which the kernel makes itself.
 
     Args:
@@ -84,7 +84,7 @@ def adam(
     penalty = number(0.0 if decoupled else weight_decay)
     keep = number(1.0 - lr * weight_decay if decoupled else 1.0)
     if single(target, grad, m, v):
-        from . import loops
+        from .numba import loops
 
         numbers = (*map(number, (beta1, beta2, 1.0 - beta1, 1.0 - beta2, eps)), step, shrink, keep, factor, penalty)
         loops.adam(*(tile.reshape(-1) for tile in (target, grad, m, v)), *numbers)
@@ -183,7 +183,7 @@ def sgd(
 def sum_squares(x: Array, out: Array) -> None:
     """out[0] = sum of squares of x in fp64, piece by piece in fixed order."""
     if single(x):
-        from . import loops
+        from .numba import loops
 
         out[0] = loops.sum_squares(x.reshape(-1))
         return

@@ -88,7 +88,7 @@ def thin(x: Array, keep: Array, p: float, out: Array) -> None:
 
 def thin_rows(x: Array, base: Array, key: tuple[int, int], p: float) -> None:
     """`thin` in place of fp32 rows of consecutive indices in one pass, mask and all  # (R, N), (R,)."""
-    from . import loops
+    from .numba import loops
 
     loops.thin(x, base, np.uint32(key[0]), np.uint32(key[1]), np.uint32(threshold(p)), np.float32(1.0 / (1.0 - p)))
 

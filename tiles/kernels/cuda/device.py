@@ -8,9 +8,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from scheduler.core.errors import DoesNotFit
-from scheduler.drivers.cuda_cupy import CupyGpu, CupyGraph, GpuFacts, is_fatal, is_out_of_memory
-from scheduler.drivers.gpu import Stream
+from scheduler import DoesNotFit
+from scheduler.drivers import CupyGpu, CupyGraph, GpuFacts, Stream, is_fatal, is_out_of_memory
 
 from ..registry import BF16
 from .array import DeviceArray

@@ -1,12 +1,12 @@
 """``nntask bench NAME``: measurements and experiments on scheduling and memory, each in a module of its own.
 
-    overhead   what the runtime costs per task, measured
-    kernels    seconds, rate, share of a training step and distance from the machine's peak, by codelet, measured
+    overhead   overhead of the runtime per task, measured
+    kernels    seconds, rate, fraction of a training step and of the machine's peak, by codelet, measured
     links      copies between RAM, simulated devices and the disk tier, measured; the rates are kept for plans and policies
     evict      bytes that a step moves under eviction policies and orders, beside a lower bound; in virtual time
     sched      seconds and bytes of a step under scheduling policies on imaginary machines, beside lower bounds; in virtual time
 
-Every benchmark has a dataclass of flags and a ``run(settings)`` that returns its figures, and the same as lines of text.
+Every benchmark has a dataclass of flags and a ``run(settings)`` that returns its figures, and the same figures as lines of text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..help import parse
+from ..options.help import parse
 
 BENCHMARKS: Final = {
     "overhead": "OverheadSettings",
@@ -26,16 +26,16 @@ BENCHMARKS: Final = {
     "evict": "EvictSettings",
     "sched": "SchedSettings",
 }
-"""Module -> its flags."""
+"""Name of the module -> name of its dataclass of flags."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Run a benchmark and print its figures.
 
     Raises:
-        UsageError: no such benchmark, or a flag is wrong.
+        UsageError: there is no such benchmark, or a flag is wrong.
     """
-    from nntask.errors import UsageError
+    from nntask import UsageError
 
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     name = next((word for word in argv if not word.startswith("-")), None)

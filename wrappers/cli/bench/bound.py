@@ -1,17 +1,17 @@
 """A lower bound on the bytes that a fast memory must exchange with a slow one while a step runs in a given order, by linear programming.
 
-The model. Tasks run one after another, and after the last the step begins again with the same order. While a task runs, every tile it accesses
-is wholly in the fast memory, and so is its scratch. Between two consecutive accesses of a tile, any fraction of it may stay; keeping the same
-fraction throughout is best, since only the smallest counts.
+The model. Tasks run one after another, and after the last one the step begins again in the same order. While a task runs, every tile it accesses is
+wholly in the fast memory, and so is its scratch. Between two consecutive accesses of a tile any fraction of it may stay; a constant fraction is best,
+since only the smallest counts.
 
 - `in`: the fraction that did not stay is loaded before the next access.
-- `out`: what leaves while it differs from the slow copy is written back first, each part once per write epoch (the time from one write of the
+- `out`: a leaving fraction that differs from the slow copy is written back first, each byte once per write epoch (the time from one write of the
   tile to the next): the epoch's write-back is the largest fraction missing in any of its intervals.
 - An interval before a pure write costs nothing in either direction: its data is dead.
 - Temporaries are dead before their first access and after their last. Persistent tiles live on: the interval after their last access ends at
   their first access in the next period.
 
-Whole tiles, finite queues, concurrent tasks and fragmentation can only cost more, so what any machine moves in this order is at least the bound.
+Whole tiles, finite queues, concurrent tasks and fragmentation can only cost more, so any machine moves at least the bound in this order.
 
 The program. x_j is the fraction of interval j that stays, y_e the fraction of epoch e that is written back, u_p the bytes that stay across
 position p without being accessed there:
@@ -20,10 +20,10 @@ position p without being accessed there:
     subject to  u_p = u_(p-1) + sum_{j begins after p-1} size_j x_j - sum_{j ends at p} size_j x_j
                 0 <= u_p <= capacity - accessed_p - scratch_p;   y_e >= 1 - x_j for the j of e;   0 <= x, y <= 1
 
-Before solving: intervals without a position in between stay; tiles with the same accesses become one; positions where everything fits, and
-those between which nothing begins or ends, need no row of their own.
+Before solving: intervals without a position in between stay; tiles with the same accesses are merged; positions where everything fits, and
+positions between which no interval begins or ends, need no row of their own.
 
-SciPy solves it; it is imported when a bound is asked for (extra `bench`).
+SciPy (extra `bench`) solves the program; it is imported when a bound is requested.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.core.records import SCRATCH, HandleRecord
-from scheduler.core.steps import StepPlan
+from scheduler import SCRATCH
+from scheduler.machine import HandleRecord, StepPlan
 
 UNIT: Final = 1 << 20
-"""Bytes per unit of the linear program, for its conditioning."""
+"""Bytes per unit of the linear program, which improves its conditioning."""
 
 Indices = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """What a serial execution touches.
+class AccessTrace:
+    """The accesses of a serial execution.
 
     Args:
-        accesses: per position (tile, mode) pairs, each tile once; modes are R, W and RW.
+        accesses: for each position, (tile, mode) pairs, each tile once; modes are R, W and RW.
         sizes: bytes of each tile.
-        persistent: whether each tile outlives the period.
-        scratch: bytes of working memory at each position.
+        persistent: for each tile, whether it outlives the period.
+        scratch: bytes of scratch memory at each position.
 
     Raises:
         ValueError: lengths differ, a tile appears twice at a position, or a temporary is read before it is written.
@@ -80,11 +80,11 @@ class Trace:
                 seen.add(tile)
 
     def needed(self) -> list[int]:
-        """Bytes touched at each position, scratch included."""
+        """Bytes accessed at each position, scratch included."""
         return [sum(self.sizes[tile] for tile, _ in accesses) + extra for accesses, extra in zip(self.accesses, self.scratch, strict=True)]
 
     def live(self) -> list[int]:
-        """Bytes that exist at each position when nothing is ever evicted: persistent tiles always, temporaries from first to last access."""
+        """Bytes of live data at each position: persistent tiles always, temporaries from first to last access, and scratch."""
         changes = [0] * (len(self.accesses) + 1)
         span: dict[int, tuple[int, int]] = {}
         for position, accesses in enumerate(self.accesses):
@@ -106,11 +106,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Bytes that must move per period.
+    """Least bytes that move per period.
 
     Args:
-        bytes_in: loaded into the fast memory.
-        bytes_out: written back from it.
+        bytes_in: bytes loaded into the fast memory.
+        bytes_out: bytes written back from it.
     """
 
     bytes_in: float
@@ -124,13 +124,13 @@ class Bound:
 
 @dataclass(slots=True)
 class _Intervals:
-    """Intervals that cost something if the tile does not stay: parallel lists.
+    """Parallel lists of the intervals that cost bytes if the tile does not stay.
 
     Attributes:
-        first, last: positions strictly inside, first > last where the interval wraps around the end of the period.
-        size: bytes.
-        epoch: index of the write epoch, -1 where nothing has to be written back.
-        num_epochs: how many there are.
+        first, last: positions strictly inside; first > last where the interval wraps around the end of the period.
+        size: bytes of the tile.
+        epoch: index of the write epoch; -1 where nothing has to be written back.
+        num_epochs: number of write epochs.
     """
 
     first: list[int] = field(default_factory=list)
@@ -140,10 +140,10 @@ class _Intervals:
     num_epochs: int = 0
 
 
-def trace_of(plan: StepPlan, order: Sequence[int]) -> Trace:
-    """What `plan` touches when its tasks run in `order` (positions of tasks), sizes rounded to pages.
+def trace_of(plan: StepPlan, order: Sequence[int]) -> AccessTrace:
+    """The accesses of `plan` when its tasks run in `order` (positions of tasks); sizes are rounded to pages.
 
-    Outputs count as persistent: they are there until the next period writes them.
+    Outputs count as persistent: they exist until the next period writes them.
     """
     tiles: dict[HandleRecord, int] = {}
     accesses, scratch = [], []
@@ -157,18 +157,19 @@ def trace_of(plan: StepPlan, order: Sequence[int]) -> Trace:
                 row.append((tiles.setdefault(handle, len(tiles)), str(mode)))
         accesses.append(row)
         scratch.append(extra)
-    return Trace(accesses, [handle.size for handle in tiles], [plan.owned.get(handle, True) for handle in tiles], scratch)
+    return AccessTrace(accesses, [handle.size for handle in tiles], [plan.owned.get(handle, True) for handle in tiles], scratch)
 
 
-def lower_bound(trace: Trace, capacity: int) -> Bound:
-    """Fewest bytes that any fractional eviction of `trace` moves per period.
+def lower_bound(trace: AccessTrace, capacity: int) -> Bound:
+    """Least bytes that any fractional eviction of `trace` moves per period.
 
     Args:
+        trace: the accesses.
         capacity: bytes of the fast memory.
 
     Raises:
         ValueError: a single position needs more than `capacity`.
-        RuntimeError: the solver gave up.
+        RuntimeError: the solver failed.
         ImportError: SciPy is not installed.
     """
     needed = np.array(trace.needed(), np.float64)
@@ -176,12 +177,12 @@ def lower_bound(trace: Trace, capacity: int) -> Bound:
         worst = int(needed.argmax())
         raise ValueError(f"position {worst} alone needs {int(needed[worst]):,} B, more than the capacity of {capacity:,} B; raise the capacity")
     intervals = _intervals(trace)
-    room = (capacity - needed) / UNIT
-    return _solve(intervals, room)
+    free = (capacity - needed) / UNIT
+    return _solve(intervals, free)
 
 
-def _intervals(trace: Trace) -> _Intervals:
-    """All intervals with a position inside; tiles with equal accesses merged."""
+def _intervals(trace: AccessTrace) -> _Intervals:
+    """All intervals with a position inside; tiles with equal accesses are merged."""
     history: dict[int, list[tuple[int, str]]] = {}
     for position, accesses in enumerate(trace.accesses):
         for tile, mode in accesses:
@@ -199,7 +200,7 @@ def _intervals(trace: Trace) -> _Intervals:
 def _enter(found: _Intervals, uses: tuple[tuple[int, str], ...], size: int, persistent: bool, period: int) -> None:
     """Add the intervals of one tile and their epochs."""
     writes = [at for at, (_, mode) in enumerate(uses) if mode != "R"]
-    dirty = bool(writes) and persistent  # at the beginning of the period the last write of the one before counts
+    dirty = bool(writes) and persistent  # at the beginning of a period the last write of the previous one counts
     epochs: dict[int, int] = {}
     current = writes[-1] if writes else -1
     last = len(uses) - 1
@@ -222,34 +223,35 @@ def _enter(found: _Intervals, uses: tuple[tuple[int, str], ...], size: int, pers
         found.epoch.append(epochs[current] if dirty else -1)
 
 
-def _solve(intervals: _Intervals, room: npt.NDArray[np.float64]) -> Bound:
+def _solve(intervals: _Intervals, free: npt.NDArray[np.float64]) -> Bound:
     """Assemble and solve the program of the module's docstring.
 
     Args:
-        room: units left at each position beside what is accessed there.
+        intervals: the intervals.
+        free: units of the fast memory that each position leaves beside its own accesses.
     """
     first, last = np.array(intervals.first, int), np.array(intervals.last, int)
     size, epoch = np.array(intervals.size, float) / UNIT, np.array(intervals.epoch, int)
-    row_of = _rows(first, last, size, room)
+    row_of = _rows(first, last, size, free)
     tight = row_of >= 0
     if not tight.any():
         return Bound(0.0, 0.0)
     limits = np.full(int(row_of.max()) + 1, np.inf)
-    np.minimum.at(limits, row_of[tight], room[tight])
+    np.minimum.at(limits, row_of[tight], free[tight])
     first, last = _narrow(first, last, row_of, len(limits))
-    crossing = first >= 0  # the others stay for free
+    crossing = first >= 0  # the other intervals cost nothing
     return _solve_rows(first[crossing], last[crossing], size[crossing], epoch[crossing], intervals.num_epochs, limits)
 
 
-def _rows(first: Indices, last: Indices, size: Numbers, room: Numbers) -> Indices:
-    """The row of each position; -1 where everything fits. Positions of a row lie side by side and in the same intervals."""
-    period = len(room)
+def _rows(first: Indices, last: Indices, size: Numbers, free: Numbers) -> Indices:
+    """The row of each position; -1 where everything fits. The positions of a row are consecutive and within the same intervals."""
+    period = len(free)
     change, edges = np.zeros(period + 1), np.zeros(period + 1, bool)
     np.add.at(change, first, size)
     np.add.at(change, last + 1, -size)
     change[0] += size[first > last].sum()
     edges[first] = edges[last + 1] = True
-    tight = np.cumsum(change[:period]) > room + 1e-9
+    tight = np.cumsum(change[:period]) > free + 1e-9
     group = np.cumsum(edges[:period])
     rows: Indices = np.full(period + 1, -1)
     rows[np.unique(group[tight])] = np.arange(len(np.unique(group[tight])))
@@ -261,7 +263,7 @@ def _narrow(first: Indices, last: Indices, row_of: Indices, num_rows: int) -> tu
     """First and last row inside each cyclic interval of positions, -1 for intervals without a row."""
     starts = np.concatenate([[row_of[0] >= 0], (row_of[1:] >= 0) & (row_of[1:] != row_of[:-1])])
     begun = np.cumsum(starts)  # rows that begin at or before each position
-    next_row = np.where(row_of >= 0, row_of, begun)  # num_rows: none is left
+    next_row = np.where(row_of >= 0, row_of, begun)  # num_rows where no row follows
     low, high = next_row[first], begun[last] - 1
     wraps = first > last
     inside = np.where(wraps, (low < num_rows) | (high >= 0), low <= high)
@@ -309,7 +311,7 @@ def _solve_rows(first: Indices, last: Indices, size: Numbers, epoch: Indices, nu
 
 
 def _matrix(*entries: tuple[Indices, Indices, Numbers], shape: tuple[int, int]) -> Any:
-    """Sparse matrix from (rows, columns, values) triples; equal places add up."""
+    """Sparse matrix from (rows, columns, values) triples; values of equal indices add up."""
     from scipy import sparse
 
     rows, columns, values = (np.concatenate([entry[at] for entry in entries]) for at in range(3))

@@ -1,8 +1,8 @@
 """``nntask bench evict``: bytes that a recorded step moves to and from the disk tier under eviction policies and orders, in virtual time.
 
-Every order that the step has runs with the eviction policy `next-use`; the others run under the submission order, `layers` and the planned one.
-One worker, so that the executed order is the planned one, beside a lower bound for each order by linear programming (`bound`; needs SciPy). Bytes
-do not depend on durations except through prefetching, so tasks take what their operations take at a fixed rate, and copies 1 GB/s.
+Every order of the step runs with the eviction policy `next-use`; the other policies run under the submission order, `layers` and the planned order.
+There is one worker, so that the executed order is the planned one. Beside each order stands a lower bound by linear programming (`bound`; needs
+SciPy). Bytes depend on durations only through prefetching, so tasks run at a fixed rate of operations, and copies at 1 GB/s.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ class EvictSettings:
 
 
 def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
-    """Figures, and the same as lines of text.
+    """The figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
         DoesNotFit: the step fits none of the budgets.
     """
-    from nntask.errors import DoesNotFit, UsageError
-    from nntask.trainer.rules import check_values
-    from scheduler.core.orders import candidates
+    from nntask import DoesNotFit, UsageError
+    from nntask.config import check_values
+    from scheduler.planning import candidates
 
     from .standard import captured, named
 
     try:
-        parts = [int(text) for text in settings.budgets.split(",")]
+        divisors = [int(text) for text in settings.budgets.split(",")]
     except ValueError:
-        parts = []
-    if not parts or min(parts) < 1:
+        divisors = []
+    if not divisors or min(divisors) < 1:
         raise UsageError(f"--budgets must be whole numbers of 1 or more with commas, got {settings.budgets!r}; for example --budgets 2,4,8")
     train = named(settings.model, settings.batch, seq_len=settings.seq_len)
     check_values(train)
     plan = captured(train)
     needed, least, positions = plan.needed_bytes(), plan.minimum_bytes(is_last=False, computes=True), candidates(plan)
-    if needed // min(parts) < least:
+    if needed // min(divisors) < least:
         raise DoesNotFit(
-            f"--budgets {settings.budgets} are at most {needed // min(parts):,} B of the {needed:,} B that the step needs, "
+            f"--budgets {settings.budgets} are at most {needed // min(divisors):,} B of the {needed:,} B that the step needs, "
             f"and its hungriest task takes {least:,} B; for example --budgets {needed // least}"
         )
     with_bound = settings.bound and find_spec("scipy") is not None
-    rows = [row for part in parts for row in _rows(plan, part, positions, with_bound)]
+    rows = [row for divisor in divisors for row in _rows(plan, divisor, positions, with_bound)]
     figures = {"needed_bytes": needed, "tasks": len(plan.tasks), "model": settings.model, "batch": settings.batch, "rows": rows}
     lines = list(_lines(figures))
     if settings.bound and not with_bound:
@@ -69,18 +69,18 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
     return figures, lines
 
 
-def _rows(plan: Any, part: int, positions: Mapping[str, list[int]], with_bound: bool) -> Iterator[dict[str, Any]]:
-    """Every order at 1/part of what the step needs, and every eviction policy under some of them.
+def _rows(plan: Any, divisor: int, positions: Mapping[str, list[int]], with_bound: bool) -> Iterator[dict[str, Any]]:
+    """Figures of every order at 1/divisor of the step's need, and of every eviction policy under some of them.
 
     Args:
-        positions: of the tasks, by order.
+        positions: positions of the tasks, by name of the order.
     """
-    from scheduler.core.errors import DoesNotFit
-    from scheduler.core.perf import Models
-    from scheduler.drivers.virtual import simulate
-    from scheduler.ordering import AUTO, SUBMISSION, plan_order
+    from scheduler import DoesNotFit
+    from scheduler.machine import Models
+    from scheduler.planning import AUTO, SUBMISSION, plan_order
+    from scheduler.simulation import simulate
 
-    budget = plan.needed_bytes() // part
+    budget = plan.needed_bytes() // divisor
     models = Models()
     planned = plan_order(plan, AUTO, memory=budget, last=1 << 60, computes_on_last=False)
     bounds = {name: _bound(plan, order, budget) if with_bound else None for name, order in positions.items()}
@@ -90,7 +90,7 @@ def _rows(plan: Any, part: int, positions: Mapping[str, list[int]], with_bound: 
                 continue
             begin = perf_counter()
             chosen = plan_order(plan, name, memory=budget, last=1 << 60, computes_on_last=False)
-            row: dict[str, Any] = {"budget": f"1/{part}", "budget_bytes": budget, "order": name, "evict": evict, "sched": sched}
+            row: dict[str, Any] = {"budget": f"1/{divisor}", "budget_bytes": budget, "order": name, "evict": evict, "sched": sched}
             try:
                 found = simulate(
                     chosen.plan,
@@ -98,7 +98,7 @@ def _rows(plan: Any, part: int, positions: Mapping[str, list[int]], with_bound: 
                     nodes=[("ram", budget), ("disk", 1 << 50)],
                     policy=sched,
                     duration=models.task_seconds,
-                    transfer=lambda source, target, nbytes: 1e-4 + nbytes / 2.5e8,  # of one of four requests in flight
+                    transfer=lambda source, target, nbytes: 1e-4 + nbytes / 2.5e8,  # one of four requests in flight
                     storage=True,
                     channels=4,
                     eviction=evict,
@@ -120,12 +120,12 @@ def _rows(plan: Any, part: int, positions: Mapping[str, list[int]], with_bound: 
 
 
 def _bound(plan: Any, order: list[int], budget: int) -> float | None:
-    """Fewest bytes that this order can move; None where it does not fit."""
+    """Least bytes that this order moves; None where it does not fit."""
     from .bound import lower_bound, trace_of
 
     try:
         return lower_bound(trace_of(plan, order), budget).total
-    except ValueError:  # a single task needs more
+    except ValueError:  # a single task exceeds the budget
         return None
 
 

@@ -1,15 +1,16 @@
-"""``nntask bench kernels``: where the time of a training step goes, by codelet, and how far each kernel is from what this core can do.
+"""``nntask bench kernels``: seconds of a training step by codelet, and each kernel's fraction of this core's peak.
 
-The step is captured as `nntask train` would record it. Of every kind of task in it (codelet, shapes, types, access modes) one is run on arrays of
-its own, on this thread with one BLAS thread, as a worker would: after a warm-up, over sets of arrays that together exceed the caches, and the median
-counts. The sum over all tasks is what one worker needs for a step without waiting, moving or scheduling.
+The step is captured as `nntask train` would record it. Of every kind of task in it (codelet, shapes, types, access modes) one is run on arrays of its
+own, on this thread with one BLAS thread, like on a worker: after a warm-up, over sets of arrays that together exceed the caches. The median of its
+times counts. The sum over all tasks is the time of one worker for a step without waiting, copies or scheduling.
 
-A task is held against the roofline of the same run (Williams, Waterman and Patterson 2009): it takes at least flops / (sgemm peak of one core) and at
-least bytes / (copy bandwidth of one core). The larger bound says which of the two a codelet is held against, and the bound over the measured
-time how near it comes. Bytes are those that must move: tiles read plus tiles written, once each; scratch and write-allocation are not counted,
-nor rows of a table that no token can name. Flops are those of matrix products, the only ones that bind: everything else is held against copies.
-What a lookup touches in one of several vocabulary tiles depends on the tokens, so bytes of embedding are too many and its rate may exceed the
-copy's.
+A task is compared with the roofline of the same run (Williams, Waterman and Patterson 2009): it takes at least flops / (sgemm peak of one core) and
+at
+least bytes / (copy bandwidth of one core). The larger of these bounds decides whether a codelet is compared with products or with copies, and the
+bound divided by the measured time is its fraction of the peak. Bytes are those of tiles read plus tiles written, once each; scratch,
+write-allocation, and rows of a table that no token can name are not counted. Flops are those of matrix products; other operations never bind. The
+rows that a lookup reads in one of several vocabulary tiles depend on the tokens, so the bytes of embedding are an upper limit and its rate may exceed
+that of copies.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from scheduler.core.steps import RecordedTask
+    from scheduler.machine import RecordedTask
 
 COLD_BYTES: Final = 96 << 20
-"""Arrays of one kind of task, all sets together, at least: more than the last cache of most machines."""
+"""Least bytes of the arrays of one kind of task, all sets together: more than the last cache of most machines."""
 MOST_SETS: Final = 32
 COPY_BYTES: Final = 4 << 20
-"""Bytes of an array of the copies that kernels are compared with: of the size of a tile."""
+"""Bytes of an array of the copies that kernels are compared with, about those of a tile."""
 TABLES: Final = {"embedding": 1, "embedding_backward": 2}
-"""Codelet -> place of the table, of which a task touches one row per token at most; tokens stand first."""
+"""Codelet -> index of the table argument, of which a task touches at most one row per token; the tokens are argument 0."""
 _WARMUP: Final = 2
 _LARGE: Final = 1536
 
@@ -60,7 +61,7 @@ class KernelsSettings:
 
 @dataclass(slots=True)
 class _Kind:
-    """Tasks that differ only in which data they touch."""
+    """Tasks that differ only in their data."""
 
     task: RecordedTask
     flops: float
@@ -81,17 +82,16 @@ class _Total:
 
 
 def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
-    """Figures, and the same as lines of text.
+    """The figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
         DataError: the config cannot be read.
     """
-    from nntask.errors import UsageError
-    from nntask.trainer.rules import check_values
-    from nntask.trainer.settings import ModelSettings, TilingSettings, TrainSettings
+    from nntask import UsageError
+    from nntask.config import ModelSettings, TilingSettings, TrainSettings, check_values
 
-    from ..layers import model_config
+    from ..options.sources import model_config
     from .standard import captured
 
     if settings.repeats < 1:
@@ -128,7 +128,7 @@ def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def kinds_of(tasks: Sequence[RecordedTask]) -> list[_Kind]:
-    """The different kinds of tasks of a step, each with one of them and how many there are."""
+    """The kinds of tasks of a step, each with one of its tasks and their number."""
     kinds: dict[Any, _Kind] = {}
     for task in tasks:
         codelet: Any = task.codelet
@@ -161,7 +161,9 @@ def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
     """Median seconds of a task's kernel on arrays of its shapes.
 
     Args:
-        num_ids: token ids lie below this.
+        task: the task.
+        num_ids: upper limit of token ids, exclusive.
+        repeats: least number of timed runs.
     """
     import numpy as np
 
@@ -170,7 +172,9 @@ def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
     nbytes = sum(view.nbytes for view, mode in tiles if mode != "SCRATCH")
     number = max(1, min(MOST_SETS, -(-COLD_BYTES // max(nbytes, 1))))
     generator = np.random.default_rng(0)
-    scratch = {at: np.zeros(view.shape, view.dtype) for at, (view, mode) in enumerate(tiles) if mode == "SCRATCH"}  # one room, warm as in a worker
+    scratch = {
+        at: np.zeros(view.shape, view.dtype) for at, (view, mode) in enumerate(tiles) if mode == "SCRATCH"
+    }  # shared by all sets, and so warm as on a worker
     sets = [[scratch[at] if at in scratch else _filled(view, generator, num_ids) for at, (view, _) in enumerate(tiles)] for _ in range(number)]
     seconds = []
     for turn in range(_WARMUP + max(repeats, min(number, 4 * repeats))):
@@ -182,7 +186,7 @@ def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
 
 
 def _filled(view: Any, generator: Any, num_ids: int) -> Any:
-    """An array of plausible contents: small positive numbers, or token ids."""
+    """An array of plausible contents: small positive numbers, or token ids below `num_ids`."""
     import numpy as np
 
     if view.dtype.kind in "iu":
@@ -195,11 +199,11 @@ def _filled(view: Any, generator: Any, num_ids: int) -> Any:
 
 
 def _peak() -> float:
-    """Flop/s of fp32 products on this thread, the best of small and large ones: no kernel should exceed it by much."""
+    """Flop/s of fp32 products on this thread, the best of small and large products; kernels hardly exceed it."""
     import numpy as np
 
-    from nntask.trainer.flops import gemm_peak
-    from tiles.kernels.cpu.blas import gemm
+    from nntask.hardware import gemm_peak
+    from tiles.kernels import gemm
 
     best, a, out = gemm_peak(1), np.ones((_LARGE, _LARGE), np.float32), np.empty((_LARGE, _LARGE), np.float32)
     for _ in range(_WARMUP + 3):
@@ -210,7 +214,7 @@ def _peak() -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second read plus written by copies of `COPY_BYTES` between arrays that are in no cache, the median."""
+    """Bytes per second, read plus written, of copies of `COPY_BYTES` between arrays that are in no cache; the median."""
     import numpy as np
 
     number = -(-COLD_BYTES // (2 * COPY_BYTES))
@@ -224,7 +228,7 @@ def copy_bandwidth(repeats: int) -> float:
 
 
 def _summed(kinds: Sequence[_Kind], peak: float, bandwidth: float) -> dict[str, Any]:
-    """Rows by codelet, most seconds first, and totals."""
+    """Rows by codelet, in the order of descending seconds, and totals."""
     totals: dict[str, _Total] = {}
     for kind in kinds:
         name = getattr(kind.task.codelet, "name", "")

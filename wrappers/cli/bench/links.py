@@ -1,7 +1,7 @@
 """``nntask bench links``: copies between RAM and a simulated device, and writes and reads of the disk tier, through the real arenas and file.
 
-Every link is measured with copies one after another, for latency and bandwidth, and the disk once more with as many requests in flight as runs
-have. The latter, and the copies, are what a run would have measured; they go into the performance models that plans and policies read.
+Every link is measured with one copy at a time, for latency and bandwidth, and the disk also with as many requests in flight as in runs. The samples
+that a run would have measured go into the performance models, which plans and policies read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from time import perf_counter
 from typing import Any, Final
 
 SIZES: Final = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of a copy."""
+"""Bytes of the measured copies."""
 
 Copy = Callable[[int, int], None]
-"""Copies so many bytes from and to an offset."""
+"""(offset, bytes) -> None: copies that many bytes at that offset of both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class LinksSettings:
 
 
 def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
-    """Figures, and the same as lines of text.
+    """The figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
-        DoesNotFit: there is less memory, or less room on the disk.
+        DoesNotFit: memory or the disk has too few free bytes.
         StorageError: the directory cannot be written, or the disk is full.
     """
-    from nntask.errors import DoesNotFit, StorageError, UsageError
-    from nntask.sizes import parse_size
-    from nntask.trainer.places import free_bytes
-    from nntask.trainer.prepare import check_disk
-    from scheduler.storage.limits import memory_limit
+    from nntask import DoesNotFit, StorageError, UsageError
+    from nntask.config import parse_size
+    from nntask.hardware import free_bytes
+    from nntask.training import check_disk
+    from scheduler.storage import memory_limit
 
     if settings.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {settings.repeats}; use --repeats 5")
@@ -70,14 +70,13 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _check_is_directory(text: str) -> None:
-    """Check that --disk says a directory and no more.
+    """Check that --disk is a directory without a size.
 
     Raises:
-        UsageError: it says a size as well, or instead, or what should be one.
+        UsageError: it has a size, or is only a size.
     """
-    from nntask.errors import UsageError
-    from nntask.sizes import is_size
-    from nntask.trainer.disks import disk_of
+    from nntask import UsageError
+    from nntask.config import disk_of, is_size
 
     try:
         disk = disk_of(text)
@@ -89,19 +88,19 @@ def _check_is_directory(text: str) -> None:
 
 
 def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
-    """Rates of every link; records them.
+    """Measure the rates of every link, and store the samples.
 
     Args:
-        nbytes: of each arena, and of the file.
-        repeats: copies per size.
+        directory: directory of the disk tier.
+        nbytes: bytes of each arena, and of the file.
+        repeats: number of copies per size.
 
     Raises:
         OSError: the disk is full or failed.
     """
-    from nntask.trainer.places import open_store
-    from scheduler.core.perf import LinkModel, Models
-    from scheduler.core.records import NodeId
-    from scheduler.drivers.disk import THREADS
+    from nntask.hardware import open_store
+    from scheduler.drivers import THREADS
+    from scheduler.machine import LinkModel, Models, NodeId
     from scheduler.storage import DiskTier, HostArena
 
     ram, device, tier = HostArena(nbytes), HostArena(nbytes), DiskTier(directory)
@@ -115,7 +114,7 @@ def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
         store, models = open_store(["ram", "sim:0", "disk"]), Models()
         links = {}
         for (source, target), copy in copies.items():
-            _together(copy, nbytes, 1, [max(SIZES)] * (nbytes // max(SIZES)))  # pages and file extents are taken now
+            _together(copy, nbytes, 1, [max(SIZES)] * (nbytes // max(SIZES)))  # so that later copies neither fault pages nor allocate extents
             alone = [sample for size in SIZES for sample in _together(copy, nbytes, 1, [size] * repeats)[0]]
             model = LinkModel()
             model.remember(alone)
@@ -137,7 +136,7 @@ def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
 
 
 def _together(copy: Copy, nbytes: int, threads: int, sizes: Sequence[int]) -> tuple[list[tuple[int, float]], float]:
-    """Carry out copies over different bytes, so many at a time: (bytes, seconds) of each, and the seconds of all."""
+    """Carry out copies over different bytes, `threads` at a time: (bytes, seconds) of each copy, and the seconds of all."""
 
     def timed(number: int) -> tuple[int, float]:
         size = sizes[number]
@@ -146,15 +145,15 @@ def _together(copy: Copy, nbytes: int, threads: int, sizes: Sequence[int]) -> tu
         return size, perf_counter() - begin
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda _: None, range(threads)))  # the threads are there
+        list(pool.map(lambda _: None, range(threads)))  # starts the threads
         begin = perf_counter()
         found = list(pool.map(timed, range(len(sizes))))
         return found, perf_counter() - begin
 
 
 def _spread(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """A few samples of every size, as many as a link model keeps; which ones does not depend on their times."""
-    from scheduler.core.perf import KEPT_COPIES
+    """A few samples of every size, as many together as a link model keeps; the choice does not depend on their times."""
+    from scheduler.machine import KEPT_COPIES
 
     each = max(1, KEPT_COPIES // len(SIZES))
     return [sample for size in SIZES for sample in [sample for sample in samples if sample[0] == size][-each:]]

@@ -1,10 +1,10 @@
-"""``nntask bench overhead``: what the runtime costs per task.
+"""``nntask bench overhead``: overhead of the runtime per task.
 
-Every task has three handles (two read, one read and written) of 4 KiB, and budgets are on. Empty tasks on one worker cost wall seconds / tasks,
-the call of the kernel included. With kernels, overhead is (wall seconds x 2 - processor seconds inside kernels) / tasks on two workers: what a
-kernel waits for the interpreter when it returns counts as overhead, and so does whatever else takes the two cores. A kernel is a matrix product
-that takes about 200 microseconds of one core without the interpreter. "waited" is the part of that which kernels waited. "mixed" are as many
-replayed tasks as the program submits meanwhile. Dask's threaded scheduler runs the same empty tasks.
+Every task has three handles (two read, one read and written) of 4 KiB, and budgets are on. The overhead of empty tasks on one worker is wall seconds
+/ tasks, the call of the kernel included. With kernels, the overhead on two workers is (wall seconds x 2 - processor seconds inside kernels) / tasks:
+the time that a kernel waits for the interpreter when it returns counts as overhead, and so does the time of other processes on the two cores. A
+kernel is a matrix product that takes about 200 microseconds of one core without the interpreter. "waited" is the fraction of the overhead in which
+kernels waited. "mixed" runs as many replayed tasks as the program submits at the same time. Dask's threaded scheduler runs the same empty tasks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class OverheadSettings:
 
 
 def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:
-    """Figures, and the same as lines of text.
+    """The figures, and the same figures as lines of text.
 
     Raises:
-        UsageError: too few tasks.
+        UsageError: there are too few tasks.
     """
-    from nntask.errors import UsageError
+    from nntask import UsageError
 
     if settings.tasks < 100:
         raise UsageError(f"--tasks must be at least 100, got {settings.tasks}; use --tasks 20000")
@@ -47,7 +47,7 @@ def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def overhead(num_tasks: int) -> dict[str, float]:
-    """Microseconds per task; medians of five rounds."""
+    """Microseconds of overhead per task by kind of load; medians of five rounds."""
     from scheduler import Codelet, Trace
 
     empty = Codelet("empty", cpu=_nothing)
@@ -73,13 +73,14 @@ def _nothing(*views: Any) -> None:
 
 
 class _Product:
-    """A kernel that takes about so many seconds of one core and adds up the processor time it took."""
+    """A kernel that takes about `seconds` of one core and sums the processor time of its calls."""
 
     def __init__(self, seconds: float) -> None:
         import numpy as np
 
-        import tiles.kernels.cpu  # noqa: F401 - one BLAS thread per worker
+        from tiles.kernels import set_blas_threads
 
+        set_blas_threads(1)  # one for each worker, as in training
         self._product: Callable[..., Any] = np.matmul
         self._ones: Callable[[int], Any] = lambda rows: np.ones((rows, 256), np.float32)
         self._weights = self._ones(256)
@@ -107,7 +108,7 @@ class _Product:
         mine.spent[0] += thread_time_ns() - begin
 
     def seconds(self) -> float:
-        """Processor seconds spent so far."""
+        """Processor seconds of all calls so far."""
         return sum(spent[0] for spent in self._spent) * 1e-9
 
 
@@ -115,16 +116,20 @@ class _Load:
     """A runtime, and chains of tasks over its handles.
 
     Args:
-        inside: processor seconds spent in kernels so far.
+        codelet: codelet of the tasks.
+        num_tasks: number of tasks per measurement.
+        workers: number of workers.
+        trace: trace of the runtime; None without one.
+        inside: returns the processor seconds spent in kernels so far.
 
     Attributes:
-        waited: seconds per task that kernels took beyond their processor time, in the last measurement: for the interpreter, or for a core.
+        waited: seconds per task that kernels took beyond their processor time in the last measurement, waiting for the interpreter or for a core.
     """
 
     waited = 0.0
 
     def __init__(self, codelet: Any, num_tasks: int, workers: int, trace: Any = None, inside: Callable[[], float] = lambda: 0.0) -> None:
-        from scheduler.runtime import Runtime
+        from scheduler import Runtime
 
         self.codelet, self.num_tasks, self.workers, self.inside = codelet, num_tasks, workers, inside
         self.runtime = Runtime(cpu_workers=workers, trace=trace)
@@ -161,7 +166,7 @@ class _Load:
         return self._measure(lambda: self.step.replay().wait(), 1)
 
     def mixed(self) -> float:
-        """Overhead in seconds per task when as many are submitted while others are replayed."""
+        """Overhead in seconds per task when equally many tasks are submitted and replayed at the same time."""
 
         def action() -> None:
             ticket = self.step.replay()
@@ -172,7 +177,7 @@ class _Load:
         return self._measure(action, 2)
 
     def _measure(self, action: Callable[[], None], times: int) -> float:
-        """Median over the rounds; the first two warm up, as a step has two instances."""
+        """Median over the rounds, without the two warm-up rounds, one for each instance of the step."""
         found, waited = [], []
         for _ in range(2 + _ROUNDS):
             spent, busy = self.inside(), self._busy()

@@ -1,6 +1,6 @@
 """``nntask bench sched``: seconds and bytes of a step under every scheduling policy on imaginary machines, in virtual time, beside lower bounds.
 
-The bounds are those of `scheduler.bounds`, with a link for each device.
+The bounds are those of `scheduler.planning.bounds`, where each device has a link of its own.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nntask.models.interface import ModelConfig
-    from nntask.trainer.places import Target
-    from nntask.trainer.settings import TrainSettings
-    from scheduler.core.steps import StepPlan
-    from scheduler.drivers.virtual import Duration
+    from nntask.config import TrainSettings
+    from nntask.hardware import Target
+    from nntask.models import ModelConfig
+    from scheduler.machine import StepPlan
+    from scheduler.simulation import Duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,16 @@ class SchedSettings:
 
 
 def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
-    """Figures, and the same as lines of text.
+    """The figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
         DataError: the config cannot be read.
     """
-    from nntask.errors import UsageError
-    from nntask.trainer.imagined import parse_devices
-    from nntask.trainer.rules import check_most
-    from scheduler.core.eviction import EVICTION_POLICIES
-    from scheduler.core.policies import POLICIES
+    from nntask import UsageError
+    from nntask.config import check_most
+    from nntask.hardware import parse_devices
+    from scheduler.machine import EVICTION_POLICIES, POLICIES
 
     try:
         counts = [int(text) for text in settings.counts.split(",")]
@@ -82,15 +81,14 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[str, Any]:
-    """One machine under every policy."""
+    """Figures of one machine under every policy."""
     import gc
 
-    from nntask.errors import UsageError
-    from nntask.sizes import parse_rate
-    from nntask.trainer.fitting import order_on
-    from nntask.trainer.places import durations
-    from scheduler.bounds import lower_bounds
-    from scheduler.core.forecast import Pace
+    from nntask import UsageError
+    from nntask.config import parse_rate
+    from nntask.hardware import durations
+    from nntask.planning import order_on
+    from scheduler.planning import Pace, lower_bounds
 
     from .standard import captured
 
@@ -121,17 +119,15 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
 
 
 def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelConfig, Target]:
-    """What trains, of which model, and on what.
+    """The settings, the model's config, and the machine.
 
     Raises:
         UsageError: a flag is wrong.
     """
-    from nntask.errors import UsageError
-    from nntask.models.config import PRESETS
-    from nntask.models.registry import config_from_json
-    from nntask.trainer.imagined import imaginary
-    from nntask.trainer.rules import check_values
-    from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+    from nntask import PRESETS, UsageError
+    from nntask.config import ModelSettings, ResourceSettings, TilingSettings, TrainSettings, check_values
+    from nntask.hardware import imaginary_machine
+    from nntask.models import config_from_json
 
     from .standard import length_of
 
@@ -144,13 +140,13 @@ def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelC
         resources=ResourceSettings(ram=settings.ram),
     )
     check_values(train, is_imaginary=True)
-    return train, config, imaginary(f"{count}x{settings.device}", train, settings.link)
+    return train, config, imaginary_machine(f"{count}x{settings.device}", train.resources, settings.link)
 
 
 def _row(policy: str, eviction: str, plan: StepPlan, target: Target, duration: Duration, bound: float) -> dict[str, Any]:
-    """A step under one policy, beside the largest bound; why there is none, where it does not fit."""
-    from scheduler.core.errors import SchedulerError
-    from scheduler.drivers.virtual import simulate
+    """Figures of a step under one policy, beside the largest bound; the refusal if the step does not fit."""
+    from scheduler import SchedulerError
+    from scheduler.simulation import simulate
 
     begin = perf_counter()
     row: dict[str, Any] = {"policy": policy}

@@ -1,29 +1,26 @@
-"""The training steps that benchmarks capture: the standard job of the claims about memory, and variations of it."""
+"""The training steps that benchmarks capture: the standard job of the benchmarks of memory, and variations of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Final
 
-from nntask.models.config import PRESETS
-from nntask.models.interface import ModelConfig
-from nntask.trainer.fitting import capture
-from nntask.trainer.imagined import with_coarse_tiles
-from nntask.trainer.places import Target
-from nntask.trainer.prepare import with_tiles
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import ModelSettings, TilingSettings, TrainSettings
-from scheduler.core.steps import StepPlan
+from nntask import PRESETS
+from nntask.config import ModelSettings, TilingSettings, TrainSettings, resolve, retiled
+from nntask.hardware import Target, coarse_tiling, devices_of
+from nntask.models import ModelConfig
+from nntask.planning import capture
+from scheduler.machine import StepPlan
 
 STANDARD: Final = TrainSettings(
     model=ModelSettings(model="gpt2", seq_len=1024),
     tiling=TilingSettings(batch=8, minibatch=1, minibatch_tile=1, vocab_tile=6283),
 )
-"""``--model gpt2 --batch 8 --minibatch 1 --minibatch-tile 1 --vocab-tile 6283``: the job that the claims about memory are measured on."""
+"""``--model gpt2 --batch 8 --minibatch 1 --minibatch-tile 1 --vocab-tile 6283``: the job of the benchmarks of memory."""
 
 
 def length_of(config: ModelConfig) -> int:
-    """Tokens per sequence where none are asked for: the standard job's, or as many as the model takes."""
+    """Default number of tokens per sequence: that of the standard job, or the model's longest."""
     return min(1024, config.n_positions)
 
 
@@ -38,23 +35,25 @@ def captured(settings: TrainSettings, config: ModelConfig | None = None, target:
         UsageError: a rule of `nntask train` is broken.
     """
     config = PRESETS[settings.model.model or "tiny"] if config is None else config
-    settings = resolve(settings, config)
+    run = resolve(settings, config, machine=devices_of(settings.resources, settings.model.dtype, checks=False))
     if target is not None:
-        settings = with_coarse_tiles(settings, config, target)
-    settings, tiling = with_tiles(settings, config)
-    return capture(settings, config, tiling)
+        run = retiled(run, coarse_tiling(config, run.step.minibatch, run.model.seq_len, target))
+    return capture(run)
 
 
 def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None) -> TrainSettings:
-    """The standard job with another preset, batch or length; another preset's tiles come from the table.
+    """The standard job with another preset, batch or length; the tiles of another preset come from the table.
 
     Args:
-        seq_len: None for the standard one, or as many as the model takes.
+        model: name of the preset.
+        batch: sequences per step.
+        minibatch: sequences per minibatch.
+        seq_len: tokens per sequence; None for `length_of`.
 
     Raises:
         UsageError: there is no such preset.
     """
-    from nntask.errors import UsageError
+    from nntask import UsageError
 
     if model not in PRESETS:
         raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {model!r}; use --model gpt2")

@@ -1,7 +1,7 @@
-"""What a node of a Dask graph is worth, given the values it reads: `GraphNode.__call__`, without what that costs.
+"""The value of a node of a Dask graph, given the values it reads: `GraphNode.__call__` with less overhead.
 
-Measured for a bag's task (three fused functions): 60 us by `node(values)`, which orders the fused tasks anew each time it runs them, 12 us here.
-Nodes of kinds that Dask's own classes do not cover are called as they are.
+A bag's task of three fused functions takes 12 us here and 60 us by `node(values)`, which sorts the fused tasks each time it runs them. Nodes of
+classes other than Dask's own are called as they are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, _execute_
 
 
 def evaluate(node: GraphNode, values: Mapping[Any, Any]) -> Any:
-    """Run a node; `values` holds at least what it depends on, by key.
+    """Run a node.
+
+    Args:
+        node: the node.
+        values: values by key, at least those of the node's dependencies.
 
     Raises:
-        BaseException: what its function raises.
+        BaseException: any error of the node's function.
     """
     kind: Any = type(node)
     if kind is Alias:
@@ -48,7 +52,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _run_subgraph(graph: Mapping[Any, GraphNode], out: Any, inputs: Sequence[Any], arguments: Sequence[Any]) -> Any:
-    """Run fused tasks: what `out` needs, depth first; what nobody reads any more is dropped."""
+    """Run fused tasks depth first, as far as `out` needs them; a value is dropped after its last reader."""
     values = dict(zip(inputs, arguments, strict=True))
     readers: dict[Any, int] = {}
     for node in graph.values():

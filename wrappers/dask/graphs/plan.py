@@ -1,7 +1,7 @@
-"""A Dask graph made ready to run: what is asked for and what that needs, in the order of `dask.order`, everything by number.
+"""A Dask graph ready to run: the requested keys and their dependencies as numbered tasks, in the order of `dask.order`.
 
-An alias is no task: whoever reads it reads its target. Callbacks see aliases as tasks of their own, as Dask's schedulers show them, so with callbacks
-they stay.
+An alias is no task: its readers read its target. Callbacks see aliases as tasks of their own, as in Dask's schedulers, so with callbacks aliases
+stay.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ Key = Any
 
 
 @dataclass(slots=True)
-class Plan:
-    """Tasks by number; a smaller one goes first.
+class GraphPlan:
+    """Numbered tasks of a graph; ready tasks run in the order of their numbers.
 
     Attributes:
-        nodes: what each task runs.
-        keys: whose value it is; `names` has the aliases of some of them.
-        reads: numbers of the tasks whose values it reads.
-        readers: numbers of the tasks that read its value.
-        data: values that are there from the start.
-        wanted: keys that were asked for.
+        nodes: node of each task.
+        keys: key of each task.
+        names: aliases of some tasks, by number.
+        reads: for each task, the numbers of the tasks whose values it reads.
+        readers: for each task, the numbers of the tasks that read its value.
+        data: values that are known from the start, by key.
+        wanted: requested keys.
     """
 
     nodes: list[GraphNode]
@@ -43,24 +44,26 @@ class Plan:
     wanted: set[Key]
 
     def is_wanted(self, number: int) -> bool:
-        """Whether a task's value was asked for, under its own key or an alias."""
+        """Whether a task's value was requested, under its own key or an alias."""
         names = self.names.get(number)
         return self.keys[number] in self.wanted or (names is not None and not self.wanted.isdisjoint(names))
 
 
 def prepare(graph: Any, keys: Any) -> tuple[dict[Key, GraphNode], set[Key]]:
-    """The graph as new-style nodes, and the keys that were asked for."""
+    """The graph as new-style nodes, and the requested keys."""
     if not isinstance(graph, Mapping):
         graph = graph.__dask_graph__()
     wanted = set(flatten(keys)) if isinstance(keys, list) else {keys}
     return convert_legacy_graph(graph), wanted
 
 
-def make_plan(graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[Key, Any], *, keep_aliases: bool) -> Plan:
-    """Put a graph in order.
+def make_plan(graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[Key, Any], *, keep_aliases: bool) -> GraphPlan:
+    """Number the tasks of a graph in the order of their execution.
 
     Args:
-        cache: values of keys, in the graph or not, that need not be computed.
+        graph: nodes by key.
+        wanted: requested keys.
+        cache: known values by key, of keys in the graph or not.
         keep_aliases: whether an alias is a task.
 
     Raises:
@@ -72,8 +75,8 @@ def make_plan(graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[K
     tasks = _needed(graph, wanted, cache, data, targets if not keep_aliases else None)
     aliases = {key: _resolve(key, targets) for key in targets}
     reads_of = {key: {aliases.get(each, each) for each in node.dependencies} - data.keys() for key, node in tasks.items()}
-    places = order(tasks if not (targets or data) else {key: _Link(key, frozenset(reads)) for key, reads in reads_of.items()})
-    found = sorted(tasks, key=places.__getitem__)
+    positions = order(tasks if not (targets or data) else {key: _OrderNode(key, frozenset(reads)) for key, reads in reads_of.items()})
+    found = sorted(tasks, key=positions.__getitem__)
     number_of = {key: number for number, key in enumerate(found)}
     reads = [[number_of[each] for each in reads_of[key]] for key in found]
     readers: list[list[int]] = [[] for _ in found]
@@ -86,11 +89,11 @@ def make_plan(graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[K
             data[key] = data[target]
         elif target in number_of:
             names.setdefault(number_of[target], []).append(key)
-    return Plan([tasks[key] for key in found], found, names, reads, readers, data, wanted)
+    return GraphPlan([tasks[key] for key in found], found, names, reads, readers, data, wanted)
 
 
-class _Link(GraphNode):  # type: ignore[misc]  # mypy does not look into Dask
-    """A task as far as its place in the order goes."""
+class _OrderNode(GraphNode):  # type: ignore[misc]  # mypy does not look into Dask
+    """The dependencies of a task, for `dask.order` alone."""
 
     def __init__(self, key: Key, dependencies: frozenset[Key]) -> None:
         self.key = key
@@ -100,7 +103,7 @@ class _Link(GraphNode):  # type: ignore[misc]  # mypy does not look into Dask
 def _needed(
     graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[Key, Any], data: dict[Key, Any], targets: dict[Key, Key] | None
 ) -> dict[Key, GraphNode]:
-    """The tasks that what is wanted needs; values that are there go to `data`, aliases to `targets`."""
+    """The tasks that the requested keys depend on; known values are added to `data`, aliases to `targets`."""
     tasks: dict[Key, GraphNode] = {}
     stack = [(key, None) for key in wanted]
     while stack:
@@ -126,10 +129,10 @@ def _needed(
 
 
 def _resolve(key: Key, targets: Mapping[Key, Key]) -> Key:
-    """What an alias stands for in the end.
+    """The target at the end of a chain of aliases.
 
     Raises:
-        RuntimeError: aliases stand for one another in a circle.
+        RuntimeError: the chain is a circle.
     """
     seen = [key]
     while (key := targets.get(key, key)) in targets:
@@ -145,10 +148,9 @@ _num_pauses = 0
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Make objects by the million, none of them garbage, without the collector looking at all of them time and again.
-
-    Measured for a bag of 200,000 tasks: Dask makes and optimizes its graph in 6 s of processor time instead of 16.
-    """
+    """Pause the garbage collector, which otherwise visits millions of new live objects again and again: for a bag of 200,000 tasks Dask makes and
+    optimizes
+    its graph in 6 s of processor time instead of 16."""
     global _num_pauses
     with _pauses_lock:
         _num_pauses += gc.isenabled() or _num_pauses > 0
@@ -165,7 +167,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def nested(keys: Any, values: Mapping[Key, Any]) -> Any:
-    """Values in the shape in which keys were asked for: lists become tuples.
+    """Values in the shape of the requested keys; lists become tuples.
 
     Raises:
         KeyError: a key is not in the graph.
@@ -174,5 +176,5 @@ def nested(keys: Any, values: Mapping[Key, Any]) -> Any:
 
 
 def prefix_of(key: Key) -> Any:
-    """What keys of one kind share: the name of a tuple, else the text before the token (see `dask.utils.key_split`)."""
+    """The common part of keys of one kind: the name of a tuple, else the key itself (`dask.utils.key_split` strips its token)."""
     return key[0] if type(key) is tuple and key else key

@@ -1,11 +1,11 @@
-"""One graph being run: which task is next, and the threads that run them.
+"""One graph during its execution: its ready tasks, and the threads that run them.
 
-A task is *light* if nothing it reads lies in blocks, no large result of its kind is known, and no more is counted than the budget: it runs at once.
-Any other is submitted to the store, and runs when its data is in place; at most one per worker, and with a disk below as many again, whose data is
-fetched while others run.
+A task is *light* if no input of it lies in blocks, no task of its kind has had a large result, and the store is within its budget; a light task runs
+at once. Any other task is submitted to the store, and runs when its data is in place. At most one such task per worker is submitted, with a disk
+two, so that the data of one is fetched while the other runs.
 
-Rules. Everything but running a task happens under the store's lock. The first failure ends the run: nothing new begins, what runs runs to its end and
-is forgotten.
+Rules. All work except running a task happens under the store's lock. The first failure ends the run: no further task begins, and results of running
+tasks are dropped.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from typing import Any
 from dask._task_spec import GraphNode
 from dask.utils import key_split
 
-from scheduler.core.errors import DoesNotFit, TaskError
-from scheduler.core.memory import PAGE
-from scheduler.core.records import Task
-from scheduler.waiting import sleep_until
+from scheduler import DoesNotFit, TaskError, sleep_until
+from scheduler.machine import PAGE, Task
 
 from .evaluate import evaluate
 from .observe import Observers
-from .plan import Key, Plan, prefix_of
+from .plan import GraphPlan, Key, prefix_of
 from .store import FAR, Store
-from .values import SMALL, Block, Held, hold, holds, is_of, is_part, weigh
+from .values import SMALL, Held, MemoryBlock, hold, holds, is_of, is_partial_view, weigh
 
 RESULTS = -1
-"""Number of what is submitted to get the results themselves into memory."""
+"""Number of the pseudo-task that brings the requested values into memory."""
 
 Job = tuple[int, Task | None]
-"""A task's number, and what it is to the store, if it is anything."""
+"""A task's number, and the task that the store has admitted for it; None for a light task."""
 
 
-class Run:
-    """A graph being run.
+class GraphRun:
+    """A graph during its execution.
 
     Args:
-        store: where results are.
-        plan: what to run.
-        workers: how many threads `work`.
-        observers: callbacks of Dask's.
-        first: `order` of task 0.
-        is_nested: whether a task of another run of the store waits for this one.
+        store: the memory of results.
+        plan: the tasks.
+        workers: number of threads that call `work`.
+        observers: Dask's callbacks.
+        first: order of task 0 among the tasks of all runs of the store.
+        is_nested: whether a task of another run of the store waits for this run.
 
     Attributes:
-        error: the first failure; `failed` the node and values of a task that raised it.
+        error: the first failure.
+        failed: node and values of the task that raised the failure.
     """
 
-    def __init__(self, store: Store, plan: Plan, workers: int, observers: Observers, first: int, *, is_nested: bool = False) -> None:
+    def __init__(self, store: Store, plan: GraphPlan, workers: int, observers: Observers, first: int, *, is_nested: bool = False) -> None:
         self.store = store
         self.is_nested = is_nested
         self._num_working = workers
@@ -74,9 +73,9 @@ class Run:
         self._weights = [0] * len(plan.nodes)
         self._done = bytearray(len(plan.nodes))
         self._admitted: list[tuple[int, Task]] = []
-        self._rooms: dict[str, int] = {}
+        self._largest: dict[str, int] = {}
         self._prefixes: dict[Any, str] = {}
-        self._squeezed: set[int] = set()
+        self._retried: set[int] = set()
         self._num_left = len(plan.nodes)
         self._num_submitted = 0
         self._num_held = 0
@@ -87,7 +86,7 @@ class Run:
             self._finished.set()
 
     def work(self) -> None:
-        """Run tasks until there are none; what a worker thread does."""
+        """Run tasks until none is left; the body of a worker thread."""
         try:
             with self._wake:
                 self.store.threads.add(threading.get_ident())
@@ -96,10 +95,10 @@ class Run:
                 number, task = job
                 value, weight = self._call(number, task)
                 with self._wake:
-                    self._settle(number, task, value, weight)
+                    self._complete(number, task, value, weight)
                     value = None
                     job = self._take()
-        except BaseException as error:  # what a task or a callback raised is the program's to see
+        except BaseException as error:  # an error of a task or a callback, for the program
             with self._wake:
                 self._fail(error)
                 task = job[1] if job is not None else None
@@ -112,16 +111,16 @@ class Run:
                 self.store.look_for_deadlock()
 
     def wait(self) -> None:
-        """Sleep until the run has ended; Ctrl-C is heard."""
+        """Sleep until the run has ended; Ctrl-C interrupts the sleep."""
         sleep_until(self._finished)
 
     def stop(self, error: BaseException) -> None:
-        """Begin nothing new."""
+        """End the run with an error: no further task begins."""
         with self._wake:
             self._fail(error)
 
     def _call(self, number: int, task: Task | None) -> tuple[Any, int]:
-        """Run a task; its value and about how many bytes that has."""
+        """Run a task; returns its value and the value's approximate bytes."""
         node = self.plan.nodes[number]
         values: Mapping[Key, Any] = self._cache
         if task is not None:
@@ -138,7 +137,7 @@ class Run:
         return value, weigh(value)
 
     def _take(self) -> Job | None:
-        """The next task for the calling worker; sleeps while there is none. None at the end."""
+        """The next job of the calling worker, which sleeps while there is none; None at the end of the run."""
         while not self._ended:
             if self._admitted:
                 return heapq.heappop(self._admitted)
@@ -150,7 +149,7 @@ class Run:
                 if self._num_submitted >= self._limit:
                     break
                 heapq.heappop(self._ready)
-                self._submit(number, self._room(number))
+                self._submit(number, self._scratch_nbytes(number))
                 if self._admitted:
                     return heapq.heappop(self._admitted)
             if not self._ended:
@@ -163,12 +162,12 @@ class Run:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody still waits for it."""
+        """Whether a caller still waits for the run."""
         return not self._ended or self._is_fetching
 
     @property
     def num_busy(self) -> int:
-        """Threads that run a task, or could take one."""
+        """Number of threads that run a task or could take one."""
         if self._admitted or (self._ready and not self._ended and (self._num_submitted < self._limit or self._is_light(self._ready[0]))):
             return self._num_working
         return self._num_working - self._num_idle
@@ -179,7 +178,7 @@ class Run:
             for source in self.plan.reads[number]:
                 if type(cache[keys[source]]) is Held:
                     return False
-        return not (self._rooms and self._room(number) >= SMALL) and not self.store.is_full
+        return not (self._largest and self._scratch_nbytes(number) >= SMALL) and not self.store.is_full
 
     def _prefix(self, number: int) -> str:
         name = prefix_of(self.plan.keys[number])
@@ -188,29 +187,29 @@ class Run:
             found = self._prefixes[name] = key_split(name)
         return found
 
-    def _room(self, number: int) -> int:
-        """Bytes of the largest result so far of a task of this kind."""
-        return self._rooms.get(self._prefix(number), 0) if self._rooms else 0
+    def _scratch_nbytes(self, number: int) -> int:
+        """Bytes of the largest result so far of this kind of task."""
+        return self._largest.get(self._prefix(number), 0) if self._largest else 0
 
-    def _submit(self, number: int, room: int) -> None:
-        plan, blocks = self.plan, dict[Block, None]()
+    def _submit(self, number: int, scratch_nbytes: int) -> None:
+        plan, blocks = self.plan, dict[MemoryBlock, None]()
         for source in plan.reads[number] if self._num_held else ():
             entry = self._cache[plan.keys[source]]
             if type(entry) is Held:
                 blocks.update(dict.fromkeys(entry.blocks))
         self._num_submitted += 1
-        dues = [self._due(block, number) for block in blocks]
-        self.store.submit(self, number, self._prefix(number), self.first + number, list(blocks), max(room, PAGE), dues)
+        next_uses = [self._next_use(block, number) for block in blocks]
+        self.store.submit(self, number, self._prefix(number), self.first + number, list(blocks), max(scratch_nbytes, PAGE), next_uses)
 
-    def _due(self, block: Block, number: int) -> int:
-        """`order` of the next task, other than this one, that will read the block."""
+    def _next_use(self, block: MemoryBlock, number: int) -> int:
+        """Order of the next task, other than this one, that will read the block; `FAR` if there is none."""
         uses, done = block.uses, self._done
         while uses and (uses[0] == number or done[uses[0]]):
             heapq.heappop(uses)
         return self.first + uses[0] if uses else FAR
 
     def admitted(self, number: int, task: Task) -> None:
-        """The task's data is in place."""
+        """Take a task whose data is in place."""
         if number == RESULTS and not self._closed:
             self._fetching, self._is_fetching = task, False
             self._fetched.set()
@@ -222,7 +221,7 @@ class Run:
                 self._wake.notify()
 
     def refused(self, number: int, error: BaseException) -> None:
-        """The task will never run: there is no room for it, or what it reads is lost."""
+        """Note that a task will never run, because it does not fit memory or its inputs are lost."""
         if number == RESULTS:
             self.error, self._is_fetching = self.error or error, False
             self._fetched.set()
@@ -230,8 +229,8 @@ class Run:
         if self._ended:
             return
         self._num_submitted -= 1
-        if isinstance(error, DoesNotFit) and number not in self._squeezed:  # alone, it may need less than others of its kind did
-            self._squeezed.add(number)
+        if isinstance(error, DoesNotFit) and number not in self._retried:  # retry: its result may be smaller than others of its kind
+            self._retried.add(number)
             self._submit(number, 0)
             return
         if isinstance(error, DoesNotFit) and error.node == self.store.ram.name:
@@ -239,13 +238,13 @@ class Run:
         self._fail(error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error)
 
     def _explain(self, number: int) -> DoesNotFit:
-        """Why a task cannot run within the budget."""
+        """The reason why a task cannot run within the budget."""
         reads = [each for source in self.plan.reads[number] if type(each := self._cache[self.plan.keys[source]]) is Held]
         nbytes = sum(block.nbytes for block in dict.fromkeys(block for held in reads for block in held.blocks))
         return self.store.too_large(self.plan.keys[number], nbytes)
 
     def broken(self, error: BaseException) -> None:
-        """Nothing will run any more."""
+        """End the run because the store can run no more tasks."""
         self.refused(RESULTS, error)
         self._fail(error)
 
@@ -262,8 +261,8 @@ class Run:
             if self.store.failure is None:
                 self.store.finish(task)
 
-    def _settle(self, number: int, task: Task | None, value: Any, weight: int) -> None:
-        """Keep a task's value, let go of what nobody reads any more, and let its readers in."""
+    def _complete(self, number: int, task: Task | None, value: Any, weight: int) -> None:
+        """Keep a task's value, drop values that no task reads any more, and release its readers."""
         if task is not None:
             self._num_submitted -= 1
         if self._ended:
@@ -295,10 +294,10 @@ class Run:
             left[source] -= 1
             if not left[source]:
                 self._drop(source)
-        self._let_in(number)
+        self._release_readers(number)
 
-    def _let_in(self, number: int) -> None:
-        """A task has ended: its readers may be ready."""
+    def _release_readers(self, number: int) -> None:
+        """Count a finished task off its readers, some of which become ready."""
         waiting, num_ready = self._waiting, 0
         for reader in self.plan.readers[number]:
             waiting[reader] -= 1
@@ -312,7 +311,7 @@ class Run:
             self._wake.notify(max(num_ready, 1))
 
     def _adopt(self, number: int, held: Held) -> None:
-        """Count a result that lies in blocks, those that are new."""
+        """Count the new blocks of a result."""
         name, made = self._prefix(number), 0
         self._num_held += 1
         for block in held.blocks:
@@ -320,14 +319,14 @@ class Run:
                 heapq.heappush(block.uses, reader)
             if block.record is None:
                 made += block.nbytes
-                self.store.adopt(block, name, self._due(block, number))
-            elif not is_part(held.value, block):  # it may be what the task was given, changed in place
+                self.store.adopt(block, name, self._next_use(block, number))
+            elif not is_partial_view(held.value, block):  # it may be an input that the task has changed in place
                 self.store.note_changed(block)
-        if made > self._rooms.get(name, 0):
-            self._rooms[name] = made
+        if made > self._largest.get(name, 0):
+            self._largest[name] = made
 
-    def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> Block | None:
-        """The block of an owner; None for memory that the graph itself holds, which is the program's."""
+    def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock | None:
+        """The block of an owner; None for memory that the graph itself holds, which belongs to the program."""
         if id(owner) not in self.store.blocks:
             node, data = self.plan.nodes[number], self.plan.data
             if holds(node, owner) or any(is_of(data[key], owner) for key in node.dependencies if key in data):
@@ -335,7 +334,7 @@ class Run:
         return self.store.find(owner, nbytes, is_array)
 
     def _drop(self, number: int) -> None:
-        """Nobody reads a task's value any more."""
+        """Drop a task's value after its last reader."""
         value = self._cache.pop(self.plan.keys[number])
         for name in self.plan.names.get(number, ()):
             del self._cache[name]
@@ -349,14 +348,14 @@ class Run:
             self.store.count_small(-self._weights[number])
             self._weights[number] = 0
 
-    def results(self, lend: Callable[[Block], None] | None) -> dict[Key, Any]:
-        """The values that were asked for, in host memory; the run is over with that.
+    def results(self, hand_over: Callable[[MemoryBlock], None] | None) -> dict[Key, Any]:
+        """The requested values by key, in host memory; this ends the run.
 
         Args:
-            lend: called with each block that the program gets; None if nothing counts it any more.
+            hand_over: called with each block of these values, to count it further; None if it is not counted any more.
 
         Raises:
-            DoesNotFit: they do not fit the budget together.
+            DoesNotFit: the values together do not fit the budget.
         """
         held = [value for key in self.plan.wanted if type(value := self._cache.get(key)) is Held]
         blocks = list(dict.fromkeys(block for each in held for block in each.blocks))
@@ -372,18 +371,18 @@ class Run:
             found = {key: self._cache[key] for key in self.plan.wanted if key in self._cache}
             found = {key: value.get() if type(value) is Held else value for key, value in found.items()}
             self._return_results()
-            for block in blocks if lend is not None else ():
-                lend(block)  # type: ignore[misc]
+            for block in blocks if hand_over is not None else ():
+                hand_over(block)  # type: ignore[misc]
         return found
 
     def _return_results(self) -> None:
-        """The results themselves are in the program's hands, or not wanted any more."""
+        """End the pseudo-task that holds the requested values in memory."""
         task, self._fetching = self._fetching, None
         if task is not None and self.store.failure is None:
             self.store.finish(task)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all values."""
         with self._wake:
             self._closed = True
             self._return_results()

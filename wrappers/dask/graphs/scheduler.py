@@ -1,7 +1,7 @@
-"""`get`, the scheduler that Dask calls, and `runtime`, which gives it budgets.
+"""The scheduler that Dask calls (`get`), and budgets for it (`runtime`).
 
-Dask's contract is that of `dask.threaded.get`: keys as they are asked for, lists as tuples, exceptions with their type and traceback, callbacks,
-and the keywords `num_workers`, `pool`, `cache`, `callbacks` and `rerun_exceptions_locally`. Anything else is refused.
+The contract is that of `dask.threaded.get`: values in the shape of the requested keys, lists as tuples, exceptions with their type and traceback,
+callbacks, and the keywords `num_workers`, `pool`, `cache`, `callbacks` and `rerun_exceptions_locally`. Other keywords are refused.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from typing import Any
 from dask import config
 from dask.callbacks import local_callbacks
 
-from nntask.errors import UsageError
-from nntask.sizes import parse_size
-from nntask.trainer.disks import disk_of
+from nntask import UsageError
+from nntask.config import disk_of, parse_size
 from scheduler import usable_cores
-from scheduler.storage import DiskTier
-from scheduler.storage.limits import memory_budgets
+from scheduler.storage import DiskTier, memory_budgets
 
 from .evaluate import evaluate
 from .observe import Observers
 from .plan import collector_paused, make_plan, nested, prepare
-from .run import Run
+from .run import GraphRun
 from .store import Store
 
 _current: contextvars.ContextVar[GraphRuntime | None] = contextvars.ContextVar("nntask_graph_runtime", default=None)
-"""Whose worker this thread is: a graph that is computed within a task shares that one's memory."""
+"""The runtime whose worker this thread is: a graph that is computed within a task uses that runtime's memory."""
 
 
 def get(
@@ -47,16 +45,18 @@ def get(
 ) -> Any:
     """Compute keys of a Dask graph: ``x.compute(scheduler=get)``.
 
-    Within a task of another graph, in that graph's memory; else in 0.9 of what is free, without a disk. Use `runtime` for budgets.
+    Within a task of another graph the computation shares that graph's budget; else the budget is 0.9 of free memory, without a disk. Use `runtime`
+    for
+    other budgets.
 
     Args:
         dsk: a graph, old or new style, or an expression.
         keys: a key or nested lists of keys.
-        cache: values of keys that need not be computed.
-        num_workers: threads; default the config's ``num_workers``, then one per usable core.
-        pool: of threads, which run the tasks instead of ours; default the config's ``pool``.
-        callbacks: of Dask's; default those that are active.
-        rerun_exceptions_locally: whether a task that raised is run once more, on the calling thread.
+        cache: known values by key.
+        num_workers: number of threads; default the config's ``num_workers``, then one per usable core.
+        pool: pool of threads to use instead of new ones; default the config's ``pool``.
+        callbacks: Dask's callbacks; default the active ones.
+        rerun_exceptions_locally: whether a task that raised runs once more, on the calling thread.
 
     Returns:
         The value of the key; tuples of values for lists.
@@ -65,7 +65,7 @@ def get(
         KeyError: a key is not in the graph.
         ValueError: a task reads a key that is in neither the graph nor the cache.
         DoesNotFit: the next task, or the results together, do not fit the budget.
-        BaseException: what a task raised.
+        BaseException: any error of a task.
     """
     options = {"callbacks": callbacks, "rerun_exceptions_locally": rerun_exceptions_locally}
     runtime = _current.get()
@@ -73,7 +73,7 @@ def get(
         return runtime.get(dsk, keys, cache, num_workers, pool, **options)
     made = GraphRuntime(workers=None)
     try:
-        return made.compute(dsk, keys, cache, num_workers, pool, lends=False, **options)
+        return made.compute(dsk, keys, cache, num_workers, pool, counts_results=False, **options)
     finally:
         made.close()
 
@@ -82,20 +82,20 @@ def runtime(ram: int | str | None = None, disk: str | os.PathLike[str] | None = 
     """Budgets for Dask graphs: ``with runtime(ram="2GiB", disk="scratch"): x.compute()``.
 
     Args:
-        ram: budget of the results in host memory, bytes or a size such as "2GiB"; default 0.9 of what is free.
-        disk: directory of the disk tier, perhaps with a size, such as "scratch:100GiB"; default none, so what does not fit fails.
-        workers: threads per graph; default one per usable core.
+        ram: budget of the results in host memory, bytes or a size such as "2GiB"; default 0.9 of free memory.
+        disk: directory of the disk tier, optionally with a size, such as "scratch:100GiB"; default none, so results beyond the budget fail.
+        workers: number of threads per graph; default one per usable core.
 
     Raises:
-        UsageError: a size cannot be read, is not positive, or there are no workers.
-        DoesNotFit: the budget is above what this process may use.
-        OSError: the directory cannot be made or written.
+        UsageError: a size cannot be parsed or is not positive, or there are no workers.
+        DoesNotFit: the budget is above the memory limit of this process.
+        OSError: the directory cannot be created or written.
     """
     return GraphRuntime(ram, disk, workers)
 
 
 class GraphRuntime:
-    """Workers and memory for Dask graphs; within ``with``, the scheduler of whatever Dask computes. Arguments as of `runtime`."""
+    """Workers and memory for Dask graphs; within ``with``, the scheduler of all of Dask's computations. Arguments are those of `runtime`."""
 
     def __init__(self, ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> None:
         nbytes = parse_size(ram, "ram") if isinstance(ram, str) else ram
@@ -128,8 +128,10 @@ class GraphRuntime:
         callbacks: Any = None,
         rerun_exceptions_locally: bool | None = None,
     ) -> Any:
-        """`get` within these budgets. What is returned is lent: it counts until the program lets go of it."""
-        return self.compute(dsk, keys, cache, num_workers, pool, lends=True, callbacks=callbacks, rerun_exceptions_locally=rerun_exceptions_locally)
+        """`get` within these budgets. The returned values count against the budget until the program drops them."""
+        return self.compute(
+            dsk, keys, cache, num_workers, pool, counts_results=True, callbacks=callbacks, rerun_exceptions_locally=rerun_exceptions_locally
+        )
 
     def compute(
         self,
@@ -139,11 +141,11 @@ class GraphRuntime:
         num_workers: int | None,
         pool: Executor | Pool | None,
         *,
-        lends: bool,
+        counts_results: bool,
         callbacks: Any,
         rerun_exceptions_locally: bool | None,
     ) -> Any:
-        """`get`; `lends` says whether results still count when they are returned."""
+        """`get`; `counts_results` tells whether returned values still count against the budget."""
         cache = cache if cache is not None else config.get("cache", None) or {}
         with local_callbacks(callbacks) as active:
             observers = Observers(active)
@@ -155,20 +157,22 @@ class GraphRuntime:
                     plan = make_plan(graph, wanted, cache, keep_aliases=bool(observers))
                 observers.start_state({key: number for number, key in enumerate(plan.keys)}, wanted, dict(cache))
                 del graph
-                submit, count = self._crew(num_workers, pool)
+                submit, count = self._submitter(num_workers, pool)
                 with self._store.lock:
                     first, self._num_orders = self._num_orders, self._num_orders + len(plan.nodes) + 1
                     count = min(count, len(plan.nodes))
-                    run = Run(self._store, plan, count, observers, first, is_nested=threading.get_ident() in self._store.threads)
+                    run = GraphRun(self._store, plan, count, observers, first, is_nested=threading.get_ident() in self._store.threads)
                     self._store.clients.add(run)
-                values = self._carry_out(run, submit, count, lends, rerun_exceptions_locally)
+                values = self._carry_out(run, submit, count, counts_results, rerun_exceptions_locally)
                 failed = False
             finally:
                 observers.finish(failed=failed)
         return nested(keys, {**plan.data, **values})
 
-    def _carry_out(self, run: Run, submit: Callable[[Callable[[], None]], Any], count: int, lends: bool, rerun: bool | None) -> dict[Any, Any]:
-        """Let workers run it, and take the results."""
+    def _carry_out(
+        self, run: GraphRun, submit: Callable[[Callable[[], None]], Any], count: int, counts_results: bool, rerun: bool | None
+    ) -> dict[Any, Any]:
+        """Run a graph on worker threads, and return the requested values by key."""
         context = contextvars.copy_context()
         context.run(_current.set, self)
         try:
@@ -179,7 +183,7 @@ class GraphRuntime:
                 if run.failed is not None and (config.get("rerun_exceptions_locally", False) if rerun is None else rerun):
                     evaluate(*run.failed)
                 raise run.error
-            return run.results(self._store.lend if lends and self._store.failure is None else None)
+            return run.results(self._store.hand_over if counts_results and self._store.failure is None else None)
         except BaseException as error:
             run.stop(error)
             raise
@@ -187,11 +191,11 @@ class GraphRuntime:
             run.failed = None
             run.close()
 
-    def _crew(self, num_workers: int | None, pool: Executor | Pool | None) -> tuple[Callable[[Callable[[], None]], Any], int]:
-        """Who runs what is submitted, and how many of them there are.
+    def _submitter(self, num_workers: int | None, pool: Executor | Pool | None) -> tuple[Callable[[Callable[[], None]], Any], int]:
+        """The function that starts a job on a thread, and the number of threads.
 
         Raises:
-            TypeError: the pool is one of processes, which do not share our memory.
+            TypeError: the pool is one of processes, which do not share this process's memory.
         """
         pool = pool or config.get("pool", None)
         if pool is None:
@@ -203,27 +207,27 @@ class GraphRuntime:
         return pool.submit, pool._max_workers  # type: ignore[union-attr]  # as Dask does
 
     def stats(self) -> dict[str, Any]:
-        """What happened so far.
+        """Counters since the start.
 
         Returns:
-            "budget_bytes" and "peak_bytes" (most counted at once, what is lent included), "resident_bytes" (now), "largest_bytes" (the largest block
-            of a result), "moved_bytes" {"ram->disk": bytes, "disk->ram": bytes}, "evictions", "lent" (blocks that the program holds).
+            "budget_bytes"; "peak_bytes" (most bytes counted at once, returned values included); "resident_bytes" (now); "largest_bytes" (the largest
+            block of a result); "moved_bytes" {"ram->disk": bytes, "disk->ram": bytes}; "evictions"; "lent" (number of blocks that the program holds).
         """
         store = self._store
         with store.lock:
-            residency = store.machine.residency
+            memory = store.machine.memory
             return {
                 "budget_bytes": self.budget,
                 "peak_bytes": store.peak,
                 "resident_bytes": store.ram.used,
                 "largest_bytes": store.largest,
-                "moved_bytes": {f"{residency.name_of(a)}->{residency.name_of(b)}": n for (a, b), n in residency.copies.moved_bytes.items()},
-                "evictions": residency.num_evictions,
-                "lent": store.num_lent - len(store.inbox),
+                "moved_bytes": memory.moved_by_name(),
+                "evictions": memory.num_evictions,
+                "lent": store.num_handed_over - len(store.inbox),
             }
 
     def close(self) -> None:
-        """Give the memory and the file back. What was returned stays the program's. Idempotent."""
+        """Free the memory and close the file. Returned values stay valid. Idempotent."""
         self._store.close()
 
     def __enter__(self) -> GraphRuntime:

@@ -1,8 +1,8 @@
-"""Blocks in the tier file: arrays as their bytes, other objects pickled (protocol 5, buffers beside), and the threads that move them.
+"""Blocks in the tier file (arrays as bytes, other objects pickled with protocol 5 and out-of-band buffers), and the threads that move them.
 
-The file is the disk tier's (`scheduler.storage.DiskTier`): private, unlinked as soon as it is open, direct I/O where the file system has it. It is
-the only place where anything is pickled. Direct I/O wants pages at page addresses, which buffers of arrays do not begin at, so bytes pass through a
-small aligned piece of memory per thread, which is counted in the budget.
+The file is that of the disk tier (`scheduler.storage.DiskTier`): private, unlinked as soon as it is open, direct I/O where the file system has it. It
+is the only place where objects are pickled. Direct I/O needs page-aligned addresses, which buffers of arrays do not have, so the bytes pass through a
+small aligned staging buffer per thread, which the budget counts.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any, Final
 import cloudpickle
 import numpy as np
 
-from scheduler.core.errors import TierFailed
-from scheduler.core.events import CopyTile
-from scheduler.core.memory import PAGE, MemoryNode, rounded
-from scheduler.core.records import NodeId
-from scheduler.drivers.disk import THREADS, DiskEngine, Marks
+from scheduler import TierFailed
+from scheduler.drivers import THREADS, DiskEngine, Marks
+from scheduler.machine import PAGE, CopyTile, MemoryNode, NodeId, rounded
 from scheduler.storage import DiskTier, HostArena
 
-from .values import Block, raw_bytes
+from .values import MemoryBlock, raw_bytes
 
 STAGING: Final = 256 << 10
-"""Bytes of aligned memory per thread, at most."""
+"""Largest staging buffer of a thread; bytes."""
 
 
 def staging_bytes(ram: int) -> int:
-    """Aligned memory per thread within a budget of so many bytes: a small share of it."""
+    """Bytes of each thread's staging buffer within a budget of `ram` bytes: a small fraction of it."""
     return max(PAGE, min(STAGING, ram // 64 // THREADS // PAGE * PAGE))
 
 
-class Place:
-    """An extent of the file.
+class FileExtent:
+    """An extent of the tier file that holds a block.
 
     Attributes:
-        sizes: of the pickle and of each of its buffers; None for the bytes of an array.
+        offset: offset in the file; bytes.
+        nbytes: exact number of bytes.
+        sizes: bytes of the pickle and of each of its buffers; None for the bytes of an array.
     """
 
     __slots__ = ("nbytes", "offset", "sizes")
@@ -50,8 +50,8 @@ class Place:
         self.sizes = sizes
 
 
-class Kept:
-    """What could not be pickled stays in memory."""
+class Unpicklable:
+    """An object that cannot be pickled, and so stays in memory in place of an extent."""
 
     __slots__ = ("owner",)
 
@@ -60,13 +60,14 @@ class Kept:
 
 
 class SpillEngine(DiskEngine):
-    """Carries out the copies of blocks between host memory and the file.
+    """The threads that copy blocks between host memory and the file.
 
     Args:
         tier: the file.
-        nbytes: how many it may hold.
-        staging: bytes of aligned memory per thread.
-        done, lost, fail: as of `DiskEngine`.
+        nbytes: capacity of the file in bytes.
+        node: memory node of the file.
+        staging: bytes of the staging buffer of each thread.
+        done, lost, fail: as in `DiskEngine`.
         keep: called with a block that cannot be pickled.
     """
 
@@ -79,7 +80,7 @@ class SpillEngine(DiskEngine):
         done: Callable[[CopyTile, int, int], None],
         lost: Callable[[CopyTile, BaseException], None],
         fail: Callable[[BaseException], None],
-        keep: Callable[[Block], None],
+        keep: Callable[[MemoryBlock], None],
     ) -> None:
         super().__init__((), tier, node, done, lost, fail)
         self.file = MemoryNode("file", nbytes, is_storage=True)
@@ -88,28 +89,28 @@ class SpillEngine(DiskEngine):
         self._local = threading.local()
         self._extents = threading.Lock()
 
-    def discard(self, place: Any) -> None:
-        """Nothing will read a place any more."""
-        if isinstance(place, Place):
-            size = rounded(place.nbytes)
+    def discard(self, extent: Any) -> None:
+        """Free an extent, which will not be read any more."""
+        if isinstance(extent, FileExtent):
+            size = rounded(extent.nbytes)
             with self._extents:
-                self.file.give(place.offset, size, "data")
-            if place.offset + size > self.file.budget and self.tier is not None:
-                self.tier.discard(place.offset, size)
+                self.file.give(extent.offset, size, "data")
+            if extent.offset + size > self.file.budget and self.tier is not None:
+                self.tier.discard(extent.offset, size)
 
     def _marks(self, node: NodeId) -> Marks:
         return ()
 
-    def _carry_out(self, action: CopyTile, marks: Marks, room: Any) -> TierFailed | None:
-        block: Block = action.source.handle.view  # type: ignore[assignment]  # opaque to the core
+    def _carry_out(self, action: CopyTile, marks: Marks, buffers: Any) -> TierFailed | None:
+        block: MemoryBlock = action.source.handle.view  # type: ignore[assignment]  # opaque to the core
         leaves = action.target.node == self.node
         try:
             if leaves:
-                self.discard(block.place)  # of what it was before a task changed it
-                block.place = None
-                block.place = self._write(block)
+                self.discard(block.extent)  # the extent of the block's previous contents
+                block.extent = None
+                block.extent = self._write(block)
             else:
-                block.owner = self._read(block.place, is_array=block.is_array)
+                block.owner = self._read(block.extent, is_array=block.is_array)
         except (OSError, pickle.PickleError, MemoryError) as error:
             assert self.tier is not None
             what = "written to" if leaves else "read back from"
@@ -121,34 +122,34 @@ class SpillEngine(DiskEngine):
             return failure
         return None
 
-    def _write(self, block: Block) -> Place | Kept:
+    def _write(self, block: MemoryBlock) -> FileExtent | Unpicklable:
         if block.is_array:
             return self._write_pieces([raw_bytes(block.owner).data], None)
         try:
             head, buffers = _pickled(block.owner)
-        except Exception:  # of somebody's __reduce__: nothing is wrong with the disk
+        except Exception:  # an error of the object's __reduce__, not of the disk
             self._keep(block)
-            return Kept(block.owner)
+            return Unpicklable(block.owner)
         pieces = [memoryview(head), *(each.raw() for each in buffers)]
         return self._write_pieces(pieces, [piece.nbytes for piece in pieces])
 
-    def _write_pieces(self, pieces: list[memoryview], sizes: list[int] | None) -> Place:
+    def _write_pieces(self, pieces: list[memoryview], sizes: list[int] | None) -> FileExtent:
         nbytes = sum(piece.nbytes for piece in pieces)
         size = rounded(nbytes)
         with self._extents:
             offset = self.file.take(size, "data")
         if offset is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        place = Place(offset, nbytes, sizes)
+        extent = FileExtent(offset, nbytes, sizes)
         try:
-            self._pour(pieces, offset)
+            self._stage_out(pieces, offset)
         except BaseException:
-            self.discard(place)
+            self.discard(extent)
             raise
-        return place
+        return extent
 
-    def _pour(self, pieces: Iterable[memoryview], offset: int) -> None:
-        """Write bytes one after another, by way of the aligned memory."""
+    def _stage_out(self, pieces: Iterable[memoryview], offset: int) -> None:
+        """Write bytes one after another through the staging buffer."""
         arena, filled = self._arena(), 0
         staging = np.frombuffer(arena.memory, np.uint8)
         assert self.tier is not None
@@ -164,23 +165,23 @@ class SpillEngine(DiskEngine):
         if filled:
             self.tier.write(arena, 0, offset, rounded(filled))
 
-    def _read(self, place: Place | Kept, *, is_array: bool) -> Any:
-        if isinstance(place, Kept):
-            return place.owner
-        data = np.empty(place.nbytes, np.uint8)
+    def _read(self, extent: FileExtent | Unpicklable, *, is_array: bool) -> Any:
+        if isinstance(extent, Unpicklable):
+            return extent.owner
+        data = np.empty(extent.nbytes, np.uint8)
         arena, done = self._arena(), 0
         staging = np.frombuffer(arena.memory, np.uint8)
         assert self.tier is not None
-        while done < place.nbytes:
-            count = min(place.nbytes - done, self._staging)
-            self.tier.read(arena, 0, place.offset + done, rounded(count))
+        while done < extent.nbytes:
+            count = min(extent.nbytes - done, self._staging)
+            self.tier.read(arena, 0, extent.offset + done, rounded(count))
             data[done : done + count] = staging[:count]
             done += count
         if is_array:
             return data
-        assert place.sizes is not None
+        assert extent.sizes is not None
         pieces, begin = [], 0
-        for size in place.sizes:
+        for size in extent.sizes:
             pieces.append(data[begin : begin + size])
             begin += size
         return pickle.loads(pieces[0].data, buffers=pieces[1:])
@@ -193,7 +194,7 @@ class SpillEngine(DiskEngine):
 
 
 def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """An object's pickle and the buffers that are not in it; functions of the program's too."""
+    """An object's pickle and its out-of-band buffers; cloudpickle takes functions of the program."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         return pickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers

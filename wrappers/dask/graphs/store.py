@@ -1,11 +1,11 @@
-"""Which blocks are where: the scheduler's core over host memory of which only bytes are counted, with the disk tier below.
+"""The location of every block: the scheduler's core over host memory of which only bytes are counted, with the disk tier below.
 
-The core decides what is admitted, what leaves and what is fetched (`scheduler.core.machine`); here its actions are carried out. A task of a graph
-is to the core what an acquisition of the program is: it runs on no worker, as soon as its data is in place, so the core schedules memory and `run`
+The core (`scheduler.core.machine`) decides on admission, eviction and fetches; this module carries out its actions. A task of a graph is to the core
+like an acquisition of the program: it occupies no worker and starts as soon as its data is in place. So the core schedules memory, and `run`
 schedules threads.
 
-Rules. One lock; whoever brings an event carries out what follows. Finalizers only append to an inbox that the next event drains. Small results are
-counted in lumps that never leave.
+Rules. There is one lock; the thread that brings an event carries out the resulting actions. Finalizers only append to an inbox that the next event
+drains. Small results are counted in lumps that are never evicted.
 """
 
 from __future__ import annotations
@@ -17,92 +17,108 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
-from nntask.allocator import give_back_freed
-from scheduler.core.errors import DoesNotFit, RuntimeBroken, SchedulerError
-from scheduler.core.events import (
+from nntask.hardware import give_back_freed
+from scheduler import SCRATCH, DoesNotFit, Mode, R, RuntimeBroken, SchedulerError
+from scheduler.drivers import THREADS
+from scheduler.machine import (
+    POLICIES,
+    RAM,
     CopyFailed,
     CopyFinished,
     CopyTile,
+    DiscardExtent,
     Event,
     ForgetObject,
     HandleAdopted,
     HandleChanged,
+    HandleId,
+    HandleRecord,
     HandleReleased,
+    Machine,
+    MemoryNode,
+    Models,
+    MoveTile,
+    NodeId,
     ReportFailure,
+    ReportStepDone,
     RunTask,
+    Task,
     TaskFinished,
+    TaskId,
     TaskSubmitted,
+    carry_out,
+    rounded,
 )
-from scheduler.core.machine import Machine
-from scheduler.core.memory import MemoryNode, rounded
-from scheduler.core.perf import Models
-from scheduler.core.policies import POLICIES
-from scheduler.core.records import RAM, SCRATCH, HandleId, HandleRecord, Mode, NodeId, R, Task, TaskId
-from scheduler.drivers.disk import THREADS
 from scheduler.storage import DiskTier
 
 from .spill import SpillEngine, staging_bytes
-from .values import Block
+from .values import MemoryBlock
 
 TRIM: Final = 8
-"""What the allocator keeps of freed memory is given back whenever this fraction of the budget was moved."""
+"""After traffic of this fraction of the budget, memory that the allocator keeps is given back to the system."""
 
 LUMP: Final = 64
-"""Small results are counted by lumps of this fraction of the budget."""
+"""Size of a lump of small results, as a fraction of the budget."""
 
 DISK: Final = NodeId(1)
 FAR: Final = 1 << 50
-"""`due` of what no task will read."""
+"""Next use of a block that no task will read."""
 
 
 class Client(Protocol):
-    """Who submits tasks, called with the store's lock held.
+    """A source of tasks, called with the store's lock held.
 
     Attributes:
-        first: `order` of its first task.
+        first: order of its first task.
     """
 
     first: int
 
     @property
     def is_nested(self) -> bool:
-        """Whether a task of another client waits for it."""
+        """Whether a task of another client waits for this client."""
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody still waits for it."""
+        """Whether a caller still waits for this client."""
 
     @property
     def num_busy(self) -> int:
-        """Threads that run a task, or could take one."""
+        """Number of threads that run a task or could take one."""
 
     def admitted(self, number: int, task: Task) -> None:
-        """The task's data is in place."""
+        """Take a task whose data is in place."""
 
     def refused(self, number: int, error: BaseException) -> None:
-        """The task will never run."""
+        """Note that a task will never run."""
 
     def broken(self, error: BaseException) -> None:
-        """Nothing will run any more."""
+        """End, because the store can run no more tasks."""
 
 
 class Token(NamedTuple):
-    """Whose task it is, and which."""
+    """The client of a task, and the client's number for the task."""
 
     client: Client
     number: int
 
 
+def _token_of(task: Task) -> Token:
+    """The client and number of a task."""
+    assert isinstance(task.token, Token)  # `Store.submit` has set it
+    return task.token
+
+
 class Store:
-    """Results of graphs, within a budget.
+    """Results of graphs within a budget.
 
     Args:
         ram: bytes of host memory.
-        disk: the file below it and how many bytes it may hold.
+        disk: the tier file and its capacity in bytes; None without a disk.
 
     Attributes:
-        lock: around everything here.
-        num_lent: blocks that the program holds.
+        lock: guards all state of the store.
+        num_handed_over: number of blocks that the program holds.
         largest: bytes of the largest result so far.
         peak: most bytes counted at once.
     """
@@ -116,11 +132,11 @@ class Store:
         self.ram = nodes[0]
         self.machine = Machine(nodes, POLICIES["prio"](Models()))
         self.clients: set[Client] = set()
-        self.threads: set[int] = set()  # those that run tasks
+        self.threads: set[int] = set()  # identifiers of the threads that run tasks
         self.inbox: deque[HandleRecord] = deque()
-        self.blocks: dict[int, Block] = {}  # by the identity of their owner
+        self.blocks: dict[int, MemoryBlock] = {}  # by the identity of their owner
         self.small_bytes = 0
-        self.num_lent = 0
+        self.num_handed_over = 0
         self.largest = 0
         self.peak = 0
         self.failure: BaseException | None = None
@@ -135,7 +151,7 @@ class Store:
 
     @property
     def is_full(self) -> bool:
-        """Whether more is counted than the budget."""
+        """Whether more bytes are counted than the budget."""
         return self.ram.used > self.ram.budget
 
     @property
@@ -144,21 +160,28 @@ class Store:
         return self._disk is not None
 
     def record(self, name: str, nbytes: int, view: object = None) -> HandleRecord:
-        """A new handle."""
+        """A new handle record."""
         self._numbers += 1
         return HandleRecord(HandleId(self._numbers), nbytes, rounded(nbytes), view, name, "temporary", "data")
 
-    def submit(self, client: Client, number: int, name: str, order: int, blocks: Sequence[Block], room: int, dues: Sequence[int]) -> None:
-        """Ask for a task's data: its blocks, and room for what it makes; the client is told, perhaps at once.
+    def submit(
+        self, client: Client, number: int, name: str, order: int, blocks: Sequence[MemoryBlock], scratch_nbytes: int, next_uses: Sequence[int]
+    ) -> None:
+        """Request the data of a task: its blocks, and scratch memory for its result. The client is called when they are in place, perhaps at once.
 
         Args:
-            room: bytes; 0 for a task that makes nothing.
-            dues: of each block, the order of the task that reads it after this one.
+            client: the client.
+            number: the client's number for the task.
+            name: kind of the task, for messages.
+            order: order of the task among the tasks of all clients.
+            blocks: blocks that the task reads.
+            scratch_nbytes: bytes of scratch memory; 0 for a task without a result.
+            next_uses: for each block, the order of the task that reads it next after this one.
         """
         accesses: list[tuple[HandleRecord, Mode]] = [(block.record, R) for block in blocks if block.record is not None]
-        dues = list(dues)
-        if room:
-            made = self.record(f"room for {name}", room)
+        dues = list(next_uses)
+        if scratch_nbytes:
+            made = self.record(f"room for {name}", scratch_nbytes)
             made.released = True
             accesses.append((made, SCRATCH))
             dues.append(FAR)
@@ -167,34 +190,34 @@ class Store:
         self.bring(TaskSubmitted(task))
 
     def finish(self, task: Task) -> None:
-        """A task has ended."""
+        """Note the end of a task."""
         self.bring(TaskFinished(task))
-        task.token = None  # the machine remembers its last events
+        task.token = None  # the machine keeps its latest events, and so the task
 
-    def find(self, owner: Any, nbytes: int, is_array: bool) -> Block:
-        """The block of an owner, a new one if it has none."""
+    def find(self, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock:
+        """The block of an owner; a new block if the owner has none."""
         block = self.blocks.get(id(owner))
         if block is None:
-            block = self.blocks[id(owner)] = Block(owner, nbytes, is_array=is_array)
+            block = self.blocks[id(owner)] = MemoryBlock(owner, nbytes, is_array=is_array)
         return block
 
-    def adopt(self, block: Block, name: str, due: int) -> None:
+    def adopt(self, block: MemoryBlock, name: str, next_use: int) -> None:
         """Count a new block.
 
         Raises:
-            DoesNotFit: the disk has no room for it.
+            DoesNotFit: the disk is too small for it.
         """
         block.record = self.record(name, block.nbytes, block)
         self.largest = max(self.largest, block.nbytes)
-        self.bring(HandleAdopted(block.record, due))
+        self.bring(HandleAdopted(block.record, next_use))
 
-    def note_changed(self, block: Block) -> None:
-        """A task may have changed a block that it reads."""
+    def note_changed(self, block: MemoryBlock) -> None:
+        """Note that a task may have changed a block that it reads."""
         assert block.record is not None  # it is counted
         self.bring(HandleChanged(block.record))
 
-    def release(self, block: Block) -> None:
-        """Nobody reads the block any more."""
+    def release(self, block: MemoryBlock) -> None:
+        """Release a block after its last reader."""
         if block.owner is not None:
             self.blocks.pop(id(block.owner), None)
         record, block.record = block.record, None
@@ -202,7 +225,7 @@ class Store:
             self.bring(HandleReleased(record))
 
     def count_small(self, nbytes: int) -> None:
-        """So many bytes of small results more, or less."""
+        """Count `nbytes` more bytes of small results, or fewer if negative."""
         self.small_bytes += nbytes
         while self.small_bytes > len(self._lumps) * self._lump:
             self._lumps.append(self.record("small results", self._lump))
@@ -210,29 +233,29 @@ class Store:
         while self.small_bytes < (len(self._lumps) - 2) * self._lump:
             self.bring(HandleReleased(self._lumps.pop()))
 
-    def lend(self, block: Block) -> None:
-        """The program gets the block: counted, and in host memory, until nothing refers to it."""
+    def hand_over(self, block: MemoryBlock) -> None:
+        """Give a block to the program: it stays in host memory, and counts, until no reference to it is left."""
         owner = block.owner
         self.release(block)
-        lent = self.record("lent to the program", block.nbytes)
+        held = self.record("lent to the program", block.nbytes)
         try:
-            weakref.finalize(owner, self.inbox.append, lent).atexit = False
-        except TypeError:  # tells nobody when it dies, so nobody could count it
+            weakref.finalize(owner, self.inbox.append, held).atexit = False
+        except TypeError:  # has no weak references, so its end would go unnoticed
             return
-        self.num_lent += 1
-        self.bring(HandleAdopted(lent, FAR, stays=True))
+        self.num_handed_over += 1
+        self.bring(HandleAdopted(held, FAR, stays=True))
 
     def bring(self, event: Event) -> None:
-        """Advance the core by an event and carry out what follows; the lock is held.
+        """Advance the core by an event and carry out the resulting actions; the caller holds the lock.
 
         Raises:
-            DoesNotFit: there is no room for what was adopted.
+            DoesNotFit: an adopted block fits no memory.
             SchedulerError: the core is broken.
         """
         if self.failure is not None:
             raise self.failure
         while self.inbox:
-            self.num_lent -= 1
+            self.num_handed_over -= 1
             self._bring(HandleReleased(self.inbox.popleft()))
         self._bring(event)
 
@@ -241,26 +264,43 @@ class Store:
             actions = self.machine.handle(event)
         except DoesNotFit:
             raise  # nothing has changed
-        except BaseException as error:  # a bug of ours, or an interrupt that left it half advanced
+        except BaseException as error:  # a bug of ours, or an interrupt in the middle of an event
             self._break(error)
             raise
         self.peak = max(self.peak, self.ram.used)
         for action in actions:
-            if type(action) is RunTask:
-                token: Token = action.task.token  # type: ignore[assignment]
-                token.client.admitted(token.number, action.task)
-            elif type(action) is CopyTile:
-                assert self._disk is not None
-                self._disk.put(action)
-            elif type(action) is ForgetObject:
-                self._forget(action)
-            elif type(action) is ReportFailure:
-                token = action.task.token  # type: ignore[assignment]
-                token.client.refused(token.number, action.error)
+            carry_out(action, self)
+
+    def run_task(self, action: RunTask) -> None:
+        """Call the client of a task whose data is in place."""
+        client, number = _token_of(action.task)
+        client.admitted(number, action.task)
+
+    def copy_tile(self, action: CopyTile) -> None:
+        """Post a copy to the threads of the disk."""
+        assert self._disk is not None  # else there is one node only
+        self._disk.put(action)
+
+    def report_failure(self, action: ReportFailure) -> None:
+        """Call the client of a task that will never run."""
+        client, number = _token_of(action.task)
+        client.refused(number, action.error)
+
+    def move_tile(self, action: MoveTile) -> None:
+        """Impossible: memory of which only bytes are counted is never in pieces."""
+        raise AssertionError(f"{action} on a counted node")
+
+    def discard_extent(self, action: DiscardExtent) -> None:
+        """Impossible: the file's extents are the objects' own, see `forget_object`."""
+        raise AssertionError(f"{action} on a counted node")
+
+    def report_step_done(self, action: ReportStepDone) -> None:
+        """Impossible: graphs are submitted, not recorded."""
+        raise AssertionError(f"replay {action.number} ended, and none was started")
 
     def too_large(self, key: object, nbytes: int) -> DoesNotFit:
-        """Why a task that reads so many bytes at once cannot run, in the words of graphs."""
-        taken = sum(record.nbytes for record in self.machine.residency.held)
+        """The refusal of a task that reads `nbytes` bytes at once, in the terms of graphs."""
+        taken = self.machine.memory.held_bytes
         below = "" if self.spills else "; without a disk nothing can leave it"
         return DoesNotFit(
             f"task {key!r} reads {nbytes:,} B of results at once, but of {self.ram.budget:,} B of ram {taken:,} B are lent to the "
@@ -269,10 +309,11 @@ class Store:
         )
 
     def look_for_deadlock(self) -> None:
-        """End the latest run if tasks wait for the graphs they compute, those for memory, and nothing else runs or moves: what these tasks read stays
-        in memory until they end. The core cannot know, because to it they run."""
+        """End the latest nested run if tasks wait for the graphs that they compute, these graphs wait for memory, and no other task runs and no copy
+        is under
+        way. The inputs of the waiting tasks stay in memory until these tasks end. The core cannot detect this, because to it they are running."""
         nested = [client for client in self.clients if client.is_nested and client.is_open]
-        if not nested or self.failure is not None or self.machine.residency.copies:
+        if not nested or self.failure is not None or self.machine.memory.num_copying:
             return
         if sum(client.num_busy for client in self.clients) <= len(nested):
             latest = max(nested, key=lambda client: client.first)
@@ -284,14 +325,15 @@ class Store:
                 )
             )
 
-    def _forget(self, action: ForgetObject) -> None:
+    def forget_object(self, action: ForgetObject) -> None:
+        """Drop a block's memory, or its extent in the file."""
         block = action.handle.view
-        if not isinstance(block, Block):
+        if not isinstance(block, MemoryBlock):
             return
         if action.node != RAM:
             assert self._disk is not None
-            self._disk.discard(block.place)
-            block.place = None
+            self._disk.discard(block.extent)
+            block.extent = None
         elif block.owner is not None:
             self.blocks.pop(id(block.owner), None)
             block.forget()
@@ -299,7 +341,7 @@ class Store:
     def _copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
         with self.lock:
             if self.failure is None:
-                block: Block = action.source.handle.view  # type: ignore[assignment]
+                block: MemoryBlock = action.source.handle.view  # type: ignore[assignment]
                 if action.target.node == RAM:
                     self.blocks[id(block.owner)] = block
                 self.bring(CopyFinished(action.source, action.target))
@@ -315,21 +357,21 @@ class Store:
                 self.bring(CopyFailed(action.source, action.target, error))
                 self.look_for_deadlock()
 
-    def _keep(self, block: Block) -> None:
-        """What cannot be pickled stays in memory for good, and is counted so."""
+    def _keep(self, block: MemoryBlock) -> None:
+        """Count a block that cannot be pickled as resident for its whole life."""
         with self.lock:
             kept = self.record("cannot be pickled", block.nbytes)
             weakref.finalize(block, self.inbox.append, kept).atexit = False
-            self.num_lent += 1
+            self.num_handed_over += 1
             self.bring(HandleAdopted(kept, FAR, stays=True))
 
     def fail(self, error: BaseException) -> None:
-        """A thread of ours died: whoever waits is told."""
+        """Break the store with the error of a thread that died, so that all waiting clients receive it."""
         with self.lock:
             self._break(error)
 
     def _break(self, error: BaseException) -> None:
-        """Nothing runs any more."""
+        """End all clients; no task runs any more."""
         if not isinstance(error, SchedulerError):
             broken = RuntimeBroken(f"the memory of Dask graphs broke: {type(error).__name__}: {error}; make a new runtime")
             broken.__cause__ = error
@@ -339,7 +381,7 @@ class Store:
             client.broken(self.failure)
 
     def close(self) -> None:
-        """Give everything back. What is lent stays the program's."""
+        """Free all blocks and close the file. Values that the program holds stay valid."""
         with self.lock:
             self.failure = self.failure or SchedulerError("this runtime of Dask graphs is closed; make a new one")
             for client in list(self.clients):

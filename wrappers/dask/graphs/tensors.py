@@ -1,8 +1,8 @@
 """Dask arrays as tile tensors and back, tile by tile.
 
-`to_array` copies nothing: a chunk is a tile, lent for as long as anything refers to it, and its memory stays where it is meanwhile. `from_array`
-copies each chunk once, from where Dask computed it into the tiles it belongs to, chunk by chunk; where chunks and tiles agree that is a tile at a
-time, and the whole array is never in one piece.
+`to_array` copies nothing: a chunk is a tile, borrowed as long as a reference to the chunk exists; the tile's memory is pinned meanwhile. `from_array`
+copies each chunk once, from Dask's result into the tiles that it overlaps. Where chunks and tiles agree, that is one tile at a time. The whole array
+never exists in one piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from dask._task_spec import Task
 
-from nntask.errors import UsageError
+from nntask import UsageError
 from scheduler import Handle, SchedulerError, TaskRuntime
 from tiles import TileTensor
 
@@ -31,8 +31,9 @@ _numbers = count()
 def to_array(tensor: TileTensor) -> Any:
     """A tile tensor as a dask array of the same shape and element type, whose chunks are its tiles, without a copy.
 
-    A chunk waits for whoever writes the tile, and is read-only. Each chunk that is alive pins its tile in host memory, and whoever writes the tile
-    waits for it; so compute it, use it and let go.
+    A chunk is read-only, and its task waits for the tasks that write the tile. Each live chunk pins its tile in host memory, and tasks that write the
+    tile
+    wait for the chunk to die; so compute the array, use it, and drop it.
 
     Returns:
         A `dask.array.Array`.
@@ -42,7 +43,7 @@ def to_array(tensor: TileTensor) -> Any:
         tuple(min(tile, extent - begin) for begin in range(0, extent, tile)) for extent, tile in zip(tiling.shape, tiling.tile, strict=True)
     )
     name = f"tiles-{tensor.name or 'tensor'}-{next(_numbers)}"
-    graph = {(name, *index): Task((name, *index), _lend, runtime, tensor[index]) for index in product(*map(range, tiling.grid))}
+    graph = {(name, *index): Task((name, *index), _borrow, runtime, tensor[index]) for index in product(*map(range, tiling.grid))}
     return da.Array(graph, name, chunks, dtype=tensor.dtype, meta=np.empty((0,) * len(tiling.shape), tensor.dtype))
 
 
@@ -50,22 +51,23 @@ def from_array(array: Any, tensor: TileTensor, *, scheduler: str | Callable[...,
     """Overwrite a tile tensor with a dask array of its shape, converting to its element type.
 
     Args:
-        array: a `dask.array.Array`; where its chunks are not the tensor's tiles it is cut anew first, by Dask.
-        scheduler: what computes it; Dask's choice if None.
+        array: a `dask.array.Array`; Dask rechunks it first if its chunks are not the tensor's tiles.
+        tensor: the tile tensor.
+        scheduler: Dask scheduler that computes the array; None for Dask's choice.
 
     Raises:
         UsageError: the shapes differ.
     """
     if array.shape != tensor.shape:
         raise UsageError(f"{tensor.name or 'the tile tensor'} has shape {tensor.shape}, got a dask array of shape {array.shape}; make them equal")
-    da.store(array.rechunk(tensor.tiling.tile), _Target(tensor), lock=False, scheduler=scheduler)
+    da.store(array.rechunk(tensor.tiling.tile), _TileSink(tensor), lock=False, scheduler=scheduler)
 
 
-class _Target:
-    """What `dask.array.store` writes into: whole tiles of a tensor.
+class _TileSink:
+    """The target of `dask.array.store`: it writes whole tiles of a tensor.
 
     Attributes:
-        shape, dtype: of the tensor.
+        shape, dtype: shape and element type of the tensor.
     """
 
     def __init__(self, tensor: TileTensor) -> None:
@@ -73,20 +75,20 @@ class _Target:
         self.dtype = tensor.dtype
         self._tensor = tensor
 
-    def __setitem__(self, place: tuple[slice, ...], chunk: npt.NDArray[Any]) -> None:
+    def __setitem__(self, region: tuple[slice, ...], chunk: npt.NDArray[Any]) -> None:
         tensor = self._tensor
-        index = tuple(each.start // tile for each, tile in zip(place, tensor.tiling.tile, strict=True))
+        index = tuple(each.start // tile for each, tile in zip(region, tensor.tiling.tile, strict=True))
         with tensor.runtime.acquire(tensor[index], "W") as view:
             np.copyto(view, chunk, casting="unsafe")
 
 
 class _Loan:
-    """A tile that is lent until nothing refers to its memory: the base of the array over it.
+    """A tile that is pinned until no reference to its memory is left; the base of the array over it.
 
-    NumPy keeps the first base that is no array, so views of views refer to this, whatever they are cut from.
+    NumPy keeps the first base that is no array, so views of views refer to this object, too.
     """
 
-    is_lent = True  # see `values`: not the memory of Dask's results
+    is_borrowed = True  # tells `values` that the memory is not that of a Dask result
 
     def __init__(self, loan: AbstractContextManager[Any]) -> None:
         view = loan.__enter__()
@@ -95,12 +97,12 @@ class _Loan:
 
 
 _returns: SimpleQueue[AbstractContextManager[Any]] = SimpleQueue()
-"""Loans that nothing refers to any more: finalizers only append, because they may run in a thread that is inside the runtime."""
+"""Loans without references. Finalizers only append, because they may run in a thread that is inside the runtime."""
 
 
 @cache
 def _start_returning() -> None:
-    """Start the thread that gives tiles back."""
+    """Start the thread that ends the loans of this queue."""
 
     def give_back() -> None:
         while True:
@@ -110,7 +112,7 @@ def _start_returning() -> None:
     threading.Thread(target=give_back, name="nntask dask loans", daemon=True).start()
 
 
-def _lend(runtime: TaskRuntime, handle: Handle) -> npt.NDArray[Any]:
+def _borrow(runtime: TaskRuntime, handle: Handle) -> npt.NDArray[Any]:
     """A tile as a read-only array over its own memory."""
     _start_returning()
     return np.asarray(_Loan(runtime.acquire(handle, "R")))

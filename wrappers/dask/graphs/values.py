@@ -1,11 +1,11 @@
-"""Results as blocks of memory, each held by the core as one handle, which may leave for the disk and come back.
+"""Results as blocks of memory, each one handle of the core, which may be evicted to the disk and fetched again.
 
-A *block* is the memory of one NumPy array that owns it, or one object of another kind, whole. A result of some size becomes a template over its
-blocks: an array is where in its block it lies, a tuple, list or dict is what it holds. So views share the block of what they are views of, whether
-that is another task's result or not: memory is counted once, as long as any result needs some of it, and no view is ever copied because of us. A
-view that is small is copied, so that it does not keep a large block.
+A *block* is the memory of one NumPy array that owns it, or one object of another kind as a whole. A large result becomes a template over its blocks:
+for an array its offset, shape and strides in the block, for a tuple, list or dict its items. So views share the block of their base, be it the
+result of this task or of another one: memory is counted once, as long as any result needs some of it, and no view is copied for the bookkeeping.
+Only a small view is copied, so that it does not keep a large block alive.
 
-Small results are no blocks: they are kept as they are and only counted.
+Small results are no blocks: they are kept as they are, and only counted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from dask._task_spec import GraphNode
 from dask.sizeof import sizeof
 
-from scheduler.core.records import HandleRecord
+from scheduler.machine import HandleRecord
 
 SMALL: Final = 16 << 10
-"""A result of fewer bytes is kept as it is."""
+"""A result of fewer bytes is small."""
 
 MOST: Final = 64
-"""Tuples, lists and dicts of more items are blocks as a whole."""
+"""Tuples, lists and dicts of more items are one block each."""
 
 _SCALARS: Final = frozenset({int, float, bool, complex, type(None), np.float64, np.float32, np.int64, np.bool_})
 _COLLECTIONS: Final = frozenset({list, tuple, set, frozenset})
@@ -34,19 +34,20 @@ _ARRAY_BYTES: Final = 112
 _NOTHING: Final = object()
 
 
-class Block:
-    """Some memory that results lie in.
+class MemoryBlock:
+    """Memory that results lie in.
 
     Attributes:
-        owner: the array that owns the memory, or the object; None while it is not in host memory.
-        nbytes: of it.
-        record: its handle in the core.
-        holders: results that lie in it.
-        uses: numbers of the tasks that will read it, a heap.
-        place: where it is in the tier file, for `spill`.
+        owner: the array that owns the memory, or the object; None while the block is not in host memory.
+        nbytes: bytes of the memory.
+        is_array: whether the owner is an array.
+        record: handle record in the core; None while the block is not counted.
+        holders: results that lie in the block.
+        uses: numbers of the tasks that will read the block, a heap.
+        extent: extent in the tier file, for `spill`; None without one.
     """
 
-    __slots__ = ("__weakref__", "holders", "is_array", "nbytes", "owner", "place", "record", "uses")
+    __slots__ = ("__weakref__", "extent", "holders", "is_array", "nbytes", "owner", "record", "uses")
 
     def __init__(self, owner: Any, nbytes: int, *, is_array: bool) -> None:
         self.owner = owner
@@ -55,10 +56,10 @@ class Block:
         self.record: HandleRecord | None = None
         self.holders: list[Held] = []
         self.uses: list[int] = []
-        self.place: Any = None
+        self.extent: Any = None
 
     def forget(self) -> None:
-        """Let go of the memory; whoever holds results in it builds them anew when it is back."""
+        """Drop the memory; results in it are rebuilt when it is fetched again."""
         self.owner = None
         for held in self.holders:
             held.value = _NOTHING
@@ -68,25 +69,27 @@ class Held:
     """A result that lies in blocks.
 
     Attributes:
-        value: the result itself, while its blocks have not left.
+        value: the result itself, while its blocks are in host memory.
+        template: builds the result from its blocks.
+        blocks: the blocks.
     """
 
     __slots__ = ("blocks", "template", "value")
 
-    def __init__(self, value: Any, template: Callable[[], Any], blocks: Sequence[Block]) -> None:
+    def __init__(self, value: Any, template: Callable[[], Any], blocks: Sequence[MemoryBlock]) -> None:
         self.value = value
         self.template = template
         self.blocks = blocks
 
     def get(self) -> Any:
-        """The result; its blocks must be in host memory, and stay there while it is used."""
+        """The result. Its blocks must be in host memory, and stay there while the result is used."""
         if self.value is _NOTHING:
             self.value = self.template()
         return self.value
 
 
 def weigh(value: Any) -> int:
-    """Bytes of a result, as near as `dask.sizeof` knows; of a view, those it keeps alive."""
+    """Bytes of a result, as precisely as `dask.sizeof`; for a view, the bytes that it keeps alive."""
     kind = type(value)
     if kind in _SCALARS:
         return _SCALAR_BYTES
@@ -98,27 +101,27 @@ def weigh(value: Any) -> int:
         return sys.getsizeof(value) + _weigh_items(value) + _weigh_items(value.values())
     try:
         return int(sizeof(value))
-    except Exception:  # of somebody's __sizeof__: its own business
+    except Exception:  # an error of the object's own __sizeof__
         return _ARRAY_BYTES
 
 
 def _weigh_items(items: Collection[Any]) -> int:
-    """Bytes of items; of many, what some at equal distances have on average.
+    """Bytes of items; of many items, an estimate from equidistant samples.
 
-    Not by `dask.sizeof`, which draws them from Python's random numbers, and so would change those of the program.
+    `dask.sizeof` draws its samples with Python's global generator, and so would change the program's random numbers.
     """
     step = max(len(items) // MOST, 1)
     sample = list(islice(items, 0, None, step))
     return sum(map(weigh, sample)) * len(items) // max(len(sample), 1)
 
 
-def hold(value: Any, find: Callable[[Any, int, bool], Block | None]) -> Any:
-    """A result as something that lies in blocks: a `Held`; the result itself if none of it does.
+def hold(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None]) -> Any:
+    """A result as a `Held` over its blocks; the result itself if none of it lies in blocks.
 
     Args:
-        find: the block of (an owner, its bytes, whether it is an array); None for memory that is not ours to move.
+        find: (owner, its bytes, whether it is an array) -> its block; None for memory that must not be moved.
     """
-    blocks: dict[Block, None] = {}
+    blocks: dict[MemoryBlock, None] = {}
     template = _template(value, find, blocks)
     if not blocks:
         return template()
@@ -128,17 +131,17 @@ def hold(value: Any, find: Callable[[Any, int, bool], Block | None]) -> Any:
     return held
 
 
-def _template(value: Any, find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]) -> Callable[[], Any]:
-    """How to build the result from its blocks, which are added to `blocks`."""
+def _template(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None], blocks: dict[MemoryBlock, None]) -> Callable[[], Any]:
+    """A function that builds the result from its blocks, which are added to `blocks`."""
     kind = type(value)
     if kind is np.ndarray and not value.dtype.hasobject:
         return _array_template(value, find, blocks)
     if (kind is tuple or kind is list) and len(value) <= MOST:
-        parts = [_template(each, find, blocks) for each in value]
-        return lambda: kind([part() for part in parts])
+        items = [_template(each, find, blocks) for each in value]
+        return lambda: kind([item() for item in items])
     if kind is dict and len(value) <= MOST:
         named = {name: _template(each, find, blocks) for name, each in value.items()}
-        return lambda: {name: part() for name, part in named.items()}
+        return lambda: {name: item() for name, item in named.items()}
     nbytes = weigh(value)
     block = find(value, nbytes, False) if nbytes >= SMALL else None
     if block is None:
@@ -147,7 +150,9 @@ def _template(value: Any, find: Callable[[Any, int, bool], Block | None], blocks
     return lambda: block.owner
 
 
-def _array_template(array: np.ndarray[Any, Any], find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]) -> Callable[[], Any]:
+def _array_template(
+    array: np.ndarray[Any, Any], find: Callable[[Any, int, bool], MemoryBlock | None], blocks: dict[MemoryBlock, None]
+) -> Callable[[], Any]:
     owner = owner_of(array)
     if owner.nbytes < SMALL:
         return lambda: array
@@ -156,9 +161,9 @@ def _array_template(array: np.ndarray[Any, Any], find: Callable[[Any, int, bool]
             copy = array.copy()
             return lambda: copy
         block = find(owner, owner.nbytes, True)
-    elif getattr(owner.base, "is_lent", False):  # a tile, which its own runtime counts
+    elif getattr(owner.base, "is_borrowed", False):  # a tile, which its own runtime counts
         return lambda: array
-    else:  # memory of somebody else: a map of a file, an object that lends its buffer
+    else:  # memory of another owner: a mapped file, an object with a buffer
         block = find(array, array.nbytes, False)
     if block is None:
         return lambda: array
@@ -178,19 +183,19 @@ def _array_template(array: np.ndarray[Any, Any], find: Callable[[Any, int, bool]
 
 
 def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array whose memory an array is a view of, itself if of none."""
+    """The array that owns the memory of an array; the array itself if it is no view."""
     while type(array.base) is np.ndarray:
         array = array.base
     return array
 
 
-def is_part(value: Any, block: Block) -> bool:
-    """Whether a result is an array over some of a block's memory."""
+def is_partial_view(value: Any, block: MemoryBlock) -> bool:
+    """Whether a result is an array over a part of a block's memory."""
     return type(value) is np.ndarray and block.is_array and value.nbytes < block.nbytes
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Where the first item of an array lies."""
+    """Address of the first item of an array."""
     return int(array.__array_interface__["data"][0])
 
 

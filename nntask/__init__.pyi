@@ -1,0 +1,43 @@
+from .adapters.lora import LoRA, add_adapters
+from .errors import ClusterError, DataError, Diverged, DoesNotFit, NntaskError, StorageError, UsageError
+from .models.gpt2 import GPT2
+from .models.gpt2_config import PRESETS, GPT2Config
+from .models.llama import Llama
+from .models.llama_config import LlamaConfig, RopeScaling
+from .nn.autograd import Tensor, checkpoint, no_grad, on_tape
+from .nn.module import Module, Parameter
+from .optim.lr_schedule import make_schedule
+from .optim.optimizers import SGD, Adam, AdamW, Group, decay_groups
+from .tiling.model_tiling import ModelTiling, default_tiling
+
+__all__ = [
+    "GPT2",
+    "PRESETS",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "ClusterError",
+    "DataError",
+    "Diverged",
+    "DoesNotFit",
+    "GPT2Config",
+    "Group",
+    "Llama",
+    "LlamaConfig",
+    "LoRA",
+    "ModelTiling",
+    "Module",
+    "NntaskError",
+    "Parameter",
+    "RopeScaling",
+    "StorageError",
+    "Tensor",
+    "UsageError",
+    "add_adapters",
+    "checkpoint",
+    "decay_groups",
+    "default_tiling",
+    "make_schedule",
+    "no_grad",
+    "on_tape",
+]

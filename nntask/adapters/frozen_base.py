@@ -1,0 +1,184 @@
+"""Frozen base weights of a run with adapters: the record of their source, and the check that the source is unchanged.
+
+A checkpoint of such a run holds the adapters alone. Its state.json names the source of the frozen weights: a model directory, a file of weights, or
+the seed from which they are drawn again. It also keeps a fingerprint of each file (`safetensors_file.fingerprint_of`), which is compared before the
+weights are used. A fingerprint is computed from samples: it differs after training or replacement of the weights, but a single value that was edited
+by hand may escape it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from tiles import TileTensor
+
+from ..checkpoints.store import STATE, Checkpoint
+from ..config.settings import TrainSettings, from_dict
+from ..config.validation import rank_of
+from ..errors import DataError
+from ..hf.model_directory import ModelDirectory, attach_weights
+from ..io.safetensors_file import TensorFile, fingerprint_of
+from ..io.strided_ranges import FileRange
+
+Kind = Literal["directory", "file", "seed"]
+_KINDS: Final = ("directory", "file", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBase:
+    """The source of a model's frozen base weights.
+
+    Args:
+        kind: "directory" for a Hugging Face model directory, "file" for a safetensors file with our names, "seed" for drawn weights.
+        path: absolute path of the directory or the file; "" for the seed.
+        files: file name -> fingerprint, for each file with weights; None for the seed.
+    """
+
+    kind: Kind
+    path: str = ""
+    files: Mapping[str, str] | None = None
+
+    @classmethod
+    def of_directory(cls, path: str | os.PathLike[str]) -> FrozenBase:
+        """The record of a model directory in its present state.
+
+        Raises:
+            DataError: the directory is no model directory, or is broken; see `ModelDirectory.open`.
+        """
+        directory = Path(path).resolve()
+        names = {each.file.path for each in ModelDirectory.open(directory).ranges.values()}
+        return cls("directory", str(directory), {file.name: fingerprint_of(file) for file in sorted(names)})
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str]) -> FrozenBase:
+        """The record of a file of weights in its present state.
+
+        Raises:
+            DataError: the file is no safetensors file.
+        """
+        file = Path(path).resolve()
+        return cls("file", str(file), {file.name: fingerprint_of(file)})
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], source: str) -> FrozenBase | None:
+        """The frozen base weights that a state.json names; None if its run has no adapters.
+
+        Args:
+            state: content of the state.json.
+            source: path of the state.json, for error messages.
+
+        Raises:
+            DataError: the entry "base" is malformed.
+        """
+        values = state.get("base")
+        if values is None:
+            return None
+        files = values.get("files") if isinstance(values, dict) else None
+        if not isinstance(values, dict) or values.get("kind") not in _KINDS or not isinstance(values.get("path"), str):
+            raise DataError(
+                f"base in {source} must say a kind, one of {', '.join(_KINDS)}, and a path, got {str(values)[:80]}; use another checkpoint"
+            )
+        if values["kind"] != "seed" and not (isinstance(files, dict) and all(isinstance(each, str) for each in files.values())):
+            raise DataError(f"base.files in {source} must have the fingerprint of each file, got {str(files)[:80]}; use another checkpoint")
+        return cls(values["kind"], values["path"], files)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object under "base" in state.json."""
+        return asdict(self)
+
+    def check(self, owner: Path) -> None:
+        """Check that every file exists and has the fingerprint that it had when the adapters were trained.
+
+        Args:
+            owner: directory of the checkpoint with the adapters, for error messages.
+
+        Raises:
+            DataError: a file is missing or has another fingerprint.
+        """
+        folder = Path(self.path) if self.kind == "directory" else Path(self.path).parent
+        for name, written in (self.files or {}).items():
+            file = folder / name
+            if not file.is_file():
+                link = file if folder.exists() else folder  # ln -s onto a directory that exists would put the link inside it
+                raise DataError(
+                    f"{owner} holds adapters for the weights in {file}, which is not there; move them back, or make a link to where "
+                    f"{'that file' if link == file else 'that directory'} is now: ln -s NEW {shlex.quote(str(link))}"
+                )
+            if (found := fingerprint_of(file)) != written:
+                raise DataError(
+                    f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {found} now; "
+                    "adapters mean nothing beside other weights, so put the old file back"
+                )
+
+    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, tuple[str, FileRange]] | None:
+        """Our name of each weight -> (its name in the files, its byte range); None for weights that are drawn from the seed.
+
+        Args:
+            shapes: name -> (shape, element type) of the model's weights. Names and shapes must be those of the files; element types may differ.
+
+        Raises:
+            DataError: a file is missing or broken, or holds the weights of another model.
+        """
+        if self.kind == "seed":
+            return None
+        if self.kind == "file":
+            with TensorFile(self.path) as file:
+                file.check(shapes, exact=False)
+                return {name: (name, where) for name, where in file.ranges().items()}
+        directory = ModelDirectory.open(Path(self.path))
+        directory.check({name: shape for name, (shape, _) in shapes.items()})
+        return directory.weights()
+
+    def attach(self, tensors: Mapping[str, TileTensor]) -> None:
+        """Attach the frozen tensors of a model to their byte ranges in the files; no value is read yet.
+
+        Args:
+            tensors: our name -> frozen tensor.
+
+        Raises:
+            DataError: a file is missing or broken, or holds the weights of another model.
+        """
+        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+        if found is not None:
+            attach_weights(tensors, found)
+
+
+def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:
+    """The frozen base weights of a checkpoint with adapters, after a check of their files; None for a checkpoint of a whole model.
+
+    Raises:
+        DataError: the weights are missing, or differ from the weights that the adapters were trained with.
+    """
+    file = checkpoint.path / STATE
+    if rank_of(from_dict(checkpoint.state["settings"], str(file))) is None:
+        return None
+    base = FrozenBase.of_state(checkpoint.state, str(file))
+    if base is None:
+        raise DataError(f"{file} does not say where the weights are that its adapters stand beside; use another checkpoint")
+    base.check(checkpoint.path)
+    return base
+
+
+def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | None) -> FrozenBase | None:
+    """The frozen base weights of a run with adapters that is about to start; None where all weights are trained.
+
+    Args:
+        settings: the run's settings.
+        resumed: the checkpoint that the run goes on from; None for a new run.
+
+    Raises:
+        DataError: the weights are missing, or differ from the weights that the run began with.
+    """
+    if rank_of(settings) is None:
+        return None
+    if resumed is not None:
+        return frozen_base_of(resumed)
+    files = settings.checkpoints
+    if files.init_from:
+        return FrozenBase.of_directory(files.init_from)
+    return FrozenBase.of_file(files.load_checkpoint) if files.load_checkpoint else FrozenBase("seed")

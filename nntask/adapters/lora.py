@@ -1,0 +1,178 @@
+"""LoRA (Hu et al., 2021, arXiv 2106.09685): the model is frozen, and each of its matrices gets a trained low-rank product beside it.
+
+    y = x W + b + alpha / r * dropout(x) A^T B^T        (their equation 3, scaled as in section 4.1)
+
+with W (K, N) in the orientation that multiplies x, A (r, K) and B (N, r). A is initialised uniformly in [-1 / sqrt(K), 1 / sqrt(K)] (Kaiming's bound
+with a = sqrt(5), as in the authors' code and in PEFT), drawn by element position like all initial weights. B is initialised to zero, so training
+begins with the frozen model itself.
+
+Rules.
+
+- Every parameter of the original model is frozen: it has no gradient and no optimizer state, and no task writes it. Every `Adaptable` layer, which
+  means the matrices of attention and of the feed-forward layers, gets an adapter.
+- Weights that are one matrix in the family's files, such as GPT-2's q, k and v, count as one matrix: their layers share A and the dropout mask of x,
+  and their B are row blocks of one B. So the adapters equal those of PEFT, which sees the matrices of the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+from ..hf.layout import names_of
+from ..models.interface import ModelConfig
+from ..models.language import LanguageModel
+from ..models.registry import family_of
+from ..nn.functional import SITES
+from ..nn.initializers import uniform
+from ..nn.layers import Adaptable, Adapter
+from ..nn.module import Parameter
+
+Array = npt.NDArray[Any]
+
+_WEIGHT: Final = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """Hyperparameters of LoRA adapters.
+
+    Args:
+        rank: r, at least 1.
+        alpha: numerator of the scale alpha / r, above 0.
+        dropout: probability in [0, 1) that an element of the adapter's input is dropped.
+
+    Raises:
+        UsageError: a hyperparameter is out of its range.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not 0 < self.alpha < inf or not 0 <= self.dropout < 1:
+            raise UsageError(
+                "a LoRA's rank must be at least 1, its alpha above 0 and its dropout at least 0 and below 1, "
+                f"got {self.rank}, {self.alpha:g} and {self.dropout:g}; for example 8, 16 and 0"
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor alpha / r of an adapter's output."""
+        return self.alpha / self.rank
+
+
+def largest_rank(config: ModelConfig) -> int:
+    """The largest rank that a model admits: the smallest dimension of its adapted matrices, beyond which a product has no lower rank."""
+    return min(config.n_embd, config.inner_size, config.n_head * config.head_size, config.n_kv_head * config.head_size)
+
+
+def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
+    """Freeze a model and add adapters of its element type to its matrices; to be called once, before the optimizer is made.
+
+    Args:
+        model: a model without adapters.
+        lora: the adapters' hyperparameters.
+        seed: seed of the initial values of A.
+
+    Raises:
+        UsageError: the rank is above `largest_rank`, the model has adapters already, or it has more matrices than dropout streams.
+    """
+    limit = largest_rank(model.config)
+    if lora.rank > limit:
+        raise UsageError(f"a LoRA's rank must be at most {limit}, the smallest width of a matrix that it adapts, got {lora.rank}; lower it")
+    if any(layer.lora is not None for layer in _adaptable(model).values()):
+        raise UsageError("a model takes adapters once, and this one has some; build it again for others")
+    groups = adapted(model)
+    if lora.dropout and len(groups) > SITES // 2:
+        raise UsageError(f"a LoRA with dropout adapts {SITES // 2} matrices at most, and the model has {len(groups)}; set its dropout to 0")
+    model.freeze()
+    for number, members in enumerate(groups.values()):
+        _adapt(list(members.values()), lora, SITES // 2 + number)
+    dtype = model.lm_head.data.dtype
+    for name, parameter in model.named_parameters().items():
+        if parameter.trainable:
+            parameter.allocate(model.runtime, name, dtype, seed)
+
+
+def adapted(model: LanguageModel) -> dict[str, dict[str, Adaptable]]:
+    """Name of a module in the family's files -> {name: our layer} of the layers whose weights the module joins, in the order of its columns."""
+    layers = _adaptable(model)
+    factors = _factors(layers)
+    base = {name: p.shape for name, p in model.named_parameters().items() if id(p) not in factors}
+    theirs = names_of(family_of(model.config), model.config, base)
+    groups: dict[str, dict[str, Adaptable]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(theirs[name + _WEIGHT].removesuffix(_WEIGHT), {})[name] = layer
+    return groups
+
+
+def adapter_factors(layer: Adaptable, down: Array, up: Array) -> tuple[Array, Array]:
+    """The two factors of an adapter's update, in the layout of the layer's weight.
+
+    Args:
+        layer: a layer with an adapter.
+        down: (r, K), A.
+        up: (N, r), B.
+
+    Returns:
+        (K, r) and (r, N) for a weight (K, N), with product scale * A^T B^T; (N, r) and (r, K) for a weight (N, K), with product scale * B A.
+    """
+    assert layer.lora is not None
+    up = up * layer.lora.scale
+    return (down.T, up.T) if layer.has_rows_in else (up, down)
+
+
+def merge_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The element type in which adapters are merged into a weight of type `dtype`: fp64 for fp64, fp32 for all others."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def merged(weight: Array, left: Array, right: Array) -> Array:
+    """weight + left @ right in the merge type of the weight; `left` and `right` are the factors of `adapter_factors` in that type."""
+    found: Array = weight.astype(merge_dtype(weight.dtype)) + left @ right
+    return found
+
+
+def merged_arrays(model: LanguageModel) -> dict[str, Array]:
+    """Name -> weight of a model with its adapters merged in; each weight is rounded to its element type once."""
+    layers, found = _adaptable(model), {name: tensor.read() for name, tensor in model.tensors().items()}
+    for name, layer in layers.items():
+        if layer.lora is not None:
+            weight = found[name + _WEIGHT]
+            down, up = (factor.read().astype(merge_dtype(weight.dtype)) for factor in (layer.lora.A, layer.lora.B))
+            found[name + _WEIGHT] = merged(weight, *adapter_factors(layer, down, up)).astype(weight.dtype)
+    factors = _factors(layers)
+    return {name: found[name] for name, parameter in model.named_parameters().items() if id(parameter) not in factors}
+
+
+def _factors(layers: dict[str, Adaptable]) -> set[int]:
+    """The ids of A and B of every adapter."""
+    return {id(p) for layer in layers.values() if layer.lora is not None for p in layer.lora.parameters()}
+
+
+def _adaptable(model: LanguageModel) -> dict[str, Adaptable]:
+    """Name -> layer, for the layers that take an adapter."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
+
+
+def _adapt(layers: list[Adaptable], lora: LoRA, site: int) -> None:
+    """Give adapters to layers whose weights are column blocks of one matrix: they have one input, and share A and the dropout stream `site`."""
+    (num_in, _), (tile_in, _) = _ways(layers[0])
+    down = Parameter((lora.rank, num_in), (-1, tile_in), uniform(num_in**-0.5))
+    for layer in layers:
+        (_, num_out), (_, tile_out) = _ways(layer)
+        layer.lora = Adapter(down, num_out, tile_out, scale=lora.scale, p=lora.dropout, site=site)
+
+
+def _ways(layer: Adaptable) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(input features, output features) of a layer, and the same of a tile of its weight."""
+    shape, tile = layer.weight.extents, layer.weight.tile
+    first, second = (0, 1) if layer.has_rows_in else (1, 0)
+    return (shape[first], shape[second]), (tile[first], tile[second])

@@ -1,0 +1,5 @@
+"""Checkpoints: a directory of safetensors and a state.json, complete or absent."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

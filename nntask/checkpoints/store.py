@@ -1,0 +1,271 @@
+"""Checkpoints: a directory of safetensors files and a state.json, either complete or absent.
+
+::
+
+    RUN/checkpoints/step-000100/model.safetensors, optimizer.safetensors, state.json, tokenizer.json
+    RUN/latest -> checkpoints/step-000100
+
+Guarantee: whenever the process dies, the newest directory named step-* is complete and its values are finite. The files are written under a temporary
+name in the same directory, forced to disk, and the directory gets the name step-* last. Then the link `latest` moves, then old checkpoints are
+removed. No file is a pickle. state.json holds the checksum of each safetensors file, and a file that changed since is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tiles import TileTensor
+
+from ..data.tokenizer import Tokenizer
+from ..errors import DataError, Diverged, StorageError, UsageError
+from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
+from ..io.safetensors_file import checksum_of, load_tensors, save_tensors
+from ..models.interface import ModelConfig
+from ..models.registry import config_from_dict
+
+MODEL: Final = "model.safetensors"
+OPTIMIZER: Final = "optimizer.safetensors"
+STATE: Final = "state.json"
+FORMAT: Final = 1
+_STEP_NAME: Final = re.compile(r"step-(\d{6,})")
+AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk: its directory and its state.json."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was taken."""
+        return int(self.state["step"])
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the checkpoint's model.
+
+        Raises:
+            DataError: state.json describes no valid model.
+        """
+        file = self.path / STATE
+        try:
+            return config_from_dict(self.state["model"], f"model in {file}")
+        except UsageError as error:
+            raise DataError(f"{error}; or use another checkpoint") from None
+
+    def load(self, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor] | None = None, *, exact: bool = True) -> None:
+        """Fill tensors with the values of the checkpoint.
+
+        Args:
+            model: name -> tensor of the model.
+            optimizer: name -> tensor of the optimizer's state; None leaves the optimizer's file unread.
+            exact: whether the model's element types must be the element types of the file.
+
+        Raises:
+            DataError: a tensor is missing or has another shape or element type, or a file changed since it was written.
+        """
+        self.verify(MODEL)
+        load_tensors(self.path / MODEL, model, exact=exact)
+        if optimizer is not None:
+            self.verify(OPTIMIZER)
+            load_tensors(self.path / OPTIMIZER, optimizer)
+
+    def verify(self, *names: str) -> None:
+        """Read files and compare their checksums with state.json; a checkpoint of a version without checksums passes.
+
+        Args:
+            names: file names in the checkpoint.
+
+        Raises:
+            DataError: a file is missing, cannot be read, or changed since it was written.
+        """
+        for name in names:
+            if not (self.path / name).is_file():
+                raise DataError(f"{self.path} is not a whole checkpoint: it lacks {name}; {_instead_of(self.path)}")
+            written = self.state["checksums"].get(name)
+            if written is not None and (found := checksum_of(self.path / name)) != written:
+                raise DataError(
+                    f"{self.path / name} is corrupt: its checksum is {found:08x} and was {written:08x} when it was written; {_instead_of(self.path)}"
+                )
+
+
+def save_checkpoint(
+    run: Path,
+    state: Mapping[str, Any],
+    model: Mapping[str, TileTensor],
+    optimizer: Mapping[str, TileTensor],
+    *,
+    tokenizer: Tokenizer | None = None,
+    keep: int = 3,
+) -> Path:
+    """Write the checkpoint of ``state["step"]`` and remove all but the newest `keep`; a checkpoint of this step that exists is left alone.
+
+    Args:
+        run: the run directory.
+        state: content of state.json without "format" and "checksums".
+        model: name -> tensor of the model.
+        optimizer: name -> tensor of the optimizer's state.
+        tokenizer: the tokenizer whose files are saved too.
+        keep: number of checkpoints that remain.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        StorageError: the disk is full or failed; earlier checkpoints are untouched.
+        Diverged: a value is not finite; earlier checkpoints are untouched.
+    """
+    base = run / "checkpoints"
+    final = base / f"step-{state['step']:06d}"
+    if not final.exists():
+        try:
+            remove_stale(base)  # also of other steps
+            with written_aside(final) as new:
+                new.mkdir()
+                checksums = {name: save_tensors(new / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
+                if tokenizer is not None:
+                    tokenizer.save(new)
+                _write_text(new / STATE, json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+        except Diverged as error:
+            raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
+        except (OSError, StorageError) as error:
+            raise _cannot_save(run, state["step"], error) from error
+    try:
+        _point_latest(run, final)
+        for old in step_directories(run)[:-keep]:
+            if old != final:
+                _remove(old)
+    except OSError as error:
+        raise _cannot_save(run, state["step"], error) from error
+    return final
+
+
+def step_directories(run: Path) -> list[Path]:
+    """The checkpoint directories of a run, oldest first."""
+    base = run / "checkpoints"
+    found = [(int(match[1]), path) for path in base.iterdir() if (match := _STEP_NAME.fullmatch(path.name))] if base.is_dir() else []
+    return [path for _, path in sorted(found)]
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a directory, or the newest checkpoint of a run directory.
+
+    Raises:
+        DataError: the directory holds no checkpoint, or the checkpoint's state.json is broken.
+    """
+    directory = Path(path)
+    if not (directory / STATE).is_file():
+        steps = step_directories(directory)
+        if not steps:
+            raise DataError(f"{directory} holds no checkpoint; give a run directory with checkpoints/step-*, or one of those")
+        directory = steps[-1]
+    return Checkpoint(directory, _read_state(directory / STATE))
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    """The content of a state.json; the values under "settings" are checked by `nntask.config.settings.from_dict`.
+
+    Raises:
+        DataError: the file cannot be read or has another format version, or a key is missing or of another type.
+    """
+    instead = _instead_of(file.parent)
+    try:
+        text = file.read_text(encoding="utf-8")
+        if not text:
+            raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
+        state = json.loads(text)
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}; {instead}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not the state of a checkpoint: it is not whole JSON, {error}; {instead}") from None
+    if not isinstance(state, dict) or "format" not in state:
+        raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; {instead}")
+    if state["format"] != FORMAT:
+        raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
+    state.setdefault("settings", {})
+    state.setdefault("checksums", {})
+    for key, rule, holds in _STATE_RULES:
+        if key not in state:
+            raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}; {instead}")
+        if not holds(state[key]):
+            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(state[key])[:80]}; {instead}")
+    return state
+
+
+def _instead_of(directory: Path) -> str:
+    """The advice in errors about a broken checkpoint; it names the previous checkpoint of the run, if there is one."""
+    whole = directory.resolve()
+    steps = step_directories(whole.parent.parent)
+    older = steps[steps.index(whole) - 1 :][:1] if whole in steps[1:] else []
+    advice = "copy it again, or move this checkpoint away and use an older one"
+    return ", ".join([advice, *(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path) for path in older)])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+_STATE_RULES: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
+    ("step", "a whole number", _is_count),
+    ("cursor", "two whole numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))),
+    ("model", "an object", lambda value: isinstance(value, dict)),
+    ("settings", "an object of objects", lambda value: isinstance(value, dict) and all(isinstance(group, dict) for group in value.values())),
+    ("checksums", "an object of whole numbers", lambda value: isinstance(value, dict) and all(map(_is_count, value.values()))),
+)
+"""Required keys of state.json: (key, rule in words, test of the value)."""
+
+
+def run_of(checkpoint: Checkpoint) -> Path:
+    """The run directory that a checkpoint belongs to."""
+    return checkpoint.path.resolve().parent.parent
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small text file; a reader sees either the old text or the new text."""
+    with written_aside(path) as new:
+        _write_text(new, text)
+
+
+def how_to_go_on(run: Path) -> str:
+    """The advice in errors about a failed disk: the checkpoint that is safe, and the command that resumes from it."""
+    steps = step_directories(run)
+    if steps:
+        return f"the checkpoint {steps[-1]} is safe; make room, then nntask train --resume {shlex.quote(str(run))}"
+    return "there is no earlier checkpoint; make room"
+
+
+def _cannot_save(run: Path, step: int, error: Exception) -> StorageError:
+    reason = (error.strerror or error) if isinstance(error, OSError) else str(error).partition(";")[0]
+    return StorageError(f"could not save the checkpoint of step {step}: {reason}; {how_to_go_on(run)}")
+
+
+def _point_latest(run: Path, final: Path) -> None:
+    link = run / f".latest.{os.getpid()}.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.relative_to(run), target_is_directory=True)
+    os.replace(link, run / "latest")
+    fsync(run)
+
+
+def _remove(directory: Path) -> None:
+    """Rename the directory before removing it, so that a kill in between leaves no step-* directory with files missing."""
+    aside = directory.with_name(f"{PREFIX}removed-{directory.name}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(directory, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

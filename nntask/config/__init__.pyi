@@ -1,0 +1,57 @@
+from .cluster import check_plain, check_shared, local_nodes
+from .disk import disk_of, has_size
+from .environment import flags_from, unknown_variables
+from .resolution import model_spec, open_tiles, resolve, retiled, sized
+from .run_config import ModelSpec, RunConfig
+from .settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    MachineSettings,
+    ModelSettings,
+    ObserveSettings,
+    OptimizerSettings,
+    ResourceSettings,
+    TilingSettings,
+    TrainSettings,
+    from_dict,
+)
+from .units import LARGEST, format_least, format_size, is_size, parse_rate, parse_size
+from .validation import check_most, check_prompt, check_values, checked_length, trace_range
+
+__all__ = [
+    "LARGEST",
+    "CheckpointSettings",
+    "ClusterSettings",
+    "MachineSettings",
+    "ModelSettings",
+    "ModelSpec",
+    "ObserveSettings",
+    "OptimizerSettings",
+    "ResourceSettings",
+    "RunConfig",
+    "TilingSettings",
+    "TrainSettings",
+    "check_most",
+    "check_plain",
+    "check_prompt",
+    "check_shared",
+    "check_values",
+    "checked_length",
+    "disk_of",
+    "flags_from",
+    "format_least",
+    "format_size",
+    "from_dict",
+    "has_size",
+    "is_size",
+    "local_nodes",
+    "model_spec",
+    "open_tiles",
+    "parse_rate",
+    "parse_size",
+    "resolve",
+    "retiled",
+    "sized",
+    "trace_range",
+    "unknown_variables",
+]

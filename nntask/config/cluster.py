@@ -1,0 +1,119 @@
+"""Rules of --dask: what a cluster is, and which flags belong to one machine."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Final
+
+from ..errors import UsageError
+from ..optim.sharded import most_nodes
+from .settings import ClusterSettings, TrainSettings
+from .units import parse_size
+
+_LOCAL: Final = re.compile(r"local:(\d{1,6})")
+_ADDRESS: Final = re.compile(r"((tcp|tls|wss?|ucx)://)?(?P<host>\[[^]\s]+\]|[^][\s/:]+):(?P<port>\d{1,5})|inproc://\S+")
+MOST_PORT: Final = 65535
+MOST_LOCAL: Final = 256
+"""Workers of a cluster on one machine; each is a process."""
+
+
+def check_cluster(settings: TrainSettings) -> None:
+    """Check --dask against flags that belong to one machine.
+
+    Raises:
+        UsageError: the first rule that is broken.
+    """
+    cluster, run, observe = settings.cluster, settings.run, settings.observe
+    if not cluster.dask:
+        if cluster.transport != "dask":
+            raise UsageError(f"--transport {cluster.transport} is about a Dask cluster; add --dask ADDRESS, or drop it")
+        for flag, value in (("--nodes", cluster.nodes), ("--link-bandwidth", cluster.link_bandwidth or None)):
+            if value is not None:
+                raise UsageError(f"{flag} {value} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it")
+        return
+    local = local_nodes(cluster.dask)
+    if local is not None and cluster.nodes is not None and cluster.nodes > local:
+        raise UsageError(
+            f"--nodes must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}"
+        )
+    if cluster.link_bandwidth:
+        parse_size(cluster.link_bandwidth, "--link-bandwidth")
+    if cluster.transport == "nccl":
+        _check_nccl(settings)
+    alone: dict[str, object] = {
+        "--trace": observe.trace,
+        "--trace-steps": observe.trace_steps,
+        "--explain": observe.explain,
+        "--nforward": run.nforward or run.nforward_warmup,
+        "--nbackward": run.nbackward or run.nbackward_warmup,
+        "--auto-tile measured": settings.tiling.auto_tile == "measured",
+    }
+    for flag, asked in alone.items():
+        if asked:
+            raise UsageError(f"{flag} looks at one machine and --dask {cluster.dask} trains on several; drop one of them")
+
+
+def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSettings) -> None:
+    """Check that a step has something to do for more than one node, where more are asked for.
+
+    Raises:
+        UsageError: it has not.
+    """
+    asked = cluster.nodes or local_nodes(cluster.dask) or 1
+    if most_nodes(num_minibatches, lanes) < min(asked, 2):
+        raise UsageError(
+            f"--dask shares the minibatches of a step by lanes, and a step of {num_minibatches} minibatch{'es' if num_minibatches > 1 else ''} in "
+            f"{lanes} lane{'s' if lanes > 1 else ''} is for one node; use --lanes {asked} or more, and a --minibatch that divides --batch into "
+            f"{asked} or more"
+        )
+
+
+def _check_nccl(settings: TrainSettings) -> None:
+    """Check --transport nccl, as far as that can be done before there are nodes."""
+    cluster, resources = settings.cluster, settings.resources
+    check_plain(cluster.dask)
+    if local_nodes(cluster.dask) is not None:
+        raise UsageError(
+            f"--transport nccl takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine; start each worker "
+            "with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask"
+        )
+    if cluster.link_bandwidth:
+        raise UsageError(f"--link-bandwidth {cluster.link_bandwidth} limits Dask's connections, and --transport nccl uses others; drop one of them")
+    without = {"--ngpu 0": resources.ngpu == 0, "--restrict cpu": resources.restrict == "cpu", f"--sim-gpu {resources.sim_gpu}": resources.sim_gpu}
+    for flag, asked in without.items():
+        if asked:
+            raise UsageError(f"--transport nccl sends from GPUs and {flag} leaves them out; drop one of them")
+
+
+def check_plain(address: str) -> None:
+    """Check that a cluster does not encrypt, where --transport nccl is asked for.
+
+    Args:
+        address: of a scheduler or a worker.
+
+    Raises:
+        UsageError: it does.
+    """
+    if address.startswith(("tls://", "wss://")):
+        raise UsageError(f"--transport nccl does not encrypt, and {address} is of a cluster that does (TLS); use --transport dask")
+
+
+def local_nodes(address: str) -> int | None:
+    """N of --dask local:N; None for the address of a cluster.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    local = _LOCAL.fullmatch(address)
+    if local is not None and 1 <= int(local[1]) <= MOST_LOCAL:
+        return int(local[1])
+    if address.startswith("local:"):
+        raise UsageError(f"--dask local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2")
+    found = _ADDRESS.fullmatch(address)
+    host, port = (found["host"] or "", int(found["port"] or 1)) if found else ("", 0)
+    if host and 1 <= port <= MOST_LOCAL and difflib.get_close_matches(host.lower(), ["local"], 1, 0.8):  # no scheduler has such a port
+        raise UsageError(f"--dask must be the address of a Dask scheduler or local:N, got {address!r}; did you mean local:{port}?")
+    if not 1 <= port <= MOST_PORT:
+        raise UsageError(f"--dask must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}")
+    return None

@@ -1,0 +1,57 @@
+"""What --disk says: the directory and the size of a disk tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import UsageError
+from .units import is_size, parse_size
+
+
+def disk_of(text: str) -> tuple[Path, int | None] | None:
+    """Directory and size in bytes of --disk, None for no disk tier.
+
+    Raises:
+        UsageError: it names no directory, or a size that is none, or a size where the directory should stand.
+    """
+    if not text:
+        return None
+    directory, colon, size = text.rpartition(":")
+    if not colon or "/" in size:
+        if is_size(text) and not Path(text).exists():
+            raise UsageError(
+                f"--disk must be DIR or DIR:SIZE, got {text!r}, which is a size and no directory that there is; "
+                f"for example scratch:{text}, or ./{text} for a directory of that name"
+            )
+        return Path(text), None
+    if not directory or not size:
+        raise UsageError(f"--disk must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB")
+    if is_size(directory.rpartition(":")[2]) and not Path(directory).exists():
+        raise UsageError(
+            f"--disk must be DIR or DIR:SIZE, got {text!r}, which has two sizes, and there is no directory {directory}; for example scratch:{size}"
+        )
+    return Path(directory), parse_size(size, "--disk")
+
+
+def imaginary_disk_of(text: str) -> int | None:
+    """Bytes that --disk says of a machine that nobody has; None for no disk tier.
+
+    Raises:
+        UsageError: it says none.
+    """
+    if is_size(text):
+        return parse_size(text, "--disk")
+    disk = disk_of(text)
+    if disk is None:
+        return None
+    if disk[1] is None:
+        raise UsageError(f"--disk must be SIZE or DIR:SIZE of an imaginary machine, got {text!r}; for example --disk 2TB")
+    return disk[1]
+
+
+def has_size(text: str) -> bool:
+    """Whether --disk says how large the disk tier is, with or without a directory."""
+    try:
+        return imaginary_disk_of(text) is not None
+    except UsageError:
+        return False

@@ -1,0 +1,310 @@
+"""From what was typed to what a run does: `resolve` answers every question that settings leave open, once.
+
+Its stages, in order: defaults and rules between values (`filled`), the devices, tile sizes from the tables (`in_tiles`), the comparison with the run
+that is continued, and the budgets of memory and disk. Nothing is written, and no memory is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, cast
+
+from ..adapters.frozen_base import frozen_base_to_start_from
+from ..adapters.lora import LoRA, largest_rank
+from ..checkpoints.store import STATE, Checkpoint, run_of
+from ..data.dataset import DataSpec
+from ..data.tokenizer import TOKENIZER_FILE
+from ..errors import UsageError
+from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets
+from ..models.interface import ModelConfig
+from ..tiling.model_tiling import ModelTiling, default_tiling
+from ..tiling.tile_table import read_table, shape_of
+from .run_config import Length, ModelSpec, OptimizerSpec, RunConfig, ScheduleSpec, Start, StepSpec, TileChoice
+from .settings import TrainSettings, differences, from_dict
+from .validation import check_rank, checked_length, nearest, rank_of, trace_range
+
+DEFAULT_STEPS: Final = 200
+TINY: Final = "tiny"
+"""The model that is trained where none is named."""
+_SMALL: Final = (TINY, "llama-tiny")
+"""Presets that learn in minutes, with defaults of their own."""
+TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile")
+RUNS: Final = Path("runs")
+
+T = TypeVar("T")
+
+
+def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None, machine: MachineSpec | None = None) -> RunConfig:
+    """What a run does.
+
+    Args:
+        config: of the model.
+        resumed: the checkpoint to continue from, if any.
+        machine: what computes; None for this machine's devices and budgets, as the settings ask for them.
+
+    Raises:
+        UsageError: a rule is broken, or the run differs from the one it continues.
+        DataError: a tile table is none, or the weights that adapters stand beside are not there.
+        DoesNotFit: a budget is above what this process may use.
+    """
+    devices = devices_of(settings.resources, settings.model.dtype) if machine is None else machine
+    asked, settings, tiling = sized(settings, config, resumed, devices)
+    check_rank(settings, largest_rank(config))
+    optimizer, begin = settings.optimizer, settings.checkpoints
+    lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
+    is_new, base = resumed is None and not begin.resume, frozen_base_to_start_from(settings, resumed)
+    return RunConfig(
+        name=name_of(settings),
+        directory=directory_of(settings, resumed),
+        model=model_spec(settings, config, tiling),
+        step=StepSpec(known(settings.tiling.batch), settings.tiling.minibatch, known(settings.tiling.lanes), settings.resources.order),
+        optimizer=OptimizerSpec(
+            cast(Literal["adamw", "adam", "sgd"], optimizer.optimizer),  # the other name of adamw is gone
+            lr,
+            optimizer.weight_decay,
+            optimizer.optimizer_eps,
+            optimizer.beta1,
+            optimizer.beta2,
+            optimizer.momentum,
+            optimizer.grad_clip,
+        ),
+        schedule=ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
+        length=Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
+        data=data_spec(settings, config),
+        machine=with_budgets(devices) if machine is None else machine,
+        start=Start(
+            resumed,
+            base,
+            Path(begin.init_from) if begin.init_from and is_new else None,
+            Path(begin.load_checkpoint) if begin.load_checkpoint and resumed is None else None,
+            Path(begin.load_optimizer) if begin.load_optimizer and resumed is None else None,
+        ),
+        traced=trace_range(settings.observe.trace_steps),
+        tiles=TileChoice(
+            {name: getattr(asked.tiling, name) for name in TILE_FLAGS if getattr(asked.tiling, name) is not None},
+            asked.tiling.auto_tile == "measured",
+            asked.tiling.tile_table,
+        ),
+        settings=settings,
+    )
+
+
+def sized(
+    settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, devices: MachineSpec
+) -> tuple[TrainSettings, TrainSettings, ModelTiling]:
+    """The settings with every default filled in, the same with every tile size a number, and the tiling; of a run that is continued, its own.
+
+    Raises:
+        UsageError: a rule is broken, or the run differs from the one it continues, which is said first.
+        DataError: --tile-table is no such table.
+    """
+    asked = settings
+    try:
+        asked = with_tokenizer(filled(settings, config))
+        settings, tiling = in_tiles(asked, table_tiling(asked, config, devices.gpus.device_class), config)
+    except UsageError:
+        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
+            raise _differs(resumed, found) from None
+        raise
+    if resumed is not None:
+        _check_same(settings, config, resumed)
+    return asked, settings, tiling
+
+
+def known(value: T | None) -> T:
+    """A value that `filled` has answered."""
+    assert value is not None
+    return value
+
+
+def filled(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
+    """Fill in what was left open, except tile sizes, and check the values against each other and the model; repeating it changes nothing.
+
+    Raises:
+        UsageError: the first rule that is broken.
+    """
+    model, tiling, optimizer, run, checkpoints = (
+        settings.model,
+        settings.tiling,
+        settings.optimizer,
+        settings.run,
+        settings.checkpoints,
+    )
+    if model.model is None and model.config_path is None and not checkpoints.init_from:
+        model = replace(model, model=TINY)
+    small = model.model in _SMALL
+    if model.fp32_fast_tf32:
+        model = replace(model, dtype="tf32", fp32_fast_tf32=False)
+    length = checked_length(model.seq_len, config, config.n_positions)
+    model = replace(model, seq_len=length)
+    batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
+    lanes = tiling.lanes if tiling.lanes is not None else (4 if tiling.redux else 1)
+    minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
+    _divides("--minibatch", minibatch, "--batch", batch)
+    per_tile = tiling.minibatch_tile
+    if per_tile is not None:
+        per_tile = minibatch if per_tile == -1 else per_tile
+        _divides("--minibatch-tile", per_tile, "--minibatch", minibatch)
+    if tiling.seq_tile is not None and tiling.seq_tile > length:
+        raise UsageError(f"--seq-tile must be at most the sequence length {length}, got {tiling.seq_tile}; the nearest legal value is {length}")
+    tiling = replace(tiling, batch=batch, minibatch=minibatch, minibatch_tile=per_tile, lanes=lanes, redux=False)
+    lr = optimizer.lr if optimizer.lr is not None else (1e-3 if small else 3e-4)
+    warmup = optimizer.warmup_steps if optimizer.warmup_steps is not None else (0 if optimizer.full_lr_iter > 1 else 10)
+    kind = "adamw" if optimizer.optimizer == "fusedadamw" else optimizer.optimizer
+    alpha, rank = optimizer.lora_alpha, rank_of(settings)
+    alpha = float(rank) if alpha is None and rank is not None else alpha
+    optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, optimizer=kind, lora_alpha=alpha)
+    asked = run.nepochs + run.nepochs_warmup + run.nforward + run.nbackward + run.nforward_warmup + run.nbackward_warmup
+    if run.steps is None and not asked:
+        run = replace(run, steps=DEFAULT_STEPS)
+    return replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints)
+
+
+def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> ModelSpec:
+    """The model that settings ask for; tiles and length of training do not matter to one that is only read."""
+    return ModelSpec(
+        config=config,
+        tiling=tiling,
+        seq_len=settings.model.seq_len or config.n_positions,
+        dtype=settings.model.dtype,
+        seed=settings.data.seed,
+        flash=settings.model.flashattention,
+        recomputes=settings.model.recompute == "block",
+        adapters=adapters_of(settings),
+    )
+
+
+def adapters_of(settings: TrainSettings) -> LoRA | None:
+    """What `--train` asks for; None where all weights are trained."""
+    rank, chosen = rank_of(settings), settings.optimizer
+    return None if rank is None else LoRA(rank, chosen.lora_alpha or rank, chosen.lora_dropout)
+
+
+def data_spec(settings: TrainSettings, config: ModelConfig) -> DataSpec:
+    """The data part of the settings."""
+    data = settings.data
+    return DataSpec(
+        dataset=data.dataset,
+        path=data.dataset_path,
+        val_path=data.val_path,
+        select=data.dataset_select,
+        tokenizer=data.tokenizer,
+        tokenizer_path=data.tokenizer_path,
+        vocab_size=config.vocab_size,
+    )
+
+
+def with_tokenizer(settings: TrainSettings) -> TrainSettings:
+    """Settings with the tokenizer that belongs to the weights of --init-from, where it has one and no other is asked for."""
+    if lacks_tokenizer(settings) and (Path(settings.checkpoints.init_from) / TOKENIZER_FILE).is_file():
+        return replace(settings, data=replace(settings.data, tokenizer_path=settings.checkpoints.init_from))
+    return settings
+
+
+def lacks_tokenizer(settings: TrainSettings) -> bool:
+    """Whether the data of a run that begins with a model directory are to be read with that directory's tokenizer."""
+    data, files = settings.data, settings.checkpoints
+    return bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
+
+
+def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> ModelTiling:
+    """The tile sizes that the tables have for filled settings.
+
+    Args:
+        device: device class, a key of the built-in table.
+
+    Raises:
+        DataError: --tile-table is no such table.
+    """
+    cut = settings.tiling
+    minibatch, length = cut.minibatch, settings.model.seq_len or config.n_positions
+    rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
+    row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device)
+    return row.resolve(config, minibatch, length)
+
+
+def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:
+    """Filled settings with the sizes of `tiling` where none was given; where they came from matters no longer. And the tiling itself."""
+    cut = settings.tiling
+    sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
+    tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, settings.model.seq_len or config.n_positions)
+    sizes = {name: getattr(tiling, name) for name in TILE_FLAGS}
+    return replace(settings, tiling=replace(cut, **sizes, auto_tile="table", tile_table="")), tiling
+
+
+def open_tiles(settings: TrainSettings) -> list[str]:
+    """Tile sizes that no flag gives."""
+    return [name for name in TILE_FLAGS if getattr(settings.tiling, name) is None]
+
+
+def retiled(run: RunConfig, tiling: ModelTiling) -> RunConfig:
+    """The run in other tiles, but for the sizes that flags give."""
+    given = run.tiles.given
+    flags: dict[str, Any] = {name: given.get(name) for name in TILE_FLAGS}
+    asked = replace(run.settings, tiling=replace(run.settings.tiling, **flags))
+    settings, tiling = in_tiles(asked, tiling, run.model.config)
+    return replace(run, settings=settings, model=replace(run.model, tiling=tiling))
+
+
+def name_of(settings: TrainSettings) -> str:
+    """What the run is called after: its model."""
+    path, begin = settings.model.config_path, settings.checkpoints.init_from
+    if begin:
+        return Path(begin).resolve().name
+    return Path(path).stem if path else settings.model.model or TINY
+
+
+def directory_of(settings: TrainSettings, resumed: Checkpoint | None) -> Path:
+    """The directory of a run: that of the checkpoint, as seen from here where it is below; that of the flag; else a new one in runs/."""
+    if resumed is not None:
+        here, run = Path.cwd(), run_of(resumed)
+        return run.relative_to(here) if run.is_relative_to(here) else run
+    return Path(settings.checkpoints.run_dir) if settings.checkpoints.run_dir else default_run_dir(name_of(settings))
+
+
+def default_run_dir(model: str) -> Path:
+    """runs/<time>-<model>, with a number behind it when that is taken."""
+    base = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    path, number = base, 2
+    while path.exists():
+        path = base.with_name(f"{base.name}-{number}")
+        number += 1
+    return path
+
+
+def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint) -> None:
+    """Check that model, tiling, data and optimizer are those of the run that is continued.
+
+    Raises:
+        UsageError: they are not; names every difference.
+    """
+    was, now = resumed.config.to_dict(), config.to_dict()
+    found = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
+    found += _differences(settings, resumed)
+    if found:
+        raise _differs(resumed, found)
+
+
+def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:
+    return differences(from_dict(resumed.state["settings"], str(resumed.path / STATE)), settings)
+
+
+def _differs(resumed: Checkpoint, found: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"--resume {resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
+        "drop those flags, or start a new run"
+    )
+
+
+def _divides(flag: str, value: int, of_flag: str, whole: int) -> None:
+    """Check that `value` divides `whole`.
+
+    Raises:
+        UsageError: it does not; names the nearest divisor.
+    """
+    if whole % value:
+        near = nearest((n for n in range(1, whole + 1) if whole % n == 0), value)
+        raise UsageError(f"{flag} must divide {of_flag} = {whole}, got {value}; the nearest legal value is {near}")

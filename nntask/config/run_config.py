@@ -1,0 +1,224 @@
+"""What a run does, with every question answered: numbers for sizes, tiles and devices, and nothing to default again.
+
+`resolution.resolve` makes a `RunConfig` of settings, which are what people typed; everything behind it takes the run, or the part of it that it
+needs. Settings come along for what they say without any question (names of files to write, what to observe), and because config.toml and checkpoints
+keep them.
+
+An empty value that stays has a meaning: no adapters means that all weights are trained, no checkpoint that the run is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..adapters.frozen_base import FrozenBase
+from ..adapters.lora import LoRA
+from ..checkpoints.store import Checkpoint
+from ..data.dataset import DataSpec
+from ..hardware.machine_spec import MachineSpec
+from ..models.interface import ModelConfig
+from ..optim.lr_schedule import Schedule, make_schedule
+from ..tiling.model_tiling import ModelTiling
+from .settings import TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as it is built on a runtime.
+
+    Args:
+        tiling: sizes between 1 and the dimension.
+        seq_len: tokens per sequence.
+        dtype: value of --dtype; auto is fp32.
+        seed: of its weights.
+        flash: whether attention does without the full score matrix.
+        recomputes: whether blocks keep only their input for the backward pass.
+        adapters: what is trained beside frozen weights; None where all weights are trained.
+    """
+
+    config: ModelConfig
+    tiling: ModelTiling
+    seq_len: int
+    dtype: str
+    seed: int
+    flash: bool
+    recomputes: bool
+    adapters: LoRA | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """An optimizer step.
+
+    Args:
+        batch, minibatch: sequences of the step, and of those in flight at once.
+        lanes: parallel lanes of gradient sums.
+        order: in which the step executes when memory is short.
+    """
+
+    batch: int
+    minibatch: int
+    lanes: int
+    order: str
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches of a step."""
+        return self.batch // self.minibatch
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """What updates the weights; see the flags of these names."""
+
+    kind: Literal["adamw", "adam", "sgd"]
+    lr: float
+    weight_decay: float
+    eps: float
+    beta1: float
+    beta2: float
+    momentum: float
+    grad_clip: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSpec:
+    """The learning rate over the steps; see `nntask.optim.lr_schedule`."""
+
+    kind: str
+    lr: float
+    warmup_steps: int
+    min_lr: float
+    start_lr: float
+    full_lr_iter: int
+
+    def over(self, steps: int) -> Schedule:
+        """The learning rate of each of so many steps."""
+        return make_schedule(
+            self.kind,
+            self.lr,
+            steps=steps,
+            warmup_steps=self.warmup_steps,
+            min_lr=self.min_lr,
+            start_lr=self.start_lr,
+            full_lr_iter=self.full_lr_iter,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a run trains: so many steps, or where that is 0 so many passes over the data.
+
+    Args:
+        warmup_epochs: passes before the others, which do not count in the closing figures.
+    """
+
+    steps: int
+    epochs: int
+    warmup_epochs: int
+
+    def on(self, batches_per_epoch: int) -> tuple[int, int]:
+        """Optimizer steps, and how many of them are of warm-up epochs."""
+        if self.steps:
+            return self.steps, 0
+        warmup = self.warmup_epochs * batches_per_epoch
+        return warmup + self.epochs * batches_per_epoch, warmup
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the weights are that a run begins with; a model of its own, from the seed, where nothing else is named.
+
+    Args:
+        resumed: the checkpoint to continue from; None for a new run.
+        base: the frozen weights that adapters stand beside; None where all weights are trained.
+        directory: the model directory of a new run of all weights; None where there is none.
+        weights, optimizer: files that are read before the first step; None for none.
+    """
+
+    resumed: Checkpoint | None
+    base: FrozenBase | None
+    directory: Path | None
+    weights: Path | None
+    optimizer: Path | None
+
+    @property
+    def step(self) -> int:
+        """Steps that are done already."""
+        return 0 if self.resumed is None else self.resumed.step
+
+    @property
+    def flag(self) -> str:
+        """The flag that names the run's directory."""
+        return "--run-dir" if self.resumed is None else "--resume"
+
+
+@dataclass(frozen=True, slots=True)
+class TileChoice:
+    """How tile sizes were chosen.
+
+    Args:
+        given: sizes that flags say, by flag; the others are those of a table, or found by trial.
+        is_measured: whether the others are to be found by trial before the run begins.
+        table: the file that takes what is found; "" for none.
+    """
+
+    given: Mapping[str, int]
+    is_measured: bool
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """A run.
+
+    Args:
+        name: of the model, after which the run is called.
+        directory: of the run; made when it starts.
+        traced: the first and the last step that are traced; None for all, if any are.
+        tiles: how tile sizes were chosen.
+        settings: as typed, with every default filled in.
+    """
+
+    name: str
+    directory: Path
+    model: ModelSpec
+    step: StepSpec
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec
+    length: Length
+    data: DataSpec
+    machine: MachineSpec
+    start: Start
+    traced: tuple[int, int] | None
+    tiles: TileChoice
+    settings: TrainSettings
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the run has a checkpoint, and so its model, tiling and batch."""
+        return bool(self.settings.checkpoints.resume)
+
+    def after(self, checkpoint: Checkpoint) -> RunConfig:
+        """The same run, going on from a checkpoint of its own."""
+        return replace(self, start=replace(self.start, resumed=checkpoint, directory=None, weights=None, optimizer=None))
+
+    def on(self, machine: MachineSpec) -> RunConfig:
+        """The same run on another machine."""
+        return replace(self, machine=machine)
+
+    def cut(self, *, batch: int | None = None, minibatch: int | None = None, **sizes: int) -> RunConfig:
+        """The run with another batch, minibatch, or other tile sizes, to see what it would need; what it writes down stays as it was."""
+        step = replace(self.step, batch=batch or self.step.batch, minibatch=minibatch or self.step.minibatch)
+        return replace(self, step=step, model=replace(self.model, tiling=replace(self.model.tiling, **sizes)))
+
+    def with_model(self, **changes: object) -> RunConfig:
+        """The run of a model that differs in some fields of its `ModelSpec`; what it writes down stays as it was."""
+        return replace(self, model=replace(self.model, **changes))  # type: ignore[arg-type]
+
+    def in_order(self, order: str) -> RunConfig:
+        """The run with its steps in another order."""
+        return replace(self, step=replace(self.step, order=order))

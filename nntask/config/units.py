@@ -1,0 +1,150 @@
+"""Byte sizes, rates and durations as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+from ..errors import UsageError
+
+LARGEST: Final = (1 << 63) - 1
+"""What fits every counter, seed and address."""
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_BY_LOWER: Final = {unit.lower(): unit for unit in _UNITS}
+_WORDS: Final = "B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
+_NUMBER: Final = r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)\s*"
+_SIZE: Final = re.compile(_NUMBER + r"([A-Za-z]*)\s*")
+_BITS: Final = re.compile(_NUMBER + r"((?:[KMGTkmgt][Ii]?)?)b(?:its?)?(?:/s|ps)?\s*")
+
+_FRACTION: Final = re.compile(r"\s*(0?\.\d+|1\.0*|0\.\d*)\s*")
+
+
+def parse_size(text: str, what: str) -> int:
+    """Bytes that `text` stands for, e.g. "1.5GiB"; a bare number is bytes, upper and lower case are one. Whole numbers may have
+    commas, as messages print them: "8,392,704 B".
+
+    Args:
+        what: the flag, for the message.
+
+    Raises:
+        UsageError: it is no size, or none at all.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _BY_LOWER.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        number = match[1] if match else "2"
+        letter = match[2][:1].upper() if match else ""
+        example = f"{number}{letter}iB" if letter in ("K", "M", "T") else f"{number}GiB"
+        raise UsageError(f"{what} must be a size in {_WORDS}, got {text!r}; for example {example}")
+    size = float(match[1].replace(",", "")) * _UNITS[unit]
+    if size > LARGEST:
+        raise UsageError(f"{what} must be at most {LARGEST} bytes, got {text!r}; for example 2GiB")
+    nbytes = int(size)
+    if nbytes < 1:
+        raise UsageError(f"{what} must be at least 1 byte, got {text!r}; for example 2GiB")
+    return nbytes
+
+
+def parse_rate(text: str, what: str) -> float:
+    """Bytes per second that `text` stands for, e.g. "55GB/s": a size with its unit, with or without the /s. A lower-case b is a bit.
+
+    Args:
+        what: the flag, for the message.
+
+    Raises:
+        UsageError: it is no rate, has no unit, or counts bits.
+    """
+    rule = f"{what} must be bytes per second, got {text!r}"
+    if bits := _BITS.fullmatch(text):
+        number, unit = float(bits[1].replace(",", "")), bits[2]
+        meant = f"{number / 8:.15g}{unit.upper().replace('I', 'i')}B"
+        raise UsageError(f"{rule}; " + (f"bits? {number:.15g} {unit}b/s are {meant}/s" if is_size(meant) else "for example 55GB/s"))
+    size = text.strip().removesuffix("/s").rstrip()
+    if size[-1:].isdigit():
+        meant = f"{size}GB"
+        raise UsageError(f"{rule}, which has no unit; for example {meant if is_size(meant) else '55GB'}/s")
+    try:
+        return float(parse_size(size, what))
+    except UsageError:
+        raise UsageError(f"{rule}; for example 55GB/s") from None
+
+
+def is_size(text: str) -> bool:
+    """Whether `parse_size` takes it."""
+    try:
+        parse_size(text, "")
+    except UsageError:
+        return False
+    return True
+
+
+def fraction_of(text: str) -> float | None:
+    """The share of a card that a text such as 0.25 stands for; None where it is a size.
+
+    Raises:
+        UsageError: it is no share at all.
+    """
+    if _FRACTION.fullmatch(text) is None:
+        return None
+    share = float(text)
+    if not 0 < share <= 1:
+        raise UsageError(f"--gpu-memory must be a size, or a fraction of the card above 0 and up to 1.0, got {text}; for example 0.5")
+    return share
+
+
+def _scaled(nbytes: float) -> tuple[float, str]:
+    """`nbytes` in the largest binary unit that leaves at least 1, and that unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1000:
+            return nbytes, unit
+        nbytes /= 1024
+    return nbytes, "TiB"
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` in the largest binary unit that leaves at least 1, two or three digits."""
+    size, unit = _scaled(nbytes)
+    return f"{size:.3g} {unit}"
+
+
+def format_least(nbytes: int) -> str:
+    """`nbytes` as `format_size` says it but rounded up, so that `parse_size` reads no less: for budgets that people type back."""
+    size, unit = _scaled(nbytes)
+    scale = 100 if size < 10 else 10 if size < 100 else 1
+    return f"{math.ceil(size * scale) / scale:.15g} {unit}"
+
+
+def flag_size(nbytes: int) -> str:
+    """`format_least` as one word, for flags in messages."""
+    return format_least(nbytes).replace(" ", "")
+
+
+def format_count(number: float) -> str:
+    """A count in at most four characters and a letter: 950, 2.0k, 1.3M."""
+    for unit in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.0f}{unit}" if not unit or number >= 100 else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}T"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as 45s, 1m36s or 2h05m."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,277 @@
+"""Rules between settings, checked before anything is opened or computed; `resolution` has the values that unset ones take.
+
+Each broken rule is one `UsageError`: the flag, the value received, the rule, the nearest legal value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from scheduler.drivers import MOST_PARTS
+
+from ..errors import UsageError
+from ..models.interface import ModelConfig
+from .cluster import check_cluster
+from .disk import disk_of
+from .settings import TrainSettings
+from .units import LARGEST, fraction_of, is_size, parse_size
+
+DEFAULT_LENGTH: Final = 4096
+"""Tokens of a sequence where nobody chose, at most: models that reach 131,072 are not trained on so many."""
+_COUNTS: Final = (
+    ("tiling", "batch", 1),
+    ("tiling", "lanes", 1),
+    ("model", "seq_len", 1),
+    ("run", "steps", 1),
+    ("run", "nepochs", 0),
+    ("run", "nepochs_warmup", 0),
+    ("run", "eval_every", 0),
+    ("run", "eval_batches", 1),
+    ("run", "sample_tokens", 0),
+    ("run", "nforward", 0),
+    ("run", "nforward_warmup", 0),
+    ("run", "nbackward", 0),
+    ("run", "nbackward_warmup", 0),
+    ("data", "seed", 0),
+    ("optimizer", "warmup_steps", 0),
+    ("optimizer", "full_lr_iter", 1),
+    ("checkpoints", "save_every", 0),
+    ("checkpoints", "keep_checkpoints", 1),
+    ("resources", "ncpu", 0),
+    ("resources", "ngpu", 0),
+    ("resources", "split_gpu", 1),
+    ("resources", "sim_gpu", 0),
+    ("cluster", "nodes", 1),
+)
+_MOST: Final = {
+    "ncpu": (1024, "each worker is a thread of one process"),
+    "sim_gpu": (64, "each device has two threads and a memory"),
+    "counts": (64, "each device has a memory and links that a plan goes through one by one"),
+    "devices": (64, "each has a memory and links that a plan goes through one by one"),
+    "split_gpu": (MOST_PARTS, "each part has threads, a memory and libraries of its own"),
+}
+_OR_WHOLE: Final = (
+    ("tiling", "minibatch"),
+    ("tiling", "minibatch_tile"),
+    ("tiling", "seq_tile"),
+    ("tiling", "embd_tile"),
+    ("tiling", "inner_tile"),
+    ("tiling", "head_tile"),
+    ("tiling", "vocab_tile"),
+    ("data", "dataset_select"),
+)
+_RANGES: Final = (
+    ("model", "dropout", 0.0, 1.0, True),
+    ("optimizer", "lora_dropout", 0.0, 1.0, True),
+    ("optimizer", "lr", 0.0, float("inf"), True),
+    ("optimizer", "weight_decay", 0.0, float("inf"), True),
+    ("optimizer", "optimizer_eps", 0.0, float("inf"), True),
+    ("optimizer", "beta1", 0.0, 1.0, True),
+    ("optimizer", "beta2", 0.0, 1.0, True),
+    ("optimizer", "momentum", 0.0, 1.0, True),
+    ("optimizer", "grad_clip", 0.0, float("inf"), True),
+    ("optimizer", "min_lr", 0.0, float("inf"), True),
+    ("optimizer", "start_lr", 0.0, float("inf"), True),
+)
+_LORA: Final = re.compile(r"lora:(\d{1,9})")
+_ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
+_TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
+
+
+def check_prompt(prompt: str) -> None:
+    """Check that --prompt is text.
+
+    Raises:
+        UsageError: it came in bytes that are not UTF-8.
+    """
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"--prompt must be text in UTF-8, got other bytes at character {error.start}; use a terminal in UTF-8") from None
+
+
+def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None:
+    """Check every value on its own; needs no model.
+
+    Args:
+        is_imaginary: whether they are of a machine that nobody has, whose --disk is a size.
+
+    Raises:
+        UsageError: the first one that breaks its rule.
+    """
+    check_prompt(settings.run.prompt)
+    for group, name, least in _COUNTS:
+        value = getattr(getattr(settings, group), name)
+        if value is not None and value < least:
+            what = "at least 1" if least else "0 or more"
+            raise UsageError(f"{_flag(name)} must be {what}, got {value}; the nearest legal value is {least}")
+        check_most(name, value)
+    for group, name in _OR_WHOLE:
+        value = getattr(getattr(settings, group), name)
+        if value is not None and (value == 0 or value < -1):
+            raise UsageError(
+                f"{_flag(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
+            )
+        check_most(name, value)
+    for group, name, low, high, open_end in _RANGES:
+        value = getattr(getattr(settings, group), name)
+        if value is not None and not (low <= value < high if open_end else low <= value <= high):
+            limit = f"a finite number of at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
+            near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
+            raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; {near}")
+    _check_combinations(settings)
+    _check_adapters(settings)
+    resources = settings.resources
+    for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory")):
+        is_share = flag == "--gpu-memory" and text and fraction_of(text) is not None
+        if is_share and resources.sim_gpu:
+            raise UsageError(f"--gpu-memory must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB")
+        if text and not is_share:
+            parse_size(text, flag)
+    if not (is_imaginary and is_size(resources.disk)):  # whether it has a size there `imaginary` asks: the environment's may have none
+        disk_of(resources.disk)
+    if _ORDER.fullmatch(resources.order) is None:
+        raise UsageError(
+            f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
+            f"got {resources.order!r}; use --order auto"
+        )
+    trace_range(settings.observe.trace_steps)
+
+
+def check_most(name: str, value: int | None) -> None:
+    """Check that a count is not beyond its bound.
+
+    Raises:
+        UsageError: it is.
+    """
+    most, why = _MOST.get(name, (LARGEST, ""))
+    if value is not None and value > most:
+        raise UsageError(f"{_flag(name)} must be at most {most}{why and ', because '}{why}, got {value}; the nearest legal value is {most}")
+
+
+def _check_combinations(settings: TrainSettings) -> None:
+    model, tiling, resources = settings.model, settings.tiling, settings.resources
+    if model.model is not None and model.config_path is not None:
+        raise UsageError(f"--model {model.model} and --config-path {model.config_path} both name a model; drop one of them")
+    begin = settings.checkpoints.init_from
+    for flag, value in (("--model", model.model), ("--config-path", model.config_path), ("--load-checkpoint", settings.checkpoints.load_checkpoint)):
+        if begin and value:
+            raise UsageError(f"--init-from {begin} brings its own config and weights, and {flag} {value} names others; drop one of them")
+    if resources.restrict == "cuda" and (resources.ngpu == 0 or resources.sim_gpu):
+        what = "--ngpu 0" if resources.ngpu == 0 else f"--sim-gpu {resources.sim_gpu}"
+        raise UsageError(f"--restrict=cuda needs a GPU and {what} leaves them out; drop one of them")
+    if resources.restrict == "cpu" and resources.ngpu:
+        raise UsageError(f"--restrict=cpu leaves the {resources.ngpu} GPUs of --ngpu without work; drop one of them")
+    if resources.ngpu and resources.sim_gpu:
+        raise UsageError(f"devices are real or simulated, got --ngpu {resources.ngpu} and --sim-gpu {resources.sim_gpu}; drop one of them")
+    if model.dtype == "fp64" and resources.ngpu:
+        raise UsageError(f"--dtype fp64 has no CUDA kernels, and --ngpu {resources.ngpu} asks for GPUs; use --ngpu 0, or another --dtype")
+    if model.fp32_fast_tf32 and model.dtype not in ("auto", "fp32", "tf32"):
+        raise UsageError(f"--fp32-fast-tf32 means --dtype tf32, got --dtype {model.dtype}; drop one of them")
+    if tiling.redux and tiling.lanes not in (None, 4):
+        raise UsageError(f"--redux means --lanes 4, got --lanes {tiling.lanes}; drop --redux")
+    if settings.optimizer.full_lr_iter > 1 and settings.optimizer.warmup_steps:
+        raise UsageError(
+            f"--full-lr-iter {settings.optimizer.full_lr_iter} and --warmup-steps {settings.optimizer.warmup_steps} are both warm-ups; drop one"
+        )
+    if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
+        raise UsageError(
+            f"--momentum {settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1"
+        )
+    if resources.restrict == "cpu" and resources.sim_gpu:
+        raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
+    if settings.run.prompt and not settings.run.sample_tokens:
+        raise UsageError("--prompt is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them")
+    check_cluster(settings)
+
+
+def rank_of(settings: TrainSettings) -> int | None:
+    """The rank of the adapters that are trained; None where all weights are.
+
+    Raises:
+        UsageError: --train is neither all nor lora:RANK.
+    """
+    asked = settings.optimizer.train
+    if asked == "all":
+        return None
+    match = _LORA.fullmatch(asked)
+    if match is None or int(match[1]) < 1:
+        raise UsageError(f"--train must be all, or lora:RANK with a rank of at least 1, got {asked}; for example --train lora:8")
+    return int(match[1])
+
+
+def _check_adapters(settings: TrainSettings) -> None:
+    """Rules between --train and the flags that only adapters have, or cannot have."""
+    optimizer, files = settings.optimizer, settings.checkpoints
+    if rank_of(settings) is None:
+        for flag, value in (("--lora-alpha", optimizer.lora_alpha), ("--lora-dropout", optimizer.lora_dropout or None)):
+            if value is not None:
+                raise UsageError(f"{flag} {value:g} is about adapters and --train all has none; add --train lora:8, or drop it")
+        return
+    if optimizer.lora_alpha is not None and not 0 < optimizer.lora_alpha < float("inf"):
+        raise UsageError(f"--lora-alpha must be a finite number above 0, got {optimizer.lora_alpha:g}; for example twice the rank")
+    instead = {
+        "--save-checkpoint": (files.save_checkpoint, "writes the weights of a whole model", "drop it, and write one with nntask export --merge"),
+        "--save-optimizer": (
+            files.save_optimizer,
+            "writes the optimizer state of a whole model",
+            "drop it; the run's checkpoints have the adapters'",
+        ),
+        "--load-optimizer": (files.load_optimizer, "reads the optimizer state of a whole model", "drop it; --resume goes on with the adapters'"),
+    }
+    for flag, (path, what, advice) in instead.items():
+        if path:
+            raise UsageError(f"{flag} {path} {what} and --train {optimizer.train} trains adapters; {advice}")
+
+
+def check_rank(settings: TrainSettings, limit: int) -> None:
+    """Check the rank of adapters against the smallest width of the matrices they stand beside.
+
+    Raises:
+        UsageError: it is larger.
+    """
+    rank = rank_of(settings)
+    if rank is not None and rank > limit:
+        raise UsageError(
+            f"--train lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter; "
+            f"the nearest legal value is lora:{limit}"
+        )
+
+
+def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | None:
+    """First and last step of A:B, None for all.
+
+    Raises:
+        UsageError: it is not A:B with 1 <= A <= B.
+    """
+    if not text:
+        return None
+    match = _TRACE_STEPS.fullmatch(text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"{flag} must be A:B with 1 <= A <= B, got {text!r}; for example 10:12")
+    return int(match[1]), int(match[2])
+
+
+def checked_length(seq_len: int | None, config: ModelConfig, usual: int) -> int:
+    """--seq-len, or where it is not given the `usual` length, at most `DEFAULT_LENGTH`.
+
+    Raises:
+        UsageError: it is longer than the model's sequences may be.
+    """
+    limit = config.n_positions
+    if seq_len is None:
+        return min(usual, DEFAULT_LENGTH)
+    if seq_len > limit:
+        raise UsageError(f"--seq-len must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
+    return seq_len
+
+
+def nearest(legal: Iterable[int], value: int) -> int:
+    """The element of `legal` closest to `value`, the smaller of two."""
+    return min(legal, key=lambda n: (abs(n - value), n))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

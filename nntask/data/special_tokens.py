@@ -1,0 +1,107 @@
+"""The ids that begin and end a text for a tokenizer, as the files beside its tokenizer.json declare them, and the content of these files.
+
+Sources, in order: ids in generation_config.json, then in config.json; the words in tokenizer_config.json and special_tokens_map.json; and special
+tokens under the usual names of the model families. An id counts only if it is a special token of the tokenizer, since transformers writes 1 and 2
+into the config of every LLaMA without ids of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import DataError
+from ..io.json_file import read_object
+
+END_OF_TEXT: Final = "<|endoftext|>"
+GENERATION: Final = "generation_config.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+CHAT_TEMPLATE: Final = "chat_template.jinja"
+_CONFIG: Final = "config.json"
+_WORDS: Final = (TOKENIZER_CONFIG, "special_tokens_map.json")
+_KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
+SPECIAL_FILES: Final = (*_KEPT, _CONFIG)
+"""Names of the files beside tokenizer.json that are read."""
+_PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
+"""(begin, end) of a text as words: GPT-2, Llama 3, Llama 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """The ids around a text, and the files that declare them.
+
+    Args:
+        bos: id before a text; None where no file declares one.
+        eos: ids that end a text, the id behind training texts first; empty where no file declares one.
+        files: name -> content of the files to save beside tokenizer.json, which declare the same ids.
+    """
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys bos_token_id and eos_token_id of Hugging Face's configs; the latter is a list where several ids end a text."""
+        return {"bos_token_id": self.bos, "eos_token_id": list(self.eos) if len(self.eos) > 1 else self.eos[0] if self.eos else None}
+
+
+def read_special(directory: Path | None, inner: Any) -> Special:
+    """The ids around texts of a tokenizer.
+
+    Args:
+        directory: directory of the tokenizer's files; None if it has no files.
+        inner: a `tokenizers.Tokenizer`.
+
+    Raises:
+        DataError: a file is broken.
+    """
+    files = {} if directory is None else {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
+    objects = {} if directory is None else {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
+    bos, eos = _by_id(objects, "bos_token_id", special), _by_id(objects, "eos_token_id", special)
+    if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids
+        ids = Special(bos[0] if bos else None, eos).to_dict()
+        files[GENERATION] = json.dumps({**objects.get(GENERATION, {}), **ids}, indent=2) + "\n"
+    bos, eos = bos or _by_word(objects, "bos_token", inner), eos or _by_word(objects, "eos_token", inner)
+    if not eos:
+        for pair in _PAIRS:
+            begin, end = (tuple(index for index in [inner.token_to_id(word)] if index in special) for word in pair)
+            if end:
+                bos, eos = bos or begin, end
+                break
+    return Special(bos[0] if bos else None, eos, files)
+
+
+def _is_json(file: Path) -> bool:
+    return file.suffix == ".json" and file.is_file()
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}; copy it again") from None
+
+
+def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int]) -> tuple[int, ...]:
+    """The ids under a key (one id or a list) of the first file in which all of them are special tokens."""
+    for name in (GENERATION, _CONFIG):
+        value = objects.get(name, {}).get(key)
+        found = value if isinstance(value, list) else [value]
+        if found and all(type(each) is int and each in special for each in found):
+            return tuple(found)
+    return ()
+
+
+def _by_word(objects: Mapping[str, Mapping[str, Any]], key: str, inner: Any) -> tuple[int, ...]:
+    """The id of the token that a key names by its word, or by an object with the word under "content"."""
+    for name in _WORDS:
+        value = objects.get(name, {}).get(key)
+        word = value.get("content") if isinstance(value, Mapping) else value
+        index = inner.token_to_id(word) if isinstance(word, str) else None
+        if index is not None:
+            return (int(index),)
+    return ()

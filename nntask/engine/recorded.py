@@ -1,0 +1,324 @@
+"""A language model behind the interface of the training loop: recorded steps for training, validation and timing.
+
+A training step is the whole batch: every minibatch forward and backward, and the optimizer. Steps are recorded when they are first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import TaskRuntime, contribution
+from tiles import TileTensor
+
+from ..adapters.lora import add_adapters
+from ..config.run_config import ModelSpec, OptimizerSpec, RunConfig
+from ..data.dataset import Dataset
+from ..data.sampler import Batch
+from ..hardware.allocator import give_back_freed
+from ..hardware.flops import gemm_peak
+from ..hardware.gpus import gpu_peak
+from ..inference.samples import sample_text
+from ..models.language import LanguageModel
+from ..models.registry import build
+from ..nn.autograd import accumulation, no_grad
+from ..optim.optimizers import SGD, Adam, AdamW, Optimizer, Tiles, decay_groups, norm_of
+from ..optim.sharded import Exchange, Share, Transport
+from .interface import Outcome
+
+if TYPE_CHECKING:
+    from scheduler import Runtime, Step, Ticket
+    from scheduler.planning import PlannedOrder
+
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "auto": np.dtype(np.float32),
+    "fp32": np.dtype(np.float32),
+    "tf32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp64": np.dtype(np.float64),
+}
+
+
+FREED_SECONDS: Final = 5.0
+"""Where memory is short, what is freed goes back to the system so often: it takes up to 25 ms, and without it GPT-2 small within an eighth of what it
+needs had 140 MB of holes between pieces in use after three steps, and 110 MB within one that took half a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded step with its inputs and its output."""
+
+    step: Step
+    inputs: tuple[TileTensor, ...]
+    output: TileTensor
+
+    def run(self, *arrays: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Write the inputs, replay, and read the output."""
+        for tensor, array in zip(self.inputs, arrays, strict=True):
+            tensor.write(array)
+        value: npt.NDArray[Any] = self.step.replay().read(self.output)
+        return value
+
+
+def build_model(spec: ModelSpec, runtime: TaskRuntime, *, fill: bool = True) -> LanguageModel:
+    """A model, with adapters if it has some.
+
+    Args:
+        fill: whether its first weights are on the way; unwritten otherwise, for weights that are loaded. Adapters have theirs in any case.
+    """
+    model = build(
+        spec.config,
+        spec.tiling,
+        runtime,
+        dtype=DTYPES[spec.dtype],
+        seed=spec.seed if fill else None,
+        recompute=spec.recomputes,
+        flash=spec.flash,
+    )
+    if spec.adapters is not None:
+        add_adapters(model, spec.adapters, seed=spec.seed)
+    return model
+
+
+def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles | None = None) -> Optimizer:
+    """The optimizer of a model.
+
+    Args:
+        tiles_of: numbers of the tiles of each parameter whose state is here; None for all.
+    """
+    groups = decay_groups(model, spec.weight_decay)
+    if spec.kind == "sgd":
+        return SGD(groups, spec.lr, momentum=spec.momentum, max_norm=spec.grad_clip, tiles_of=tiles_of)
+    kind = Adam if spec.kind == "adam" else AdamW
+    return kind(groups, spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, max_norm=spec.grad_clip, tiles_of=tiles_of)
+
+
+def emit_training_step(
+    model: LanguageModel, optimizer: Optimizer, inputs: list[tuple[TileTensor, TileTensor]], exchange: Exchange | None = None
+) -> tuple[list[TileTensor], TileTensor | None]:
+    """Emit forward and backward of every minibatch and the update.
+
+    A minibatch is one contribution to the sums over minibatches; where there is but one, its tiles are.
+
+    Args:
+        exchange: with the other nodes of a cluster; `inputs` are then this node's.
+
+    Returns:
+        The losses (1,), whose sum over all nodes is the mean over the batch, and the sum of squares of the gradient (1,); None on nodes that are not
+        told.
+    """
+    model.train()
+    numbers = range(len(inputs)) if exchange is None else exchange.share.minibatches
+    count = len(inputs) if exchange is None else exchange.share.num_minibatches
+    losses = []
+    with accumulation():
+        for number, (tokens, targets) in zip(numbers, inputs, strict=True):
+            with contribution(number) if count > 1 else nullcontext():
+                loss = model(tokens, targets, scale=1 / count, minibatch=number)
+                loss.backward()
+            losses.append(loss.data)
+    if exchange is not None:
+        exchange.emit(optimizer)
+        return losses, optimizer.grad_norm
+    optimizer.step()
+    assert optimizer.grad_norm is not None  # step() has just set it
+    return losses, optimizer.grad_norm
+
+
+class Inference:
+    """A model that scores text.
+
+    Args:
+        context: tokens of a sequence.
+    """
+
+    def __init__(self, model: LanguageModel, runtime: Runtime, context: int) -> None:
+        self.model, self.runtime, self.context = model, runtime, context
+        self._steps: dict[tuple[str, int], _Recorded] = {}
+
+    def model_tensors(self) -> Mapping[str, TileTensor]:
+        """Parameters that are learnt, by name."""
+        return self.model.trained_tensors()
+
+    def evaluate(self, batch: Batch) -> float:
+        """Sum of the token losses of a batch, targets of -1 ignored; changes nothing."""
+        recorded = self._recorded("evaluate", len(batch.tokens), lambda: self._emit_loss(len(batch.tokens), training=False))
+        return float(recorded.run(batch.tokens, batch.targets)[0])
+
+    def _recorded(self, name: str, size: int, emit: Callable[[], tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]]) -> _Recorded:
+        """The recorded step `name` for a size, captured on its first use."""
+        found = self._steps.get((name, size))
+        if found is None:
+            inputs, body = emit()
+            with self.runtime.record() as step:
+                output = body()
+            found = self._steps[name, size] = _Recorded(step, inputs, output)
+        return found
+
+    def _emit_loss(self, batch: int, *, training: bool) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
+        tokens, targets = self.model.input_tensors(batch, self.context)
+
+        def body() -> TileTensor:
+            self.model.train(training)
+            with no_grad():
+                return self.model(tokens, targets, reduction="sum").data
+
+        return (tokens, targets), body
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A training step under way.
+
+    Attributes:
+        meanwhile: called now and then while somebody waits for it.
+    """
+
+    ticket: Ticket
+    losses: list[TileTensor]
+    squares: TileTensor | None
+    meanwhile: Callable[[], None]
+
+    def part(self) -> tuple[list[float], float | None]:
+        """Wait until this node's part is over: the losses of its minibatches, and the sum of squares of the gradient, if it is told."""
+        self.ticket.wait(self.meanwhile)
+        losses = [float(self.ticket.read(loss)[0]) for loss in self.losses]
+        return losses, None if self.squares is None else float(self.ticket.read(self.squares)[0])
+
+    def result(self) -> Outcome:
+        """Wait until the step is over."""
+        losses, squares = self.part()
+        assert squares is not None  # a node that is not told has others beside it
+        return outcome_of(losses, squares)
+
+
+def outcome_of(losses: Sequence[float], squares: float) -> Outcome:
+    """The outcome of a step, from the losses of all its minibatches in their order and the sum of squares of the gradient."""
+    return Outcome(sum(losses), norm_of(squares))
+
+
+class RecordedEngine(Inference):
+    """A language model, its optimizer and their recorded step.
+
+    Args:
+        model: None for a new one.
+        order: in which the step executes, as planned before; None for the one that the run names. Other steps choose their own.
+        share: what this node does of a step; None for all of it.
+        transport: to the other nodes, if there are any.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        runtime: Runtime,
+        model: LanguageModel | None = None,
+        order: str | None = None,
+        share: Share | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len)
+        self.run = run
+        self._order_name = run.step.order if order is None else order
+        self.exchange: Exchange | None = None
+        if share is not None and transport is not None:
+            self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], share, transport)
+        self.optimizer = build_optimizer(self.model, run.optimizer, None if self.exchange is None else self.exchange.tiles_of)
+        self._minibatch = run.step.minibatch
+        count = run.step.num_minibatches if share is None else len(share.minibatches)
+        self._inputs = [self.model.input_tensors(self._minibatch, self.context) for _ in range(count)]
+        self._step: Step | None = None
+        self._losses: list[TileTensor] = []
+        self._squares: TileTensor | None = None
+        self._freed_at = -inf  # when freed memory last went back
+
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are learnt."""
+        return self.model.num_trained
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of one optimizer step."""
+        return self._training_step().num_tasks
+
+    @property
+    def order(self) -> PlannedOrder:
+        """The order in which an optimizer step executes, and what it is expected to move."""
+        order = self._training_step().order
+        assert order is not None  # recording has ended
+        return order
+
+    @property
+    def step(self) -> Step:
+        """The recorded optimizer step."""
+        return self._training_step()
+
+    def optimizer_tensors(self) -> Mapping[str, TileTensor]:
+        """State of the optimizer by name."""
+        return self.optimizer.tensors()
+
+    def peak_flops(self) -> float:
+        """Flop/s of matrix products on the GPUs, else on the CPU workers."""
+        return gpu_peak(self.runtime.gpus) or gemm_peak(max(len(self.runtime.stats()["busy_seconds"]), 1))
+
+    def reset_optimizer(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self.optimizer.reset()
+
+    def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
+        """The text that a run ends with, see `sample_text`."""
+        return sample_text(self.run, self.model, self.runtime, dataset.tokenizer, length, stopped)
+
+    def start(self, step: int, lr: float, batch: Batch) -> InFlight:
+        """Begin optimizer step `step` (from 1) on a whole batch, or on this node's sequences of it; returns at once while fewer than two are in
+        flight."""
+        recorded = self._training_step()
+        self._give_back()
+        for number, (tokens, targets) in enumerate(self._inputs):
+            rows = slice(number * self._minibatch, (number + 1) * self._minibatch)
+            tokens.write(batch.tokens[rows])
+            targets.write(batch.targets[rows])
+        self.model.dropout_key.write(np.array([self.run.model.seed, step], np.uint64))
+        self.optimizer.prepare(step, lr)
+        return InFlight(recorded.replay(), self._losses, self._squares, self._give_back)
+
+    def forward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward pass over (minibatch, T) tokens; returns when it is over."""
+        self._recorded("forward", len(tokens), lambda: self._emit_loss(len(tokens), training=True)).run(tokens, tokens)
+
+    def forward_backward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward and backward pass; parameters stay as they are."""
+        self._recorded("backward", len(tokens), lambda: self._emit_backward(len(tokens))).run(tokens, tokens)
+
+    def _emit_backward(self, batch: int) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
+        tokens, targets = self.model.input_tensors(batch, self.context)
+
+        def body() -> TileTensor:
+            self.model.train()
+            loss = self.model(tokens, targets)
+            loss.backward()
+            self.model.zero_grad()
+            return loss.data
+
+        return (tokens, targets), body
+
+    def _give_back(self) -> None:
+        """Let freed memory go back to the system, where not everything fits and it is time."""
+        if self.order.forecasts and monotonic() - self._freed_at >= FREED_SECONDS:
+            give_back_freed()
+            self._freed_at = monotonic()
+
+    def _training_step(self) -> Step:
+        if self._step is None:
+            with self.runtime.record(self._order_name) as step:
+                self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs, self.exchange)
+            self._step = step
+        return self._step

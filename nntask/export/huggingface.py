@@ -1,0 +1,258 @@
+"""Export of checkpoints as model directories that transformers loads, written without torch or transformers.
+
+The files are created with their final sizes first. `from_hf` of the model's family, applied to a `FileLayout` of these files, maps each of our
+weights to its byte range in them, and every weight is copied there a few MiB at a time. The directory appears complete or not at all
+(`nntask.io.atomic_write`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..adapters.frozen_base import FrozenBase
+from ..adapters.lora import merge_dtype
+from ..checkpoints.store import STATE, Checkpoint
+from ..data.special_tokens import Special
+from ..data.tokenizer import Tokenizer
+from ..errors import DataError, Diverged, StorageError, UsageError
+from ..hf.layout import FileLayout, blanks, shapes_of
+from ..hf.model_directory import CONFIG, INDEX, SINGLE
+from ..hf.tokenizer_files import as_text, tokenizer_files
+from ..io.atomic_write import written_aside
+from ..io.finite import first_not_finite
+from ..io.json_file import read_object
+from ..io.safetensors_file import STORAGE, header_of
+from ..io.strided_ranges import FileRange, OpenFile, strides_of, windows
+from ..models.registry import FAMILIES, family_of
+from .merged_weights import Weight, weights_of
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+_OURS: Final = re.compile(
+    r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(adapter_|generation_|tokenizer_)?config\.json|"
+    r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"
+)
+"""Names of the files that save_pretrained of transformers or this module writes."""
+_KIND_NAMES: Final = {STORAGE["fp32"]: "float32", STORAGE["fp16"]: "float16", STORAGE["bf16"]: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Summary of an export.
+
+    Args:
+        files: names of the files with weights.
+        nbytes: bytes of all weights.
+        num_weights: number of elements of all weights.
+    """
+
+    files: tuple[str, ...]
+    nbytes: int
+    num_weights: int
+
+
+def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
+    """Check that a model directory may be written to `path`, without creating it.
+
+    Args:
+        path: the directory to write.
+        source: the checkpoint to export.
+        force: whether an existing model directory may be replaced.
+
+    Raises:
+        UsageError: `path` exists and `force` is false; it exists and holds files that are not of an exported model; or it overlaps the checkpoint or
+            the frozen base weights of its adapters.
+    """
+    ours, target = source.path.resolve(), path.resolve()
+    if target == ours or target in ours.parents or ours in target.parents:
+        raise UsageError(f"{path} holds the checkpoint that is exported, or lies in it; name another directory")
+    base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: a path that does not exist is protected as well
+    if base is not None and base.path:
+        needed = Path(base.path).resolve()
+        if target == needed or target in needed.parents or needed in target.parents:
+            raise UsageError(f"{path} holds, or lies in, the weights {base.path} that the adapters stand beside; name another directory")
+    there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+    if path.is_symlink() or not there.is_dir():
+        raise UsageError(f"{there} is not a directory; name another one")
+    if there != path:
+        return
+    if not force:
+        raise UsageError(f"{path} exists; name another directory, or replace it with --force")
+    if surplus := sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name) or entry.is_symlink() or not entry.is_file()):
+        raise UsageError(
+            f"{path} has {surplus[0]}, and --force replaces directories that hold a model and nothing else; name another directory, or move it away"
+        )
+    if (path / CONFIG).exists():
+        kind = read_object(path / CONFIG, "the config").get("model_type")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise UsageError(f"{path} holds a model of type {kind!r}, and --force replaces those of {', '.join(FAMILIES)}; name another directory")
+    elif any(path.iterdir()) and not (path / ADAPTER_CONFIG).exists():
+        raise UsageError(f"{path} has no {CONFIG}, and --force replaces model directories only; name another directory, or remove this one")
+
+
+def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tokenizer: Tokenizer | None, force: bool = False) -> Exported:
+    """Write a checkpoint as a model directory.
+
+    Args:
+        source: the checkpoint.
+        path: the directory to write.
+        dtype: "fp32", "fp16", "bf16", or "auto" for the element type of the checkpoint (fp32 for fp64).
+        shard_nbytes: largest number of bytes of weights in a file; a larger tensor gets a file of its own.
+        tokenizer: the tokenizer whose files are written too; None for no such files.
+        force: whether an existing model directory is replaced.
+
+    Raises:
+        UsageError: `check_target` refuses `path`, or a weight is too large for `dtype`.
+        DataError: the checkpoint is broken.
+        StorageError: the disk is full or failed; no file was replaced.
+    """
+    check_target(path, source, force=force)
+    weights = weights_of(source)
+
+    def write(directory: Path) -> Exported:
+        done = _write_weights(source.config, weights, directory, dtype, shard_nbytes)
+        ids = (Special() if tokenizer is None else tokenizer.special).to_dict()
+        kind = _KIND_NAMES[kind_of({each.dtype for each in weights.values()}, dtype)]
+        # transformers 5 reads dtype, transformers 4 reads torch_dtype
+        write_json(directory / CONFIG, {**source.config.to_dict(), **ids, "dtype": kind, "torch_dtype": kind})
+        write_tokenizer(directory, tokenizer, source.config.n_positions)
+        return done
+
+    return write_directory(path, write)
+
+
+def write_directory(path: Path, write: Callable[[Path], Exported]) -> Exported:
+    """Let `write` fill a new directory, which gets the name `path` when it is complete (`nntask.io.atomic_write`).
+
+    Raises:
+        StorageError: the disk is full or failed; a directory that existed at `path` is kept, or the message names the path to which it was moved.
+    """
+    try:
+        with written_aside(path) as new:
+            new.mkdir()
+            return write(new)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another directory") from error
+
+
+def kind_of(kinds: set[np.dtype[Any]], dtype: str) -> np.dtype[Any]:
+    """The element type of the exported weights.
+
+    Args:
+        kinds: the element types of the checkpoint's weights.
+        dtype: "fp32", "fp16", "bf16", or "auto" for the one element type in `kinds` (fp32 for fp64 and for several types).
+    """
+    if dtype != "auto":
+        return STORAGE[dtype]
+    return kinds.pop() if len(kinds) == 1 and kinds <= set(_KIND_NAMES) else STORAGE["fp32"]
+
+
+def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, dtype: str, shard_nbytes: int) -> Exported:
+    family, kind = family_of(config), kind_of({each.dtype for each in weights.values()}, dtype)
+    try:
+        shapes = shapes_of(family.to_hf(blanks({name: each.shape for name, each in weights.items()}), config))
+    except KeyError as error:
+        raise DataError(f"the checkpoint lacks {error}, which its config asks for; use another checkpoint") from None
+    ranges: dict[str, FileRange] = {}
+    shards = _shards(shapes, kind, shard_nbytes)
+    for name, members in shards.items():
+        ranges.update(new_file(directory / name, members, kind))
+    if len(shards) > 1:
+        write_json(directory / INDEX, _index(shards, shapes, kind))
+    layout = FileLayout(ranges)
+    for name, array in family.from_hf(layout.arrays(), config).items():
+        target = layout.range_of(array)
+        for window, piece in _pieces(weights[name], kind):
+            target[window].write(as_stored(name, piece, kind))
+    num_weights = sum(prod(shape) for shape in shapes.values())
+    return Exported(tuple(shards), num_weights * kind.itemsize, num_weights)
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any], limit: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """File name -> {tensor name: shape}, in order; a tensor goes into the current file unless the file would exceed `limit` bytes."""
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    taken = 0
+    for name, shape in shapes.items():
+        nbytes = prod(shape) * kind.itemsize
+        if groups[-1] and taken + nbytes > limit:
+            groups.append({})
+            taken = 0
+        groups[-1][name] = shape
+        taken += nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _index(shards: Mapping[str, Mapping[str, tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, Any]:
+    total = sum(prod(shape) for shape in shapes.values()) * kind.itemsize
+    return {"metadata": {"total_size": total}, "weight_map": {name: file for file, members in shards.items() for name in members}}
+
+
+def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, FileRange]:
+    """Create a safetensors file with its header and its final size; returns the byte range of each tensor, to be written by the caller.
+
+    Raises:
+        OSError: the file exists, or the disk is full or failed.
+    """
+    header, spans = header_of({name: (shape, kind) for name, shape in shapes.items()}, {"format": "pt"})
+    file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.pwrite(file.fd, header, 0)
+    found = {}
+    for name, shape in shapes.items():
+        first, last = spans[name]
+        found[name] = FileRange(file, kind, len(header) + first, shape, strides_of(shape, kind))
+        os.ftruncate(file.fd, len(header) + last)
+    return found
+
+
+def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
+    """(window, values) for windows that cover a weight; values of another type than `kind` come in the merge type, so that they are rounded once."""
+    held = kind if source.dtype == kind else merge_dtype(source.dtype)
+    for window in windows(source.shape, held.itemsize):
+        part = source[window]
+        piece = np.empty(part.shape, held)
+        part.read(piece)
+        yield window, piece
+
+
+def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Values of the weight `name`, converted to the element type `kind`.
+
+    Raises:
+        Diverged: a weight is not finite.
+        UsageError: a weight is too large for the new type.
+    """
+    with np.errstate(over="ignore"):
+        values: npt.NDArray[Any] = piece.astype(kind)
+    if first_not_finite(values) is not None:
+        if first_not_finite(piece) is None:
+            raise UsageError(f"{name} holds values too large for {kind.name}; use --dtype bf16 or fp32")
+        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint")
+    return values
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: int) -> None:
+    """Write the files of a tokenizer into a directory, unless the tokenizer is None.
+
+    Args:
+        directory: the directory.
+        tokenizer: the tokenizer or None.
+        n_positions: context length of the model, in tokens.
+    """
+    if tokenizer is not None:
+        for name, text in tokenizer_files(tokenizer, n_positions).items():
+            (directory / name).write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write an indented JSON file."""
+    path.write_text(as_text(values), encoding="utf-8")

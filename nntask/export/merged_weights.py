@@ -1,0 +1,169 @@
+"""The whole weights of a checkpoint, read piece by piece, with adapters merged in.
+
+A weight W (K, N) with adapters A (r, K) and B (N, r) becomes W + alpha / r * A^T B^T. W is rounded to the element type of the run first, as in
+training; the sum is computed in fp32 (fp64 for fp64) and rounded once, to the element type of the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import CapturingRuntime, InlineRuntime
+from tiles import TileTensor
+
+from ..adapters.frozen_base import frozen_base_of
+from ..adapters.lora import adapted, adapter_factors, merge_dtype, merged
+from ..checkpoints.store import MODEL, STATE, Checkpoint
+from ..config.resolution import model_spec
+from ..config.settings import TrainSettings, from_dict
+from ..engine.recorded import build_model
+from ..io.safetensors_file import TensorFile
+from ..models.language import LanguageModel
+from ..nn.initializers import stream_of
+from ..nn.module import Parameter
+from ..tiling.model_tiling import ModelTiling
+
+Array = npt.NDArray[Any]
+
+
+class Weight(Protocol):
+    """A weight or a window of a weight that can be read; `FileRange` conforms."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents per axis, in elements."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type."""
+
+    def __getitem__(self, slices: Sequence[slice], /) -> Weight:
+        """The window of one slice per axis."""
+
+    def read(self, out: Array, /) -> None:
+        """Fill `out`, a C-contiguous array of this shape, with conversion to its element type."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A window of a weight that is drawn from the seed again; `make` returns the whole weight."""
+
+    make: Callable[[], Array]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    window: tuple[slice, ...]
+
+    def __getitem__(self, slices: Sequence[slice]) -> _Made:
+        bounds = [each.indices(extent) for each, extent in zip(slices, self.shape, strict=True)]
+        window = tuple(slice(of.start + start, of.start + stop) for of, (start, stop, _) in zip(self.window, bounds, strict=True))
+        return _Made(self.make, tuple(stop - start for start, stop, _ in bounds), self.dtype, window)
+
+    def read(self, out: Array) -> None:
+        out[...] = self.make()[self.window]
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """A frozen weight in the element type of its run, plus left @ right where the weight has an adapter."""
+
+    base: Weight
+    dtype: np.dtype[Any]
+    left: Array | None = None
+    right: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def __getitem__(self, slices: Sequence[slice]) -> _Merged:
+        if self.left is None or self.right is None:
+            return _Merged(self.base[slices], self.dtype)
+        rows, columns = slices
+        return _Merged(self.base[slices], self.dtype, self.left[rows], self.right[:, columns])
+
+    def read(self, out: Array) -> None:
+        values = np.empty(self.shape, self.dtype)
+        self.base.read(values)
+        if self.left is not None and self.right is not None:
+            values = merged(values, self.left, self.right)
+        out[...] = values
+
+
+def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
+    """Our name -> weight, for a checkpoint's model with its adapters merged in; only headers and the adapters are read at this point.
+
+    Raises:
+        DataError: the checkpoint is broken, or its frozen base weights are missing or have changed.
+    """
+    checkpoint.verify(MODEL)
+    with TensorFile(checkpoint.path / MODEL) as file:
+        stored = file.ranges()
+    base = frozen_base_of(checkpoint)
+    if base is None:
+        return dict(stored)
+    model = capture_of(checkpoint)
+    frozen = {name: p for name, p in model.named_parameters().items() if not p.trainable}
+    in_files = base.weights({name: (p.shape, p.dtype) for name, p in frozen.items()})
+    below: dict[str, Weight] = {name: where for name, (_, where) in in_files.items()} if in_files is not None else _made(checkpoint, frozen)
+    found: dict[str, Weight] = {name: _Merged(below[name], p.dtype) for name, p in frozen.items()}
+    adapters = adapter_arrays(checkpoint, model)
+    for members in adapted(model).values():
+        for name, layer in members.items():
+            assert layer.lora is not None  # capture_of adds the adapters of the run
+            down, up = (adapters[id(factor)] for factor in (layer.lora.A, layer.lora.B))
+            found[f"{name}.weight"] = _Merged(below[f"{name}.weight"], layer.weight.dtype, *adapter_factors(layer, down, up))
+    return found
+
+
+def capture_of(checkpoint: Checkpoint) -> LanguageModel:
+    """The model of a checkpoint on a capturing runtime: one tile per tensor, and no data."""
+    return build_model(model_spec(_settings(checkpoint), checkpoint.config, ModelTiling()), CapturingRuntime(1), fill=False)
+
+
+def _settings(checkpoint: Checkpoint) -> TrainSettings:
+    return from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+
+
+def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Array]:
+    """The trained adapters of a checkpoint, in fp32 (fp64 for fp64).
+
+    Args:
+        checkpoint: a checkpoint with adapters.
+        model: its model, as `capture_of` builds it.
+
+    Returns:
+        id of a trainable parameter of `model` -> its values.
+
+    Raises:
+        DataError: a tensor is missing or has another shape or element type.
+    """
+    found = {}
+    learnt = {name: p for name, p in model.named_parameters().items() if p.trainable}
+    with TensorFile(checkpoint.path / MODEL) as file:
+        file.check({name: (p.shape, p.dtype) for name, p in learnt.items()}, exact=True)
+        ranges = file.ranges()
+    for name, parameter in learnt.items():
+        values = np.empty(parameter.shape, parameter.dtype)
+        ranges[name].read(values)
+        found[id(parameter)] = values.astype(merge_dtype(parameter.dtype))
+    return found
+
+
+def _made(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -> dict[str, Weight]:
+    """Name -> initial weight, drawn from the run's seed when it is read; one weight at a time is in memory."""
+    seed = _settings(checkpoint).data.seed
+
+    @lru_cache(maxsize=1)
+    def make(name: str) -> Array:
+        parameter = parameters[name]
+        tensor = TileTensor(InlineRuntime(1), parameter.shape, (-1,) * len(parameter.shape), parameter.dtype)
+        parameter.init(tensor, seed, stream_of(name))
+        return tensor.read()
+
+    return {name: _Made(partial(make, name), p.shape, p.dtype, tuple(slice(0, extent) for extent in p.shape)) for name, p in parameters.items()}

@@ -1,0 +1,91 @@
+"""Export of adapters as a directory that ``peft.PeftModel.from_pretrained(base, directory)`` loads, written without torch or peft.
+
+PEFT adapts the matrices of the family's files. Where such a matrix joins several of our layers (q, k and v of GPT-2), the layers share A, and their B
+are concatenated along the rows, in the order of the matrix's columns. Both factors are stored as (output features, input features) of a linear layer,
+whichever orientation the weight has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..adapters.frozen_base import FrozenBase
+from ..adapters.lora import LoRA, adapted
+from ..checkpoints.store import MODEL, STATE, Checkpoint
+from ..config.resolution import adapters_of
+from ..config.settings import from_dict
+from ..data.tokenizer import Tokenizer
+from ..errors import UsageError
+from ..nn.layers import Adaptable
+from .huggingface import ADAPTER_CONFIG, Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
+from .merged_weights import adapter_arrays, capture_of
+
+WEIGHTS: Final = "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."
+
+
+def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: Tokenizer | None, force: bool = False) -> Exported:
+    """Write a checkpoint's adapters as a directory of PEFT.
+
+    Args:
+        source: the checkpoint.
+        path: the directory to write.
+        dtype: "fp32", "fp16", "bf16", or "auto" for the element type of the adapters in the checkpoint (fp32 for fp64).
+        tokenizer: the tokenizer whose files are written too; None for no such files.
+        force: whether an existing model directory is replaced.
+
+    Raises:
+        UsageError: the checkpoint holds a whole model, `check_target` refuses `path`, or a weight is too large for `dtype`.
+        DataError: the checkpoint is broken.
+        StorageError: the disk is full or failed; no file was replaced.
+    """
+    lora = adapters_of(from_dict(source.state["settings"], str(source.path / STATE)))
+    if lora is None:
+        raise UsageError(f"{source.path} holds a whole model and no adapters; export the model")
+    check_target(path, source, force=force)
+    source.verify(MODEL)
+    base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: only its path is exported
+    model = capture_of(source)
+    arrays, groups = adapter_arrays(source, model), adapted(model)
+    found = {}
+    for module, layers in groups.items():
+        adapters = [layer.lora for layer in layers.values() if layer.lora is not None]
+        found[f"{_PREFIX}{module}.lora_A.weight"] = arrays[id(adapters[0].A)]  # (r, K)
+        found[f"{_PREFIX}{module}.lora_B.weight"] = np.concatenate([arrays[id(each.B)] for each in adapters])  # (N, r)
+    values = _config(lora, groups, base.path if base is not None and base.kind == "directory" else None)
+    kind = kind_of({p.dtype for p in model.parameters() if p.trainable}, dtype)
+
+    def write(directory: Path) -> Exported:
+        ranges = new_file(directory / WEIGHTS, {name: array.shape for name, array in found.items()}, kind)
+        for name, array in found.items():
+            ranges[name].write(as_stored(name, array, kind))
+        write_json(directory / ADAPTER_CONFIG, values)
+        write_tokenizer(directory, tokenizer, source.config.n_positions)
+        num_weights = sum(array.size for array in found.values())
+        return Exported((WEIGHTS,), num_weights * kind.itemsize, num_weights)
+
+    return write_directory(path, write)
+
+
+def _config(lora: LoRA, groups: Mapping[str, Mapping[str, Adaptable]], base: str | None) -> dict[str, Any]:
+    """The content of PEFT's adapter_config.json; `base` is the path of the frozen base weights, if they are a model directory."""
+    layers = [layer for members in groups.values() for layer in members.values()]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({module.rpartition(".")[2] for module in groups}),
+        "fan_in_fan_out": all(layer.has_rows_in for layer in layers),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

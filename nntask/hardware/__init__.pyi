@@ -1,0 +1,39 @@
+from .allocator import give_back_freed, reuse_freed_memory
+from .flops import flop_counts_of, gemm_peak
+from .gpus import GpuPlan, cards, gpus_of, open_nccl, without_nccl
+from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
+from .machine_model import DISK, RAM, Target, durations, memory_bandwidth, open_store, this_machine
+from .machine_spec import MachineSpec, devices_of, free_bytes, machine_of, with_budgets
+from .runtimes import FAILURES, open_runtime, runtime_for, told
+
+__all__ = [
+    "BOUNDLESS",
+    "DISK",
+    "FAILURES",
+    "RAM",
+    "GpuPlan",
+    "MachineSpec",
+    "Target",
+    "cards",
+    "coarse_tiling",
+    "devices_of",
+    "durations",
+    "flop_counts_of",
+    "free_bytes",
+    "gemm_peak",
+    "give_back_freed",
+    "gpus_of",
+    "imaginary_machine",
+    "machine_of",
+    "memory_bandwidth",
+    "open_nccl",
+    "open_runtime",
+    "open_store",
+    "parse_devices",
+    "reuse_freed_memory",
+    "runtime_for",
+    "this_machine",
+    "told",
+    "with_budgets",
+    "without_nccl",
+]

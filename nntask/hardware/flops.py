@@ -1,0 +1,113 @@
+"""Floating-point operations of a model, counted in the two usual ways, and the peak they are compared with.
+
+n: tokens per sequence, d: width, i: inner width, m: matrices of a feed-forward layer, a: width of all heads of queries together, k: of all heads of
+keys, L: layers, V: vocabulary, N: parameters, A: weights of adapters. A GPT-2 has m = 2 and a = k = d, a LLaMA m = 3, and k < a where queries share
+keys.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ..models.interface import ModelConfig
+
+_PEAK_SIZE: Final = 512
+_PEAK_SECONDS: Final = 0.06
+_PEAK_TRIES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FlopCounts:
+    """What one sequence costs.
+
+    Args:
+        forward: of a forward pass, NNTile's formula (counts its recomputation in attention, ignores causality): per layer 2mndi for the
+            feed-forward layer, 4nd(a + k) for the projections of attention, (6 flash | 4) n^2 a for attention itself; 2ndV for the head.
+        backward: of a backward pass: twice the products with weights, (14 flash | 8) n^2 a.
+        model: 6N + 12Lan per token (Chowdhery et al., PaLM, 2022, appendix B), times n: forward and backward, nothing recomputed. Beside adapters
+            the N are frozen and have no gradient, which leaves 4N + 6A + 12Lan, and one of the two products with each weight in `backward`.
+    """
+
+    forward: float
+    backward: float
+    model: float
+
+
+def flop_counts(
+    *,
+    n: int,
+    d: int,
+    i: int,
+    layers: int,
+    vocab: int,
+    num_parameters: int,
+    flash: bool,
+    a: int | None = None,
+    k: int | None = None,
+    m: int = 2,
+    num_adapter_weights: int = 0,
+) -> FlopCounts:
+    """Counts for one sequence of n tokens; a and k are d unless given. Adapters, if there are any, are all that is trained."""
+    a, k = d if a is None else a, d if k is None else k
+    products = layers * (2 * m * n * d * i + 4 * n * d * (a + k)) + 2 * n * d * vocab
+    beside = 2 * n * num_adapter_weights
+    forward = products + beside + layers * (6 if flash else 4) * n**2 * a
+    backward = (products if num_adapter_weights else 2 * products) + 2 * beside + layers * (14 if flash else 8) * n**2 * a
+    weights = (4 if num_adapter_weights else 6) * num_parameters + 6 * num_adapter_weights
+    return FlopCounts(float(forward), float(backward), float(n * (weights + 12 * layers * a * n)))
+
+
+def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapter_weights: int = 0) -> FlopCounts:
+    """Counts for one sequence of a model; see `flop_counts`."""
+    return flop_counts(
+        n=seq_len,
+        d=config.n_embd,
+        i=config.inner_size,
+        layers=config.n_layer,
+        vocab=config.vocab_size,
+        num_parameters=config.num_parameters,
+        flash=flash,
+        a=config.n_head * config.head_size,
+        k=config.n_kv_head * config.head_size,
+        m=config.num_inner_matrices,
+        num_adapter_weights=num_adapter_weights,
+    )
+
+
+def gemm_peak(num_workers: int) -> float:
+    """Flop/s of fp32 matrix products on `num_workers` threads at once, the best of three tries: what no step on them can beat. Takes 0.2 s."""
+    from tiles.kernels import gemm
+
+    counts = [0] * num_workers
+    start = threading.Barrier(num_workers + 1)
+
+    def work(worker: int) -> None:
+        a = np.ones((_PEAK_SIZE, _PEAK_SIZE), np.float32)
+        out = np.empty_like(a)
+        gemm(a, a, out)
+        for _ in range(_PEAK_TRIES):
+            start.wait()
+            until = time.perf_counter() + _PEAK_SECONDS
+            while time.perf_counter() < until:
+                gemm(a, a, out)
+                counts[worker] += 1
+            start.wait()
+
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    best = 0.0
+    for _ in range(_PEAK_TRIES):
+        before = sum(counts)
+        start.wait()
+        begin = time.perf_counter()
+        start.wait()
+        best = max(best, (sum(counts) - before) * 2.0 * _PEAK_SIZE**3 / (time.perf_counter() - begin))
+    for thread in threads:
+        thread.join()
+    return best

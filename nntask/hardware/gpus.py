@@ -1,0 +1,287 @@
+"""The GPUs of a run, from its flags: which cards, in how many parts, with how much memory of each; and the devices themselves.
+
+Where GPUs are used, everything that has a CUDA kernel runs on them and nowhere else, so a loss does not depend on who was free; workers of the CPU
+run what has none, and there are none unless `--ncpu` asks for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Protocol
+
+from scheduler import usable_cores
+from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, Nccl, NoGpu, choose_gpus, connect, name_of
+from scheduler.machine import RecordedTask
+
+from ..config.settings import ResourceSettings
+from ..config.units import format_size, fraction_of, parse_rate, parse_size
+from ..errors import DoesNotFit, UsageError
+
+DEFAULT_SHARE: Final = 0.9
+"""Of what is free on a card, besides `CONTEXT_NBYTES` for each of its parts."""
+
+
+class Cards(Protocol):
+    """Where GPUs come from."""
+
+    def choose(self, count: int | None) -> list[GpuFacts]:
+        """The first so many cards, None for all there are.
+
+        Raises:
+            NoGpu: they are not to be had.
+        """
+
+    def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
+        """Devices of (card, part)."""
+
+    def nccl(self, facts: GpuFacts) -> Nccl:
+        """NCCL for a card.
+
+        Raises:
+            NoGpu: it is not installed.
+        """
+
+
+class CudaCards:
+    """Real ones."""
+
+    @staticmethod
+    @cache
+    def _choose(count: int | None) -> tuple[GpuFacts, ...]:
+        return tuple(choose_gpus(count))
+
+    def choose(self, count: int | None) -> list[GpuFacts]:
+        """The first so many cards, as they were when first looked at: what a run takes of them later does not change its budgets."""
+        return list(self._choose(count))
+
+    def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
+        """Devices, which can reach each other's memory where the hardware lets them."""
+        from tiles.kernels import CudaDevice
+
+        devices: list[Any] = []
+        with ExitStack() as unused:
+            unused.callback(close_gpus, devices)
+            for card, part in facts:
+                devices.append(CudaDevice(card, part, tf32=tf32))
+                devices[-1].measure_products(dtype)
+            connect(devices)
+            unused.pop_all()
+        return devices
+
+    def nccl(self, facts: GpuFacts) -> Nccl:
+        """CuPy's."""
+        return CupyNccl(facts)
+
+
+def close_gpus(gpus: Sequence[Gpu]) -> None:
+    """Give back what they took; one that has failed takes nothing back."""
+    for gpu in gpus:
+        with suppress(RuntimeError):
+            gpu.close()
+
+
+cards: Cards = CudaCards()
+"""Tests put others here."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """GPUs that a run will use.
+
+    Args:
+        parts: (card, number of the part, or None where a card is whole) of each memory node.
+        nbytes: budget of each.
+        why_none: why there are none although CuPy is installed, if that is so and no flag asks for any.
+    """
+
+    parts: tuple[tuple[GpuFacts, int | None], ...]
+    nbytes: int
+    why_none: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the GPUs, one for each node."""
+        return [name_of(card, part) for card, part in self.parts]
+
+    @property
+    def device_class(self) -> str:
+        """Key of the tile table: what computes."""
+        return "cuda" if self.parts else "cpu"
+
+
+NO_GPUS: Final = GpuPlan((), 0)
+
+
+def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
+    """The GPUs that flags ask for.
+
+    Args:
+        dtype: value of --dtype.
+
+    Raises:
+        UsageError: GPUs were asked for that are not to be had.
+        DoesNotFit: the budget is above what a card has.
+    """
+    if resources.ngpu == 0 or resources.restrict == "cpu" or (resources.ngpu is None and resources.sim_gpu):
+        return NO_GPUS
+    must = resources.ngpu is not None or resources.restrict == "cuda"
+    try:
+        found = cards.choose(resources.ngpu)
+        if not found and must:
+            raise NoGpu(f"--restrict=cuda needs a GPU, and CuPy, through which GPUs are used, is not installed; drop --restrict=cuda, or {INSTALL}")
+    except NoGpu as error:
+        if must:
+            raise UsageError(str(error)) from error
+        return GpuPlan((), 0, f"no GPU is used: {error}")
+    if not found:
+        return NO_GPUS
+    if dtype == "fp64":
+        return GpuPlan((), 0, "no GPU is used: --dtype fp64 has no CUDA kernels")
+    split = resources.split_gpu
+    parts = tuple((card, None if split == 1 else part) for card in found for part in range(split))
+    return GpuPlan(parts, _budget(resources.gpu_memory, found, split))
+
+
+def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
+    """Check that flags that need a device have one.
+
+    Raises:
+        UsageError: the first one that has none.
+    """
+    if resources.sim_bandwidth:
+        parse_rate(resources.sim_bandwidth, "--sim-bandwidth")
+        if not resources.sim_gpu:
+            raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
+    if gpus.parts:
+        return
+    if resources.ncpu == 0 and not resources.sim_gpu:
+        raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
+    flags = {
+        "--ngpu": resources.ngpu or "",
+        "--split-gpu": resources.split_gpu if resources.split_gpu > 1 else "",
+        "--restrict": resources.restrict if resources.restrict == "cuda" else "",
+        "--gpu-memory": resources.gpu_memory if not resources.sim_gpu else "",
+    }
+    for flag, value in flags.items():
+        if value:
+            simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and fraction_of(str(value)) is None else ""
+            raise UsageError(f"{flag} {value} is about GPUs, and none is used; {simulated}drop it")
+
+
+def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
+    """Bytes of each part.
+
+    Raises:
+        DoesNotFit: a card has less.
+        UsageError: `text` is neither a size nor a fraction.
+    """
+    least = min(found, key=lambda card: card.free_nbytes)
+    room = least.free_nbytes // split - CONTEXT_NBYTES
+    if room < 1 << 20:
+        raise DoesNotFit(
+            f"GPU {least.index} ({least.name}) has {format_size(least.free_nbytes)} of {format_size(least.nbytes)} free, too little for {split} "
+            f"part{'' if split == 1 else 's'} of it; end what else uses the card, or use --ngpu 0"
+        )
+    if not text:
+        return int(DEFAULT_SHARE * room)
+    share = fraction_of(text)
+    nbytes = int(share * min(card.nbytes for card in found)) // split if share is not None else parse_size(text, "--gpu-memory")
+    if nbytes > room:
+        raise DoesNotFit(
+            f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {room:,} B that GPU {least.index} ({least.name}) has free for "
+            f"each of its {split} part{'' if split == 1 else 's'} beside {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end what else "
+            "uses the card"
+        )
+    return nbytes
+
+
+def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
+    """The devices of a plan.
+
+    Args:
+        dtype: value of --dtype.
+
+    Raises:
+        DoesNotFit: a card did not give the memory that CUDA needs for itself.
+        UsageError: what CuPy needs is missing, or a card does not work.
+    """
+    if not plan.parts:
+        return []
+    try:
+        return cards.open(plan.parts, tf32=dtype == "tf32", dtype=dtype)
+    except MemoryError as error:
+        raise DoesNotFit(str(error)) from error
+    except ImportError as error:
+        raise UsageError(f"{error}") from error
+    except RuntimeError as error:  # of CUDA, of cuBLAS, or a source that does not compile
+        raise UsageError(
+            f"{' and '.join(plan.names)} could not be opened ({error}); see in nvidia-smi whether another program has it, or compute on the CPU with "
+            "--ngpu 0"
+        ) from error
+
+
+def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, *, strict: bool) -> dict[str, int]:
+    """Tasks of a step that will run on the CPU although there are GPUs, because their codelets have no CUDA kernel: name -> how many.
+
+    Raises:
+        UsageError: there are some, and no CPU worker to run them, or --strict.
+    """
+    if not gpus.parts:
+        return {}
+    found = dict(Counter(task.name for task in tasks if "cuda" not in task.kinds))
+    names = ", ".join(sorted(found))
+    if found and strict:
+        raise UsageError(f"--strict refuses tasks without a CUDA kernel, and there are some of {names}; drop --strict, or use --ngpu 0")
+    if found and not num_cpu:
+        raise UsageError(f"tasks of {names} have no CUDA kernel, and there is no CPU worker to run them; add --ncpu 1, or use --ngpu 0")
+    return found
+
+
+def open_nccl(gpus: GpuPlan) -> Nccl:
+    """NCCL for the first of the GPUs.
+
+    Raises:
+        UsageError: there is none, or NCCL is not installed.
+    """
+    if not gpus.parts:
+        why = gpus.why_none or "no GPU is used, since CuPy is not installed"
+        raise UsageError(f"--transport nccl sends from a GPU, and {why}; use --transport dask")
+    try:
+        return cards.nccl(gpus.parts[0][0])
+    except NoGpu as error:
+        raise UsageError(str(error)) from error
+
+
+def without_nccl(gpus: GpuPlan, split: int, taken: int) -> str:
+    """The --gpu-memory that is left where NCCL has taken some bytes of the first card: so many less of each of its parts, and of every card's, since
+    all have one budget.
+
+    Args:
+        split: parts of each card.
+
+    Raises:
+        DoesNotFit: nothing is left.
+    """
+    left = gpus.nbytes - -(-taken // split)
+    if left <= 0:
+        raise DoesNotFit(
+            f"--transport nccl has taken {format_size(taken)} of {gpus.names[0]}, and --gpu-memory is {format_size(gpus.nbytes)}; raise it, use "
+            "fewer nodes, or use --transport dask"
+        )
+    return f"{left}B"
+
+
+def gpu_peak(gpus: Sequence[Any]) -> float:
+    """Flop/s of matrix products on all of them, as measured when they were opened; 0 where nobody has measured. Parts of a card share its rate."""
+    return float(sum({getattr(gpu, "index", number): getattr(gpu, "products_flops", 0.0) for number, gpu in enumerate(gpus)}.values()))
+
+
+def num_cpu_workers(asked: int | None, gpus: GpuPlan) -> int:
+    """Workers of the CPU: as many as asked for, else one a core, and none where GPUs compute."""
+    if asked is not None:
+        return asked
+    return 0 if gpus.parts else usable_cores()

@@ -1,0 +1,119 @@
+"""Machines that nobody has (``8x80GiB@150TF``), as flags describe them: devices that reach their peak, links of the given rate, and host memory
+without workers; and the tiles that a step has there."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from scheduler import SIM_DEPTH
+from scheduler.drivers import THREADS
+from scheduler.machine import Models, Rate, WorkerKind
+
+from ..config.disk import imaginary_disk_of
+from ..config.settings import ResourceSettings
+from ..config.units import flag_size, parse_rate, parse_size
+from ..config.validation import check_most
+from ..errors import UsageError
+from ..models.interface import ModelConfig
+from ..tiling.model_tiling import ModelTiling, divisors, even, whole_groups
+from .machine_model import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, Target
+
+DEFAULT_LINK: Final = "25GB/s"
+"""Between host memory and each imaginary device, in each direction."""
+DEFAULT_DISK_RATE: Final = "1.6GB/s"
+"""From and to the disk of an imaginary machine, all requests in flight and both directions together."""
+LATENCY: Final = 1e-5
+"""Seconds of a copy over such a link, or of a request to such a disk, before its bytes come."""
+BOUNDLESS: Final = 1 << 50
+"""Bytes of an imaginary RAM that does not say."""
+
+COARSE_SHARE: Final = 128
+"""A weight tile of an imaginary device takes at most this fraction of its memory, or `LARGEST_SHARE` where a step would have too many tasks."""
+LARGEST_SHARE: Final = 16
+COARSE_VOCAB: Final = 8
+"""Vocabulary tiles there, at least: minibatches add to the gradient of each in turn, so with one tile they would go through the head one by one."""
+COARSE_TOKENS: Final = 8192
+"""Tokens per tile there, at most."""
+
+_FORMS: Final = {"--devices": ("[COUNTx]MEMORY[@FLOPS]", "8x80GiB@150TF"), "--device": ("MEMORY[@FLOPS]", "80GiB@150TF")}
+"""How flags describe devices, with an example."""
+_DEVICES: Final = re.compile(
+    r"\s*(?:(\d+)\s*x\s*)?([\d.]+)\s*([a-wyz]*)\s*(?:@\s*(\d+(?:\.\d+)?)\s*(?:([gtp])(?:f|flops?|flop/s)?)?)?\s*", re.IGNORECASE
+)
+_SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "", disk_rate: str = "") -> Target:
+    """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them.
+
+    Args:
+        devices: ``[COUNTx]MEMORY[@FLOPS]``, for example ``8x80GiB@150TF``.
+        link: bytes per second of each link, for example ``55GB/s``.
+        disk_rate: bytes per second of the disk tier, all requests in flight together.
+
+    Raises:
+        UsageError: a text is not of its form, or there is no disk.
+    """
+    count, memory, flops = parse_devices(devices)
+    check_most("devices", count)
+    bandwidth = parse_rate(link or DEFAULT_LINK, "--link")
+    of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
+    if disk_rate and not resources.disk:
+        raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it")
+    ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
+    nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
+    disk = imaginary_disk_of(resources.disk)
+    if disk is not None:
+        nodes.append((DISK, disk))
+    workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]
+    workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
+    models = Models()
+    models.declare_links(len(nodes), storage=disk is not None, given=(LATENCY, bandwidth), disk=(LATENCY, of_disk / THREADS))
+    return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
+
+
+def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: Target, factor: int = 1) -> ModelTiling:
+    """Large tiles, as accelerators like them, `factor` times as large as usual, for `minibatch` sequences of `length` tokens."""
+    elements = factor * target.largest_place // COARSE_SHARE // 4  # of an fp32 tile
+    width = even(config.n_embd, max(1, int(elements**0.5)))
+    rows = max(1, elements // width)
+    return ModelTiling(
+        minibatch_tile=max((n for n in divisors(minibatch) if n * length <= COARSE_TOKENS), default=1),
+        seq_tile=length,
+        embd_tile=width,
+        inner_tile=even(config.inner_size, rows),
+        head_tile=whole_groups(config, rows // config.head_size),
+        vocab_tile=even(config.vocab_size, min(rows, -(-config.vocab_size // COARSE_VOCAB))),
+    )
+
+
+def parse_devices(text: str, flag: str = "--devices") -> tuple[int, int, float]:
+    """Number of devices, bytes of each and flop/s of each.
+
+    Args:
+        flag: one of `_FORMS`.
+
+    Raises:
+        UsageError: `text` is not of the form that the flag has.
+    """
+    form, example = _FORMS[flag]
+    rule = f"{flag} must be {form}, got {text!r}"
+    match = _DEVICES.fullmatch(text)
+    if match is None or int(match[1] or 1) < 1 or (match[1] and "COUNT" not in form):
+        raise UsageError(f"{rule}; for example {example}")
+    count, memory, unit, rate, scale = match.groups()
+    for part, has_unit in (("MEMORY", unit), ("FLOPS", scale or not rate)):
+        if not has_unit:
+            raise UsageError(f"{rule}, whose {part} has no unit; for example {example}")
+    flops = float(rate) * _SCALE[scale.upper()] if rate else DEVICE_FLOPS
+    if flops <= 0:
+        raise UsageError(f"{flag} must be able to compute, got {text!r}; for example {example}")
+    return int(count or 1), parse_size(memory + unit, f"{flag} must be {form}, and MEMORY"), flops
+
+
+def format_devices(count: int, nbytes: int, flops: float) -> str:
+    """What `parse_devices` reads as so many devices, of at least so many bytes."""
+    scale, unit = next(((scale, unit) for unit, scale in reversed(_SCALE.items()) if flops >= scale), (1e9, "G"))
+    rate = f"{flops / scale:.9f}".rstrip("0").rstrip(".")
+    return f"{count}x{flag_size(nbytes)}" + ("" if flops == DEVICE_FLOPS else f"@{rate}{unit}F")

@@ -1,0 +1,272 @@
+"""Machines that a step is planned for: this one with its budgets, or an imaginary one (`imagined`); and how long tasks and copies take there.
+
+This machine: workers and budgets of its `MachineSpec`; durations and link rates from the models of earlier runs, and for
+what nobody has measured the cost function over the measured peak of matrix products and of memory. Nothing here is written, and no memory is taken
+but for measuring.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, cast
+
+import numpy as np
+
+from scheduler import SIM_DEPTH
+from scheduler.drivers import THREADS, staging_nbytes
+from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, choose, footprint
+from scheduler.planning import Pace, pace_of
+from scheduler.simulation import Duration
+from scheduler.storage import PerfStore, machine_fingerprint
+from tiles.kernels import kernel_versions
+
+from .flops import gemm_peak
+from .machine_spec import MachineSpec
+
+RAM: Final = "ram"
+DISK: Final = "disk"
+
+DEVICE_BANDWIDTH: Final = 2e12
+"""Bytes per second that such a device reads and writes of its own memory."""
+DEVICE_FLOPS: Final = 1e14
+"""Flop/s of an imaginary device that does not say, and of a real one before it has been measured."""
+_BUFFER: Final = 1 << 24
+_BANDWIDTH_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A machine to plan for.
+
+    Args:
+        workers: (kind, node, depth) of each worker.
+        nodes: (name, budget in bytes) of each memory node, host memory first, the disk tier last.
+        storage: whether the last node is a disk tier.
+        models: durations and links that are known.
+        rates: of a worker of each kind, for tasks that nobody has measured; None to measure this machine.
+        staging: bytes of host memory besides, that copies between the disk tier and GPUs keep of its budget.
+    """
+
+    workers: tuple[tuple[WorkerKind, int, int], ...]
+    nodes: tuple[tuple[str, int], ...]
+    storage: bool
+    models: Models
+    rates: Mapping[WorkerKind, Rate] | None = None
+    staging: int = 0
+
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """Bytes of each node, as flags give them."""
+        return {name: nbytes + (0 if at else self.staging) for at, (name, nbytes) in enumerate(self.nodes)}
+
+    @property
+    def num_devices(self) -> int:
+        """Memories beside that of the host."""
+        return len(self.memories) - 1
+
+    @property
+    def places(self) -> list[int]:
+        """Nodes where tasks run."""
+        return sorted({node for _, node, _ in self.workers})
+
+    @property
+    def memory(self) -> int:
+        """Bytes where tasks run."""
+        return sum(self.nodes[place][1] for place in self.places)
+
+    @property
+    def largest_place(self) -> int:
+        """Bytes of the largest memory where a task may run."""
+        return max(self.nodes[place][1] for place in self.places)
+
+    @property
+    def memories(self) -> Sequence[tuple[str, int]]:
+        """(name, bytes) of the nodes that are memory."""
+        return self.nodes[:-1] if self.storage else self.nodes
+
+    @property
+    def last(self) -> int:
+        """The node that must hold all that lives."""
+        return len(self.nodes) - 1 if self.storage else 0
+
+    @property
+    def channels(self) -> int:
+        """Requests in flight of the disk tier."""
+        return THREADS
+
+    @property
+    def is_imaginary(self) -> bool:
+        """Whether it is given, and nobody measures it."""
+        return self.rates is not None
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second of each link between host memory and a device, in each direction; of a machine that has a device."""
+        assert self.num_devices, "no links without devices"
+        return self.models.links[NodeId(0), NodeId(1)].bandwidth
+
+    @property
+    def disk_rate(self) -> float:
+        """Bytes per second from and to the disk tier, all requests in flight together."""
+        return self.channels * self.models.links[NodeId(self.last), NodeId(0)].bandwidth
+
+    def policy(self, sched: str) -> str:
+        """The scheduling policy that `sched` stands for."""
+        return choose(sum(node > 0 for node in self.places)) if sched == "auto" else sched
+
+    def with_budget(self, node: int, nbytes: int) -> Target:
+        """The same machine with another budget on one node."""
+        nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
+        return replace(self, nodes=nodes)
+
+    def without(self, nbytes: int) -> Target:
+        """The same machine with so much less host memory."""
+        return self.with_budget(0, self.nodes[0][1] - nbytes) if nbytes else self
+
+    def enlarged(self, nbytes: Mapping[int, int]) -> Target:
+        """The same machine with these budgets as flags would give them, by node; of all its devices, if of one."""
+        found, devices = self, max((size for at, size in nbytes.items() if 0 < at <= self.num_devices), default=0)
+        for at in range(len(self.nodes)):
+            size = devices if 0 < at <= self.num_devices else nbytes.get(at, 0) - (0 if at else self.staging)
+            found = found.with_budget(at, max(size, self.nodes[at][1]))
+        return found
+
+    def with_empty_disk(self) -> Target:
+        """A machine without a disk tier with one of no bytes, to see how large it must be."""
+        staging = staging_nbytes(sum(kind == "cuda" for kind, _, _ in self.workers), has_tier=True)
+        return replace(self.without(staging), nodes=(*self.without(staging).nodes, (DISK, 0)), storage=True, staging=staging)
+
+
+def this_machine(machine: MachineSpec) -> Target:
+    """The machine that `open_runtime` makes of these devices and budgets, with what earlier runs have measured on it."""
+    num_gpus = len(machine.gpus.parts)
+    staging = staging_nbytes(num_gpus, has_tier=machine.disk is not None)
+    nodes = [(RAM, machine.ram.nbytes - staging)]
+    nodes += [(f"sim:{at}", machine.device.nbytes) for at in range(machine.num_simulated)]
+    nodes += [(f"cuda:{at}", machine.device.nbytes) for at in range(num_gpus)]
+    if machine.disk is not None:
+        nodes.append((DISK, machine.disk.budget.nbytes))
+    workers: list[tuple[WorkerKind, int, int]] = [("cpu", 0, 1)] * machine.num_cpu
+    workers += [("sim", 1 + at, SIM_DEPTH) for at in range(machine.num_simulated)]
+    workers += [("cuda", 1 + at, SIM_DEPTH) for at in range(num_gpus)]
+    models = Models()
+    open_store([name for name, _ in nodes], machine.gpus.names).load(models)
+    given = None if machine.link_rate is None else (0.0, machine.link_rate)
+    models.declare_links(len(nodes), storage=machine.disk is not None, given=given)
+    return Target(tuple(workers), tuple(nodes), machine.disk is not None, models, staging=staging)
+
+
+def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:
+    """What earlier runs on this machine have measured.
+
+    Args:
+        names: of the memory nodes.
+        devices: names of the GPUs.
+    """
+    return PerfStore(machine_fingerprint(blas_threads=1, devices=devices, versions=kernel_versions()), names)
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds of every task of a plan.
+
+    Attributes:
+        seconds: by worker kind, then by planned place.
+        num_measured, num_kinds: kinds of tasks with measurements, and all: pairs of footprint and worker kind.
+    """
+
+    seconds: Mapping[str, Sequence[float]]
+    num_measured: int
+    num_kinds: int
+
+    @property
+    def of(self) -> Duration:
+        """As `simulate` takes them; only for plans over these tasks in this order."""
+        tables = self.seconds
+        return lambda task, kind: tables[kind][task.position] if task.step is not None else 0.0
+
+
+def durations(plan: StepPlan, target: Target) -> Durations:
+    """How long the tasks of a plan take on each kind of worker of a machine."""
+    keys = [(task.name, footprint(cast(Task, task))) for task in plan.tasks]
+    examples: dict[tuple[str, int], RecordedTask] = dict(zip(keys, plan.tasks, strict=True))
+    rates = target.rates
+    seconds: dict[str, Sequence[float]] = {}
+    num_measured = num_kinds = 0
+    for kind in sorted({kind for kind, _, _ in target.workers}):
+        known: dict[tuple[str, int], float] = {}
+        for key, task in examples.items():
+            found = None if target.rates is not None else _measured(target.models, key, kind)
+            num_kinds += 1
+            num_measured += found is not None
+            if found is None:
+                if rates is None:
+                    rates = measured_rates(len(target.workers))
+                found = _guessed(task, rates[kind] if kind in rates else Rate(5e10, 1e10))
+            known[key] = found
+        seconds[kind] = [known[key] for key in keys]
+    return Durations(seconds, num_measured, num_kinds)
+
+
+def pace_on(plan: StepPlan, target: Target) -> Pace:
+    """How fast a machine goes through a plan."""
+    tables = durations(plan, target).seconds
+    position = {task: at for at, task in enumerate(plan.tasks)}
+    below = target.last if 0 in target.places else 0
+    return pace_of(
+        plan,
+        [(kind, NodeId(node)) for kind, node, _ in target.workers],
+        NodeId(below),
+        target.models,
+        channels=target.channels if target.storage and below else 0,
+        task_seconds=lambda task, kind: tables[kind][position[task]],
+        disk=(NodeId(target.last), target.nodes[0][1]) if target.storage and not below else None,
+    )
+
+
+def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float | None:
+    """What earlier runs have measured; simulated devices run the kernels of CPU workers."""
+    found = models.history.estimate((*key, kind))
+    if found is None and kind in ("cpu", "sim"):
+        found = models.history.estimate((*key, "cpu" if kind == "sim" else "sim"))
+    return found
+
+
+def _guessed(task: RecordedTask, rate: Rate) -> float:
+    """Operations or bytes over the rate, whichever binds."""
+    cost = getattr(task.codelet, "cost", None)
+    nbytes = float(sum(handle.nbytes for handle, _ in task.accesses))
+    flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants) if cost is not None else (0.0, nbytes)
+    return max(flops / rate.flops, nbytes / rate.nbytes)
+
+
+def measured_rates(num_workers: int) -> dict[WorkerKind, Rate]:
+    """What one of so many busy workers on this machine's cores does at best. Takes 0.3 s."""
+    num_threads = max(1, min(num_workers, os.cpu_count() or 1))
+    rate = Rate(gemm_peak(num_threads) / max(num_workers, 1), memory_bandwidth(num_threads) / max(num_workers, 1))
+    return {"cpu": rate, "sim": rate, "cuda": Rate(DEVICE_FLOPS, DEVICE_BANDWIDTH)}
+
+
+def memory_bandwidth(num_threads: int) -> float:
+    """Bytes per second read plus written by copies on so many threads at once."""
+    counts = [0] * num_threads
+    start = threading.Barrier(num_threads)
+
+    def work(number: int) -> None:
+        source, target = np.ones(_BUFFER // 4, np.float32), np.zeros(_BUFFER // 4, np.float32)
+        start.wait()
+        until = time.perf_counter() + _BANDWIDTH_SECONDS
+        while time.perf_counter() < until:
+            np.copyto(target, source)
+            counts[number] += 1
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) * 2.0 * _BUFFER / _BANDWIDTH_SECONDS

@@ -1,0 +1,167 @@
+"""A runtime from settings: budgets, lanes, and the inspection that finds the first NaN."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Final
+
+import numpy as np
+
+from scheduler import DeviceFailed, FinishedTask, HandleLost, RunStopped, Runtime, TaskError, TierFailed, Trace
+from scheduler import DoesNotFit as NoRoom
+from tiles.kernels import KernelBuildError, kernel_versions
+
+from ..config.run_config import RunConfig
+from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
+from .gpus import close_gpus, open_gpus
+from .machine_model import DISK
+from .machine_spec import MachineSpec, cannot_reserve
+
+
+class FoundNaN(ArithmeticError):
+    """A kernel wrote NaN; the message names the task and the tile."""
+
+
+def check_finite(task: FinishedTask) -> None:
+    """Look for NaN in what a task has just written.
+
+    Raises:
+        FoundNaN: at the first one.
+    """
+    for tile in task.tiles:
+        if tile.mode == "R":
+            continue
+        view = tile.data
+        if isinstance(view, np.ndarray) and view.dtype.kind in "fV":
+            found = np.isnan(view)
+            if found.any():
+                where = [int(i) for i in np.argwhere(found)[0]]
+                raise FoundNaN(f"task {task.name!r} wrote the first NaN, to tile {tile.name or '(unnamed)'} at element {where}")
+
+
+def runtime_for(run: RunConfig, trace: Trace | None = None) -> Runtime:
+    """The runtime of a run on its machine.
+
+    Args:
+        trace: takes what runs when, instead of the trace that --trace asks for.
+
+    Raises:
+        DoesNotFit, StorageError: see `open_runtime`.
+    """
+    observe = run.settings.observe
+    if trace is None and (observe.trace or run.traced is not None):
+        trace = Trace(active=run.traced is None)
+    runtime = open_runtime(run.machine, dtype=run.model.dtype, lanes=run.step.lanes, trace=trace)
+    if run.settings.run.check_finite:
+        runtime.on_task(check_finite)
+    return runtime
+
+
+def open_runtime(machine: MachineSpec, *, dtype: str = "auto", lanes: int = 1, trace: Trace | None = None) -> Runtime:
+    """The runtime of a machine.
+
+    Args:
+        dtype: value of --dtype; GPUs measure products in it.
+        lanes: parallel lanes of sums.
+        trace: takes what runs when.
+
+    Raises:
+        DoesNotFit: the system does not give as much address space as the budgets.
+        StorageError: the directory of the disk tier cannot be used.
+    """
+    asked, plan, disk = machine.asked, machine.gpus, machine.disk
+    if plan.why_none:
+        print(f"nntask: {plan.why_none}", file=sys.stderr)
+    with ExitStack() as unused:
+        gpus = open_gpus(plan, dtype)
+        unused.callback(close_gpus, gpus)
+        try:
+            runtime = Runtime(
+                machine.num_cpu,
+                sim_gpus=machine.num_simulated,
+                gpus=gpus,
+                gpu_memory=machine.device.given,
+                sim_bandwidth=machine.link_rate,
+                ram=machine.ram.given,
+                disk=None if disk is None else (disk.directory, disk.budget.given),
+                sched=asked.sched,
+                evict=asked.evict,
+                prefetch=asked.prefetch,
+                lanes=lanes,
+                trace=trace,
+                graphs=asked.graphs,
+                kernels=kernel_versions(),
+            )
+        except (MemoryError, OverflowError) as error:
+            raise cannot_reserve(asked, error) from error
+        except OSError as error:
+            raise StorageError(f"--disk {asked.disk}: {error.strerror or error}; name a directory that can be written") from error
+        unused.pop_all()  # they are the runtime's from here on
+    return runtime
+
+
+FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, NoRoom)
+"""What a runtime raises of what happened to the run, rather than of a mistake of ours."""
+
+
+def told(error: Exception, runtime: Runtime, machine: MachineSpec, aside: str, *, lower: str | None = None) -> Exception:
+    """What the user is told of one of `FAILURES`.
+
+    First what the runtime knows to have gone wrong, since whoever needed that data is cancelled one after another: the disk tier, a GPU, a task
+    that found no room, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error
+    itself.
+
+    Args:
+        machine: that the runtime was opened on.
+        aside: what follows the sentence about a disk tier that failed.
+        lower: see `does_not_fit`.
+    """
+    if runtime.tier_failure is not None:
+        return StorageError(f"{runtime.tier_failure}; {aside}")
+    if isinstance(error, DeviceFailed):
+        return StorageError(f"{error}; {aside}")
+    refusal = error if isinstance(error, NoRoom) else runtime.refusal
+    if refusal is not None:
+        return does_not_fit(refusal, machine, lower=lower)
+    if isinstance(error.__cause__, KernelBuildError):
+        return StorageError(f"{error.__cause__}; {aside}")
+    for cause in (error.__cause__, runtime.source_failure):
+        if isinstance(cause, NntaskError):
+            return cause
+    if isinstance(error.__cause__, FoundNaN):
+        return Diverged(f"{error.__cause__}; lower --lr, raise --warmup-steps or set --grad-clip 1")
+    return error
+
+
+def does_not_fit(error: NoRoom, machine: MachineSpec, *, lower: str | None = None) -> DoesNotFit:
+    """The scheduler's refusal with the flags that help and their values; which tile to lower follows from the kind of task.
+
+    Args:
+        lower: for a command without flags of tiles, those of its flags that make tasks smaller when they are lowered, or "".
+    """
+    if error.node.startswith("GPU "):  # what CUDA needs beside the budget: the message says what to do
+        return DoesNotFit(str(error))
+    story = str(error).partition("; raise the budget")[0]
+    disk, asked = machine.disk, machine.asked
+    if disk is not None and error.node == DISK:
+        return DoesNotFit(f"{story}; raise SIZE in --disk {disk.directory}:SIZE, now --disk {asked.disk}")
+    flag, value = ("--gpu-memory", asked.gpu_memory) if error.node.startswith(("sim", "cuda")) else ("--ram", asked.ram)
+    flag += f" (now {value or 'the default'})"
+    if lower is not None:
+        is_full = "are taken" in story  # else the task alone is too large, and no room elsewhere helps
+        is_work = not story.startswith("program ")  # else it is a weight on its way in, or what was typed
+        changes = [f"raise {flag}", *([f"lower {lower}"] if lower and is_work else []), *(["add --disk DIR"] if is_full and not disk else [])]
+        return DoesNotFit(f"{story}; {', or '.join(changes)}")
+    if "are taken" in story:
+        return DoesNotFit(f"{story}; raise {flag}, lower --minibatch, or use --recompute block")
+    task = story.partition(" ")[0]
+    if any(word in task for word in ("head", "embedding", "cross_entropy")):
+        tile = "--vocab-tile"
+    elif "attention" in task:
+        tile = "--seq-tile or --head-tile"
+    elif "adam" in task or "sgd" in task:
+        tile = "--inner-tile or --vocab-tile"
+    else:
+        tile = "--minibatch-tile or --seq-tile"
+    return DoesNotFit(f"{story}; raise {flag}, or lower {tile}")

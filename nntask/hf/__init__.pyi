@@ -1,0 +1,3 @@
+from .model_directory import read_config
+
+__all__ = ["read_config"]

@@ -1,0 +1,124 @@
+"""Byte ranges of our weights in files with Hugging Face's names and layouts, derived from the `from_hf` of the model's family.
+
+`from_hf` is applied to placeholder arrays: views of reserved address space without memory, one address for each byte of the files. It renames, splits
+and transposes them, and the address and strides of each view that it returns give the offset and strides of our weight in the files. So names and
+layouts are written once, in the family's module.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..io.strided_ranges import FileRange, OpenFile, strides_of
+from ..models.registry import Arrays, Family
+
+
+class FileLayout:
+    """Placeholder arrays for byte ranges of files, and the map from their views back to byte ranges.
+
+    Args:
+        ranges: name -> C-contiguous range of a file.
+    """
+
+    def __init__(self, ranges: Mapping[str, FileRange]) -> None:
+        self.ranges = ranges
+        self._names: list[str] = list(ranges)
+        self._starts: list[int] = []
+        end = 0
+        for each in ranges.values():
+            self._starts.append(end)
+            end += _nbytes(each)
+        self._space = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        self._origin = _address(np.frombuffer(self._space, np.uint8))
+
+    def arrays(self) -> Arrays:
+        """Name -> placeholder with the shape and the element size of its range; its values must not be read."""
+        return {
+            name: np.ndarray(each.shape, f"V{each.dtype.itemsize}", buffer=self._space, offset=start)
+            for start, (name, each) in zip(self._starts, self.ranges.items(), strict=True)
+        }
+
+    def name_of(self, array: npt.NDArray[Any]) -> str:
+        """The name of the range that a view of a placeholder belongs to."""
+        return self._names[bisect_right(self._starts, _address(array) - self._origin) - 1]
+
+    def range_of(self, array: npt.NDArray[Any]) -> FileRange:
+        """The byte range of a view of a placeholder, with the view's shape and strides."""
+        offset = _address(array) - self._origin
+        assert 0 <= offset < len(self._space), "from_hf made a copy of a weight; it must return views"
+        number = bisect_right(self._starts, offset) - 1
+        whole = self.ranges[self._names[number]]
+        return FileRange(whole.file, whole.dtype, whole.offset + offset - self._starts[number], array.shape, array.strides)
+
+
+def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape; of several names of one array, only the first is present."""
+    seen: set[int] = set()
+    found = {}
+    for name, array in arrays.items():
+        if id(array) not in seen:
+            seen.add(id(array))
+            found[name] = array.shape
+    return found
+
+
+def ties_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
+    """Name -> earlier name of the same array, for every name that is not the first of its array."""
+    first: dict[int, str] = {}
+    return {name: first[id(array)] for name, array in arrays.items() if first.setdefault(id(array), name) != name}
+
+
+def names_of(family: Family, config: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Our name of each weight of a model -> the name of the tensor in the family's files that contains it.
+
+    Args:
+        family: the model's family.
+        config: the model's configuration.
+        shapes: our name -> shape, for all weights of the model.
+    """
+    nowhere, bytewise = OpenFile(Path(os.devnull)), np.dtype(np.uint8)
+    theirs = shapes_of(family.to_hf(blanks(shapes), config))
+    layout = FileLayout({name: FileRange(nowhere, bytewise, 0, shape, strides_of(shape, bytewise)) for name, shape in theirs.items()})
+    return {ours: layout.name_of(array) for ours, array in family.from_hf(layout.arrays(), config).items()}
+
+
+class _Blank:
+    """A shape that `np.concatenate` and `.T` accept like an array, in time that does not grow with the shape."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    @property
+    def T(self) -> _Blank:
+        return _Blank(self.shape[::-1])
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is not np.concatenate:
+            return NotImplemented
+        parts, axis = args[0], kwargs.get("axis", 0)
+        shape = list(parts[0].shape)
+        shape[axis] = sum(part.shape[axis] for part in parts)
+        return _Blank(shape)
+
+
+def blanks(shapes: Mapping[str, Sequence[int]]) -> Arrays:
+    """Name -> shape without elements, as arguments of `to_hf`, which may rename, join and transpose them."""
+    found: dict[str, Any] = {name: _Blank(shape) for name, shape in shapes.items()}
+    return found
+
+
+def _nbytes(each: FileRange) -> int:
+    return int(np.prod(each.shape, dtype=np.int64)) * each.dtype.itemsize
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,292 @@
+"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles.
+
+Opening a directory reads headers only. A tile is read from its byte range in the file at its first use, and again at a use after an eviction; no
+tensor is whole in memory. A value that is not finite is refused at that read, with the names of the tensor and the file.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tiles import TileTensor
+
+from ..errors import DataError, StorageError
+from ..io.finite import first_not_finite
+from ..io.json_file import read_object
+from ..io.safetensors_file import STORAGE, TensorFile
+from ..io.strided_ranges import FileRange, windows
+from ..models.registry import Family, config_from_json, family_of
+from .layout import FileLayout, blanks, shapes_of, ties_of
+
+CONFIG: Final = "config.json"
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "model.pt", "pytorch_model.pt")
+_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
+_FLOATS: Final = (np.dtype(np.float64), *STORAGE.values())
+
+
+def read_config(directory: Path) -> Any:
+    """The config of a model directory, an instance of its family's class.
+
+    Raises:
+        DataError: the directory does not exist, has no config.json, or its config.json is not JSON.
+        UsageError: the model family is unknown, or the config breaks a rule.
+    """
+    _check_directory(directory)
+    return config_from_json(directory, "give a directory as transformers' save_pretrained writes it")
+
+
+def _check_directory(directory: Path) -> None:
+    if directory.is_file():
+        what = "a torch pickle, which is never loaded here" if directory.suffix in _SUFFIXES else "a file"
+        raise DataError(f"{directory} is {what}; give the directory with {CONFIG} and safetensors{_conversion(directory.parent, directory.suffix)}")
+    if not directory.is_dir():
+        raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
+
+
+def _conversion(directory: Path, suffix: str = ".bin") -> str:
+    """The end of an error message about pickles: the command that converts them to safetensors; "" for other suffixes."""
+    if suffix not in _SUFFIXES:
+        return ""
+    target = f"{directory if directory.name else 'model'}-safetensors"
+    return (
+        '; convert it: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+        f'M.from_pretrained({str(directory)!r}).save_pretrained({target!r}); T.from_pretrained({str(directory)!r}).save_pretrained({target!r})"'
+        f", then give {shlex.quote(target)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """An open model directory.
+
+    Args:
+        path: the directory.
+        config: its config, an instance of the family's class.
+        family: the model's family.
+        ranges: name in the files -> byte range of the tensor.
+    """
+
+    path: Path
+    config: Any
+    family: Family
+    ranges: Mapping[str, FileRange]
+
+    @classmethod
+    def open(cls, path: Path) -> ModelDirectory:
+        """Open a directory; its config and the headers of its files are read.
+
+        Raises:
+            DataError: a file is missing, broken or a pickle, or index and files disagree.
+            UsageError: the model family is unknown, or the config breaks a rule.
+        """
+        config = read_config(path)
+        ranges: dict[str, FileRange] = {}
+        for name, tensors in _files(path).items():
+            with TensorFile(path / name) as file:
+                found = file.ranges()
+            if tensors is not None and (wrong := sorted(tensors ^ set(found))):
+                where = "has a tensor" if wrong[0] in found else "lacks the tensor"
+                raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
+            ranges.update(found)
+        return cls(path, config, family_of(config), ranges)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that the files hold exactly the weights of a model, and that a stored head equals the embedding where the config ties them.
+
+        Args:
+            shapes: our name -> shape, for all weights of the model.
+
+        Raises:
+            DataError: a tensor is missing, present under two names, unknown to the model, or has a wrong shape or an integer type; or a tied head
+                differs from the embedding.
+        """
+        placeholders = self.family.to_hf(blanks(shapes), self.config)
+        expected, ties = shapes_of(placeholders), ties_of(placeholders)
+        prefixes = {name.partition(".")[0] for name in expected}
+        theirs: dict[str, str] = {}
+        for name, each in self.ranges.items():
+            known = next((long for long in (name, *(f"{prefix}.{name}" for prefix in prefixes)) if long in placeholders), None)
+            if known is None:
+                continue
+            if known in theirs:
+                raise DataError(f"{self.path} has both {theirs[known]} and {name}, which are the same weight; remove the one that is wrong")
+            theirs[known] = name
+            shape = expected[ties.get(known, known)]
+            if each.shape != shape:
+                raise DataError(f"{name} in {self._where(name)} has shape {each.shape}, {CONFIG} makes it {shape}; copy both from one model")
+        if missing := [name for name in expected if name not in theirs]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise DataError(
+                f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
+            )
+        self._check_elements(shapes)
+        for tied, name in ties.items():
+            if tied in theirs and not _is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
+                raise DataError(
+                    f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
+                    f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the former'
+                )
+
+    def _check_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that every tensor belongs to the model, has elements, and has a floating-point type.
+
+        Raises:
+            DataError: a tensor breaks one of these rules.
+        """
+        if empty := [name for name, each in self.ranges.items() if 0 in each.shape]:
+            shape = self.ranges[empty[0]].shape
+            raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and holds nothing; remove it, or copy the file again")
+        layout = FileLayout(self.ranges)
+        for ours, array in self.family.from_hf(layout.arrays(), self.config).items():
+            name = layout.name_of(array)
+            if ours not in shapes:
+                raise DataError(
+                    f"{self._where(name)} has a tensor {name} of shape {self.ranges[name].shape} that a {self.config.to_dict()['model_type']} "
+                    "of this config lacks; remove it, or copy both from one model"
+                )
+            if self.ranges[name].dtype not in _FLOATS:
+                kind = self.ranges[name].dtype.name
+                raise DataError(
+                    f"{name} in {self._where(name)} holds {kind}, and weights must be F32, F16 or BF16; convert it, or copy the right one"
+                )
+
+    def weights(self) -> dict[str, tuple[str, FileRange]]:
+        """Our name of each weight -> (name of the tensor in the files that contains it, its byte range). Requires a successful `check`."""
+        layout = FileLayout(self.ranges)
+        return {name: (layout.name_of(array), layout.range_of(array)) for name, array in self.family.from_hf(layout.arrays(), self.config).items()}
+
+    def attach(self, tensors: Mapping[str, TileTensor]) -> None:
+        """Attach the tensors of a model to their byte ranges in the files; no value is read yet, except to compare a stored tied head.
+
+        Args:
+            tensors: our name -> tensor, for all weights of the model.
+
+        Raises:
+            DataError: the files do not hold the weights of this model; see `check`.
+        """
+        self.check({name: tensor.shape for name, tensor in tensors.items()})
+        attach_weights(tensors, self.weights())
+
+    def _where(self, name: str) -> Path:
+        return self.ranges[name].file.path
+
+
+def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, FileRange]]) -> None:
+    """Attach tensors to byte ranges of files; no value is read yet.
+
+    Args:
+        tensors: our name -> tensor.
+        weights: our name -> (name in the files for error messages, byte range of the tensor's shape).
+    """
+    for ours, (name, where) in weights.items():
+        tensor = tensors[ours]
+        for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
+            tensor.runtime.attach(handle, TileSource(where[tensor.tiling.slices(index)], name, tensor.dtype))
+
+
+def _files(path: Path) -> dict[str, set[str] | None]:
+    """File name -> names of the tensors that the index assigns to the file; None where there is no index.
+
+    Raises:
+        DataError: the directory has no safetensors files, or index and files disagree.
+    """
+    if not (path / INDEX).exists():
+        if (path / SINGLE).exists():
+            return {SINGLE: None}
+        shards = sorted(path.glob("model-*-of-*.safetensors"))
+        if shards:
+            raise DataError(f"{path} has {shards[0].name} and no {INDEX}; copy the directory again as a whole")
+        if pickles := [name for name in _PICKLES if (path / name).exists()] or sorted(each.name for each in path.glob("pytorch_model-*-of-*.bin")):
+            raise DataError(f"{path} has its weights in {pickles[0]}, a torch pickle, which is never loaded here{_conversion(path)}")
+        if metas := sorted(path.glob("consolidated*.pth")):
+            target = shlex.quote(f"{path}-safetensors")
+            raise DataError(
+                f"{path} has its weights in {metas[0].name}, a torch pickle as Meta writes them, which is never loaded here; convert it with a "
+                "transformers below 5: python -m transformers.models.llama.convert_llama_weights_to_hf "
+                f"--input_dir {shlex.quote(str(path))} --model_size SIZE --output_dir {target}, SIZE for example 8B, then give {target}"
+            )
+        raise DataError(f"{path} has no weights; it needs {SINGLE}, or shards and {INDEX}")
+    return _indexed(path)
+
+
+def _indexed(path: Path) -> dict[str, set[str] | None]:
+    index = path / INDEX
+    file_names = read_object(index, "the index").get("weight_map")
+    if not isinstance(file_names, dict):
+        raise DataError(f"{index} is not an index of safetensors files: it has no weight_map; copy it again")
+    found: dict[str, set[str] | None] = {}
+    for tensor, name in file_names.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise DataError(f"{index} is not an index of safetensors files: {tensor} is in {name!r}, which is no file name; copy it again")
+        tensors = found.setdefault(name, set())
+        assert tensors is not None  # a set from the start
+        tensors.add(tensor)
+    for name in found:
+        if not (path / name).exists():
+            raise DataError(f"{path} has no {name}, which {INDEX} names; copy the missing file")
+    shards = {each.name for each in path.glob("model-*-of-*.safetensors")}
+    if surplus := sorted(shards - set(found)):
+        raise DataError(f"{index} does not name {surplus[0]}, which lies beside it; copy the directory again as a whole")
+    return found
+
+
+def _is_equal(one: FileRange, other: FileRange) -> bool:
+    """Whether two ranges of equal shape hold equal values; a few MiB are read at a time."""
+    for window in windows(one.shape, max(one.dtype.itemsize, other.dtype.itemsize)):
+        left, right = one[window], other[window]
+        ours, theirs = np.empty(left.shape, left.dtype), np.empty(right.shape, right.dtype)
+        left.read(ours)
+        right.read(theirs)
+        if not np.array_equal(ours, theirs):
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class TileSource:
+    """A tile's byte range in a file, as a `scheduler.Source`.
+
+    Args:
+        range: byte range of the tile.
+        name: name of the tensor in the file, for error messages.
+        dtype: element type of the tile in memory.
+    """
+
+    range: FileRange
+    name: str
+    dtype: np.dtype[Any]
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Scratch memory of `read`, in bytes."""
+        return self.range.scratch_nbytes(self.dtype)
+
+    def read(self, out: npt.NDArray[Any], scratch: memoryview) -> None:
+        """Fill a tile from the file.
+
+        Args:
+            out: the tile, of the range's shape and this element type.
+            scratch: at least `scratch_nbytes` bytes.
+
+        Raises:
+            StorageError: the file cannot be read, or has changed.
+            DataError: a value is not finite.
+        """
+        try:
+            self.range.read(out, np.frombuffer(scratch, np.uint8))
+        except StorageError as error:
+            raise StorageError(f"{self.name} was lost: {error}") from error
+        if (bad := first_not_finite(out)) is not None:
+            raise DataError(
+                f"{self.name} in {self.range.file.path} holds {bad}, as {out.dtype.name}, and weights must be finite; "
+                "use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
+            )

@@ -1,0 +1,183 @@
+"""Texts that continue prompts, token by token, by a model whose keys and values are cached.
+
+The prompts' tokens but the last pass through the model once, in pieces of a tile of the cache, and leave keys and values behind. Then all texts of
+the batch go on together, one token a step: the step is recorded, and recorded anew only when a text enters another tile of the cache, since then
+the tasks are others. Texts of unequal length need no padding: every token knows its own position.
+
+The context is the most tokens a model looks at. A longer prompt is refused, and a text ends when its context is full: sliding the window would
+give every cached position another place, and so compute everything again for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tiles import TileTensor
+
+from ..errors import UsageError
+from ..models.language import LanguageModel
+from ..nn.autograd import no_grad
+from ..nn.kv_cache import KVCache
+from .sampling import Sampling, choose
+
+if TYPE_CHECKING:
+    from scheduler import Runtime, Step
+
+Scores = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded step of one token per text, for the tiles that the tokens lie in."""
+
+    written: range
+    step: Step
+    output: TileTensor
+
+
+class Generator:
+    """Continues prompts with a model.
+
+    Args:
+        context: most tokens that the model looks at, at most its longest sequence.
+        use_cache: False computes every token from the whole text again, for comparison.
+    """
+
+    def __init__(self, model: LanguageModel, runtime: Runtime, context: int, *, use_cache: bool = True) -> None:
+        self.model, self.runtime, self.context, self.use_cache = model, runtime, context, use_cache
+
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Check that prompts can be continued.
+
+        Raises:
+            UsageError: there are none, or one is empty, longer than the context, or has ids that the model does not know.
+        """
+        if not prompts:
+            raise UsageError("texts begin with a prompt each, and there are none; give at least one")
+        for number, prompt in enumerate(prompts, 1):
+            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            if not prompt:
+                raise UsageError(f"{which} has no tokens, and a text begins with at least one; give it some")
+            if len(prompt) > self.context:
+                raise UsageError(f"{which} has {len(prompt)} tokens, more than the model's context of {self.context}; shorten it")
+            if bad := [each for each in prompt if not 0 <= each < self.model.config.vocab_size]:
+                raise UsageError(f"{which} has the id {bad[0]}, and the model knows 0 to {self.model.config.vocab_size - 1}; use its own tokenizer")
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        how: Sampling,
+        *,
+        vocab_size: int | None = None,
+        stop: Collection[int] = (),
+        first: int = 0,
+    ) -> Iterator[list[int | None]]:
+        """Yield the next token of every text, and None for texts that have ended; until all have.
+
+        A text ends after `count` tokens, before a token of `stop`, and when its context is full.
+
+        Args:
+            prompts: at least one id each.
+            vocab_size: ids that may come; the model's scores beyond them are ignored.
+            first: number of the first text, which decides its draws.
+
+        Raises:
+            UsageError: see `check`.
+            Diverged: the model's scores are not finite.
+        """
+        self.check(prompts)
+        texts = [list(prompt) for prompt in prompts]
+        goes_on = [True] * len(texts)
+        scores = self._scorer(texts, count)
+        for number in range(count):
+            found = scores()
+            tokens: list[int | None] = []
+            for row, text in enumerate(texts):
+                token = choose(found[row, :vocab_size], how, how.draw(first + row, number)) if goes_on[row] else None
+                if token is not None and token not in stop:
+                    text.append(token)
+                    goes_on[row] = len(text) <= self.context
+                    tokens.append(token)
+                else:
+                    goes_on[row] = False
+                    tokens.append(None)
+            if all(token is None for token in tokens):
+                return
+            yield tokens
+            if not any(goes_on):
+                return
+
+    def _scorer(self, texts: list[list[int]], count: int) -> Callable[[], Scores]:
+        """A function that scores what follows each text as it is when called  # -> (B, V)."""
+        if not self.use_cache:
+            return lambda: self._scores_again(texts)
+        length = min(self.context, max(map(len, texts)) + count - 1)
+        cache = KVCache(self.model.config, self.model.given_tiling, self.runtime, len(texts), length, self.model.lm_head.dtype)
+        self._fill(cache, texts)
+        return _Steps(self.model, self.runtime, cache, texts).scores
+
+    def _fill(self, cache: KVCache, texts: list[list[int]]) -> None:
+        """Put keys and values of all tokens but the last of each text into the cache, tile by tile; behind shorter texts lies what nobody sees."""
+        longest = max(map(len, texts)) - 1
+        for start in range(0, longest, cache.tile):
+            end = min(start + cache.tile, longest)
+            tokens, positions = cache.inputs(end - start)
+            ids = np.zeros(tokens.shape, np.int32)
+            for row, text in enumerate(texts):
+                piece = text[start:end]
+                ids[row, : len(piece)] = piece
+            tokens.write(ids)
+            positions.write(np.broadcast_to(np.arange(start, end, dtype=np.int32), ids.shape))
+            cache.grow(end)
+            with no_grad():
+                self.model.trunk(tokens, None, cache.past(positions, range(start // cache.tile, start // cache.tile + 1)))
+
+    def _scores_again(self, texts: list[list[int]]) -> Scores:
+        """Scores from the whole texts  # -> (B, V); of one that ended with its context full, without its last token."""
+        self.model.eval()
+        texts = [text[: self.context] for text in texts]
+        tokens, _ = self.model.input_tensors(len(texts), max(map(len, texts)))
+        last = self.model.position_tensor(len(texts))
+        ids = np.zeros(tokens.shape, np.int32)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = text
+        tokens.write(ids)
+        last.write(np.array([len(text) - 1 for text in texts], np.int32))
+        with no_grad():
+            return self.model.next_logits(tokens, last).read()[:, 0]
+
+
+class _Steps:
+    """Scores of a batch of texts whose tokens but the last are in a cache; each step adds the last ones."""
+
+    def __init__(self, model: LanguageModel, runtime: Runtime, cache: KVCache, texts: list[list[int]]) -> None:
+        self._model, self._runtime, self._cache, self._texts = model, runtime, cache, texts
+        self._tokens, self._positions = cache.inputs(1)
+        self._recorded: _Recorded | None = None
+
+    def scores(self) -> Scores:
+        """Scores of what follows each text  # -> (B, V). A text that has ended is where it was."""
+        places = [len(text) - 1 for text in self._texts]
+        last = self._cache.last_position
+        at = np.minimum(np.array(places, np.int32), last)[:, None]
+        self._tokens.write(np.array([[text[-1]] for text in self._texts], np.int32))
+        self._positions.write(at)
+        recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1))
+        scores: Scores = recorded.step.replay().read(recorded.output)[:, 0]
+        return scores
+
+    def _step(self, written: range) -> _Recorded:
+        """The recorded step for tokens in these tiles of the cache."""
+        if self._recorded is None or self._recorded.written != written:
+            self._recorded = None
+            self._cache.grow(written.stop * self._cache.tile)
+            with no_grad(), self._runtime.record() as step:
+                output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written)).data
+            self._recorded = _Recorded(written, step, output)
+        return self._recorded

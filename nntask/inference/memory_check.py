@@ -1,0 +1,139 @@
+"""Whether a machine has room for what a trained model is to do: ``nntask generate`` and ``nntask perplexity`` refuse at once what would end halfway.
+
+What counts is a step, as `fitting` counts a training step: of scoring, each is the same; of texts, the last of the longest, with the whole cache.
+Prompts pass through the model before that and may need more; the runtime refuses them when it meets them.
+
+A refusal names every budget that is too small with what it must be at least, and those flags for smaller work whose least value would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from scheduler import CapturingRuntime
+from tiles import TileTensor
+
+from ..config.units import flag_size
+from ..errors import DoesNotFit
+from ..hardware.machine_model import RAM, Target, this_machine
+from ..hardware.machine_spec import MachineSpec
+from ..nn.autograd import no_grad
+from ..nn.kv_cache import KVCache
+from ..planning.memory_fit import needs_of, no_collections, untouched
+from ..planning.needs import Needs, shortage
+from ..tiling.model_tiling import default_tiling
+
+if TYPE_CHECKING:
+    from ..models.language import LanguageModel
+    from ..tiling.model_tiling import ModelTiling
+    from .pretrained import ModelSource
+
+
+def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, *, batch: int, length: int, prompt_length: int) -> None:
+    """Check that texts can be written to their ends; takes no memory, and 0.3 s for gpt2-large.
+
+    Args:
+        dtype: see `ModelSource.build`.
+        batch: texts at a time.
+        length: tokens of the longest, in the cache.
+        prompt_length: tokens of the longest prompt, which are what the cache has with a single new token.
+
+    Raises:
+        DoesNotFit: a budget is too small; says by how much.
+    """
+
+    def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int) -> TileTensor:
+        cache = KVCache(model.config, model.given_tiling, runtime, batch, length, model.lm_head.dtype)
+        tokens, positions = cache.inputs(1)
+        last = cache.last_position // cache.tile
+        with runtime.record(), no_grad():
+            return model.continued_logits(tokens, cache.past(positions, range(last, last + 1))).data
+
+    def needs(batch: int, length: int) -> Needs:
+        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
+
+    _check(machine, needs, batch, length, {"--max-new-tokens": (batch, prompt_length), "--batch": (1, length)})
+
+
+def check_scoring(source: ModelSource, dtype: str, machine: MachineSpec, *, batch: int, length: int) -> None:
+    """Check that a text can be scored; takes no memory, and 0.3 s for gpt2-large.
+
+    Args:
+        dtype: see `ModelSource.build`.
+        batch: windows at once.
+        length: tokens of each.
+
+    Raises:
+        DoesNotFit: a budget is too small; says by how much.
+    """
+
+    def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int) -> TileTensor:
+        tokens, targets = model.input_tensors(batch, length)
+        model.eval()
+        with runtime.record(), no_grad():
+            return model(tokens, targets, reduction="sum").data
+
+    def needs(batch: int, length: int) -> Needs:
+        tiling = default_tiling(source.config, batch, length, device=machine.gpus.device_class)
+        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
+
+    _check(machine, needs, batch, length, {"--batch": (1, length), "--seq-len": (batch, 1)})
+
+
+def _needs(
+    source: ModelSource,
+    tiling: ModelTiling,
+    dtype: str,
+    machine: MachineSpec,
+    emit: Callable[[LanguageModel, CapturingRuntime], TileTensor],
+) -> Needs:
+    """What a model and a recorded step of it need; `emit` records the step and returns its output."""
+    with no_collections():
+        runtime = CapturingRuntime(has_gpus=machine.has_gpus)
+        model = source.build(runtime, tiling, dtype, read=False)
+        emit(model, runtime)
+        runtime.plan.idle = untouched(runtime.plan, model.tensors().values())
+        return needs_of(runtime.plan, reading=runtime.reading_nbytes)
+
+
+def _check(machine: MachineSpec, needs: Callable[[int, int], Needs], batch: int, length: int, smaller: Mapping[str, tuple[int, int]]) -> None:
+    """Check that a machine has what `batch` times `length` tokens need.
+
+    Args:
+        smaller: flags, each with batch and length where it has its least value.
+
+    Raises:
+        DoesNotFit: it has not.
+    """
+    target, found = this_machine(machine), needs(batch, length)
+    if found.fit(target):
+        return
+    flags = " or ".join(flag for flag, size in smaller.items() if size != (batch, length) and needs(*size).fit(target))
+    more = _more(target, found, machine)
+    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
+
+
+def _more(target: Target, needs: Needs, machine: MachineSpec) -> str:
+    """What to raise, all of it; or the disk tier that would hold what host memory cannot, and what must be raised beside it."""
+    found = _raised(target, needs.short(target), machine)
+    if target.storage or all(at != target.last for at, _ in needs.short(target)):
+        return found
+    with_disk = target.with_empty_disk()
+    besides = [each for each in needs.short(with_disk) if each[0] != with_disk.last]
+    return f"{found}, or {f'{_raised(with_disk, besides, machine)} and ' if besides else ''}add --disk DIR"
+
+
+def _raised(target: Target, short: Sequence[tuple[int, int]], machine: MachineSpec) -> str:
+    """What to raise to have so many bytes of some nodes of a machine."""
+    changes = []
+    devices = max((nbytes for at, nbytes in short if target.nodes[at][0] != RAM and at != target.last), default=0)  # one size for all of them
+    for at, nbytes in short:
+        size = flag_size(nbytes if target.nodes[at][0] == RAM or at == target.last else devices)
+        if machine.disk is not None and target.storage and at == target.last:
+            where = "" if machine.disk.budget.is_given else ", where as much is free"
+            changes.append(f"SIZE in --disk DIR:SIZE (now {machine.asked.disk}) to at least {size}{where}")
+        else:
+            flag, now = ("--ram", machine.asked.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.asked.gpu_memory)
+            changes.append(f"{flag} (now {now or 'the default'}) to at least {size}")
+    return f"raise {' and '.join(dict.fromkeys(changes))}"

@@ -1,0 +1,181 @@
+"""A trained model on disk, whatever wrote it: a run, one of its checkpoints, or a model directory of transformers.
+
+A text of a run begins behind an end of text, as every text of its training data did, and ends at the next one. A text of a model directory begins
+with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends at its eos_token_id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoints.store import STATE, Checkpoint, find_checkpoint, step_directories
+from ..config.resolution import model_spec
+from ..config.settings import TrainSettings, from_dict
+from ..data.special_tokens import GENERATION
+from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
+from ..engine.recorded import build_model
+from ..errors import DataError, UsageError
+from ..hf.model_directory import CONFIG, ModelDirectory, read_config
+from ..io.json_file import read_object
+from ..models.interface import ModelConfig
+from ..models.language import LanguageModel
+from ..tiling.model_tiling import ModelTiling
+from ..training.initial_weights import load_model
+
+if TYPE_CHECKING:
+    from scheduler import TaskRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class TextIds:
+    """A tokenizer, and how texts begin and end for a model.
+
+    Args:
+        begin: ids in front of every text; without a prompt they are all there is.
+        alone: ids that a text begins with if there is no prompt; None where `begin` will do.
+        stop: ids that end a text.
+        vocab_size: ids that may come; a run has learnt nothing about those beyond its tokenizer's.
+        adds_special: whether the tokenizer puts ids of its own before a prompt.
+    """
+
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    alone: tuple[int, ...] | None
+    stop: frozenset[int]
+    vocab_size: int
+    adds_special: bool
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids that a text beginning with `text` begins with.
+
+        Raises:
+            UsageError: there is no text, and the model knows no beginning of one.
+        """
+        if text:
+            return [*self.begin, *(int(i) for i in self.tokenizer.encode([text], special=self.adds_special)[0])]
+        found = self.begin if self.alone is None else self.alone
+        if not found:
+            raise UsageError(f"an empty prompt needs a bos_token_id in {CONFIG}, and there is none; give the beginning of a text with --prompt")
+        return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A trained model on disk.
+
+    Args:
+        path: the checkpoint, or the model directory.
+        settings: of the run that trained it; the defaults for a model directory.
+        checkpoint: None for a model directory.
+    """
+
+    path: Path
+    config: ModelConfig
+    settings: TrainSettings
+    checkpoint: Checkpoint | None
+
+    @classmethod
+    def open(cls, path: str | Path) -> ModelSource:
+        """Find out what a directory holds; reads no weights.
+
+        Raises:
+            DataError: it does not exist, holds no model, or what it holds is broken.
+            UsageError: its config is of no family, or breaks a rule.
+        """
+        directory = Path(path)
+        if (directory / STATE).is_file() or step_directories(directory):
+            checkpoint = find_checkpoint(directory)
+            settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+            return cls(checkpoint.path, checkpoint.config, settings, checkpoint)
+        if directory.is_dir() and not (directory / CONFIG).exists():
+            raise DataError(
+                f"{directory} holds no checkpoint and no model: a run has checkpoints/step-*, a checkpoint {STATE}, a model directory of "
+                f"transformers {CONFIG}; give one of these"
+            )
+        return cls(directory, read_config(directory), TrainSettings(), None)
+
+    @property
+    def context(self) -> int:
+        """Most tokens the model looks at: the length it was trained on, or of a model directory the longest its config allows."""
+        return self.settings.model.seq_len or self.config.n_positions
+
+    def tokenizer(self, path: str = "") -> Tokenizer:
+        """The tokenizer that belongs to the model, or the one at `path` if none came with it.
+
+        Raises:
+            UsageError: `path` is given although the model has its tokenizer.
+            DataError: there is none, or it is of another model.
+        """
+        kind = self._tokenizer_kind()
+        if kind is not None and path:
+            raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
+        if kind == "bytes":
+            return ByteTokenizer(self.config.vocab_size)
+        if kind is None and not path:
+            raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
+        found = load_tokenizer(path or self.path)
+        if found.vocab_size > self.config.vocab_size:
+            raise DataError(
+                f"the tokenizer at {path or self.path} has {found.vocab_size} ids and the model's vocabulary {self.config.vocab_size}; "
+                "name the one that made the model's training data"
+            )
+        return found
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer came with the model."""
+        return self._tokenizer_kind() is not None
+
+    def _tokenizer_kind(self) -> str | None:
+        """The kind of the tokenizer that came with the model; None if none did."""
+        if self.checkpoint is not None:
+            kind: str | None = self.checkpoint.state.get("tokenizer")
+            return kind
+        return "file" if (self.path / TOKENIZER_FILE).is_file() else None
+
+    def text_ids(self, tokenizer: Tokenizer) -> TextIds:
+        """How texts begin and end.
+
+        Raises:
+            DataError: the directory's files say it in a way that is not known.
+        """
+        if self.checkpoint is not None:
+            return TextIds(tokenizer, (tokenizer.begin_of_text,), None, frozenset(tokenizer.special.eos), tokenizer.vocab_size, adds_special=False)
+        values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
+        alone, stop = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
+        return TextIds(tokenizer, (), alone[:1], frozenset(stop), self.config.vocab_size, adds_special=True)
+
+    def _object(self, name: str) -> Mapping[str, Any]:
+        """What is in a JSON file of the directory; nothing if it is not there."""
+        file = self.path / name
+        return read_object(file, "the file") if file.is_file() else {}
+
+    def _ids(self, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
+        """The ids under a key, which may be one number, a list, or null."""
+        value = values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int and 0 <= each < self.config.vocab_size for each in found):
+            raise DataError(f"{key} in {self.path} must be ids from 0 to {self.config.vocab_size - 1}, got {value!r}; copy the directory again")
+        return tuple(found)
+
+    def build(self, runtime: TaskRuntime, tiling: ModelTiling, dtype: str = "auto", *, read: bool = True) -> LanguageModel:
+        """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
+
+        Args:
+            dtype: auto, fp32 or bf16; auto is the run's own, and fp32 for a model directory.
+            read: False reads no weights, to see what the model needs.
+
+        Raises:
+            DataError: a tensor is missing, misshapen, or a file is broken.
+        """
+        spec = model_spec(self.settings, self.config, tiling)
+        spec = spec if dtype == "auto" else replace(spec, dtype=dtype)
+        if self.checkpoint is None:
+            directory = ModelDirectory.open(self.path)
+            found = build_model(spec, runtime, fill=False)
+            directory.attach(found.tensors())
+            return found
+        return load_model(self.checkpoint, spec, runtime, read=read)

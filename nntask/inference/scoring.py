@@ -1,0 +1,98 @@
+"""How well a trained model foresees a text: every token but the first is scored once, in windows of whole sequences that do not overlap.
+
+A token sees those before it in its window, as in training, so the first ones of a window are scored with little before them. A last window that is
+not full counts, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..data.sampler import Batch
+from ..data.token_file import TokenFile
+from ..engine.recorded import Inference
+from ..errors import DataError, Diverged
+from ..tiling.model_tiling import default_tiling
+from ..training.evaluation import Evaluation, evaluate
+
+if TYPE_CHECKING:
+    from scheduler import Runtime
+
+    from ..data.tokenizer import Tokenizer
+    from .pretrained import ModelSource
+
+
+def perplexity(
+    source: ModelSource,
+    runtime: Runtime,
+    file: TokenFile,
+    tokenizer: Tokenizer | None,
+    *,
+    length: int,
+    batch: int,
+    select: int = -1,
+    dtype: str = "auto",
+    progress: Callable[[int, int], None] = lambda scored, total: None,
+) -> Evaluation:
+    """Score a file of tokens.
+
+    Args:
+        tokenizer: for bits per byte.
+        length: tokens that a window has, at most the model's longest sequence.
+        batch: windows at once.
+        select: only the first windows, -1 for all.
+        dtype: see `ModelSource.build`.
+        progress: told after each batch how many windows are scored, and how many there are.
+
+    Raises:
+        DataError: the file holds fewer than two tokens.
+        Diverged: the loss is not finite.
+    """
+    config = source.config
+    if file.num_tokens < 2:
+        raise DataError(f"{file.path} holds {file.num_tokens} tokens, and scoring takes at least 2; use a longer text")
+    length = min(length, file.num_tokens - 1)
+    tiling = default_tiling(config, batch, length, device="cuda" if runtime.has_gpus else "cpu")
+    scorer = Inference(source.build(runtime, tiling, dtype), runtime, length)
+    batches = _told(windows(file, length, batch, select), batch, num_windows(file, length, select), progress)
+    found = evaluate(scorer, batches, tokenizer.byte_lengths() if tokenizer else None)
+    assert found is not None  # nobody stops it
+    if not isfinite(found.loss):
+        raise Diverged(
+            f"the loss of {file.path} is {found.loss}: weights are not finite, or too large for the element type; "
+            "use an earlier checkpoint, or --dtype fp32"
+        )
+    return found
+
+
+def num_windows(file: TokenFile, length: int, select: int = -1) -> int:
+    """How many windows of `length` a file has, or the first `select` of them."""
+    total = -(-(file.num_tokens - 1) // length)
+    return min(total, select) if select > 0 else total
+
+
+def _told(batches: Iterable[Batch], size: int, total: int, progress: Callable[[int, int], None]) -> Iterator[Batch]:
+    """The batches; `progress` hears of each when the next one is asked for."""
+    for number, batch in enumerate(batches, 1):
+        yield batch
+        progress(min(number * size, total), total)
+
+
+def windows(file: TokenFile, length: int, batch: int, select: int = -1) -> Iterator[Batch]:
+    """Batches of `batch` windows of a file, in its order; what is missing from the last ones has targets -1.
+
+    Args:
+        select: only the first windows, -1 for all.
+    """
+    total = num_windows(file, length, select)
+    for first in range(0, total, batch):
+        tokens = np.zeros((batch, length), np.int32)
+        targets = np.full((batch, length), -1, np.int32)
+        for row, number in enumerate(range(first, min(first + batch, total))):
+            ids = file.window(number * length, min(length + 1, file.num_tokens - number * length))
+            tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        yield Batch(tokens, targets)

@@ -1,0 +1,129 @@
+"""Files and directories that appear complete or not at all.
+
+A new file or directory is made inside a hidden directory beside its target, ``.writing-NAME-xxxxxxxx``, forced to disk, and renamed to its target
+last. A failure leaves the old target and no other file. A writer holds a lock on its hidden directory, so the directory of a killed process is
+unlocked, and the next writer of that name removes it. A directory that is being replaced is kept inside the hidden directory until the new one has
+its name; if the process is killed in between, the next writer moves it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+PREFIX: Final = ".writing-"
+_NEW: Final = "new"
+_OLD: Final = "old"
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """Context whose value is a path for a new file or directory, which replaces `target` when the block succeeds and is removed when it fails.
+
+    Raises:
+        OSError: the disk is full or failed. The old `target` is kept; if it could not be moved back, the message names its present path.
+    """
+    target = target.absolute()
+    if not target.parent.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent):  # until the new directory is locked, another writer would take it for a stale one
+        remove_stale(target.parent, target.name)
+        aside = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{target.name}-", dir=target.parent))
+        lock = os.open(aside, os.O_RDONLY)
+        _lock(lock)
+    try:
+        yield aside / _NEW
+        _fsync_all(aside / _NEW)
+        _put_in_place(aside, target)
+    finally:
+        _clear(aside, target)
+        os.close(lock)
+
+
+def remove_stale(parent: Path, name: str = "") -> None:
+    """Remove the hidden directories of killed writers.
+
+    Args:
+        parent: the directory of the targets.
+        name: name of the target; "" for all targets.
+    """
+    for aside in parent.glob(f"{PREFIX}{glob.escape(name)}-????????" if name else f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+                _clear(aside, parent / aside.name.removeprefix(PREFIX).rpartition("-")[0])
+            finally:
+                os.close(lock)
+
+
+def fsync(path: Path) -> None:
+    """Force a file, or the entries of a directory, to disk.
+
+    Raises:
+        OSError: the path does not exist, or the disk failed.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _fsync_all(path: Path) -> None:
+    """Force a file, or a directory with its whole content, to disk."""
+    if path.is_dir():
+        for each in path.iterdir():
+            _fsync_all(each)
+    fsync(path)
+
+
+def _put_in_place(aside: Path, target: Path) -> None:
+    old = aside / _OLD
+    if target.is_dir():
+        os.rename(target, old)
+    try:
+        os.replace(aside / _NEW, target)
+    except OSError as error:
+        if not _put_back(old, target):
+            raise OSError(error.errno, f"{error.strerror}; what was there before lies in {old} now, move it back") from error
+        raise
+    fsync(target.parent)
+
+
+def _put_back(old: Path, target: Path) -> bool:
+    """Move the old directory back to `target` unless a new one is there; returns False if that failed."""
+    if old.exists() and not os.path.lexists(target):
+        try:
+            os.rename(old, target)
+        except OSError:
+            return False
+    return True
+
+
+def _clear(aside: Path, target: Path) -> None:
+    if _put_back(aside / _OLD, target):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(fd)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_EX)

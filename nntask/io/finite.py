@@ -1,0 +1,28 @@
+"""Search for values that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+_EXPONENTS: Final = {np.dtype(np.float16): np.uint16(0x7C00), np.dtype(ml_dtypes.bfloat16): np.uint16(0x7F80)}
+"""Exponent bits, all set exactly in infinity and NaN. The test on bits is several times faster than `np.isfinite`, which widens these types first."""
+_AT_ONCE: Final = 1 << 16
+
+
+def first_not_finite(values: npt.NDArray[Any]) -> Any:
+    """The first infinite or NaN value of an array in C order; None if all values are finite.
+
+    An array that is not C-contiguous is copied; temporaries are for 65536 values at a time.
+    """
+    flat = values.reshape(-1)
+    exponent = _EXPONENTS.get(flat.dtype)
+    for first in range(0, len(flat), _AT_ONCE):
+        part = flat[first : first + _AT_ONCE]
+        finite = np.isfinite(part) if exponent is None else (part.view(np.uint16) & exponent) != exponent
+        if not finite.all():
+            return part[int(np.argmin(finite))]
+    return None

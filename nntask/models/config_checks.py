@@ -1,0 +1,170 @@
+"""Checks of values in a JSON config, one function per rule, and the rendering of values in error messages.
+
+Each error names the key, the source, the rule, the value with its JSON type, and a legal value. In all functions `key` is the key of the value, and
+`source` is the name of the file or object that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from math import isqrt
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import DataError, UsageError
+from ..io.json_file import read_json
+
+LARGEST_COUNT: Final = (1 << 31) - 1
+LARGEST_DEPTH: Final = 1 << 14
+"""Largest number of blocks; the objects of a block take host memory before the memory check can refuse the model."""
+
+
+def config_values(path: str | os.PathLike[str], advice: str = "check --config-path") -> tuple[Any, str]:
+    """The decoded JSON of a config file, and the file's name for error messages.
+
+    Args:
+        path: the file, or the directory of a ``config.json``.
+        advice: remedy in the error message about a file that cannot be read.
+
+    Raises:
+        DataError: the file cannot be read or is not JSON.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    return read_json(file, "the config", advice), str(file)
+
+
+def check_object(values: object, source: str, key: str) -> None:
+    """Check that `values` is a JSON object; the error names `key` as an example of its keys.
+
+    Raises:
+        UsageError: `values` is another JSON value.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{source} must be a JSON object with keys like {key}, got {json_type(values)}; write {{...}}")
+
+
+def check_count(key: str, value: object, source: str, usual: int, most: int = LARGEST_COUNT) -> None:
+    """Check that `value` is a whole number from 1 to `most`.
+
+    Args:
+        key: the value's key.
+        value: the value.
+        source: the file or object that holds the value.
+        usual: a legal value, for the error message.
+        most: the largest legal value.
+
+    Raises:
+        UsageError: `value` is no whole number, or is out of range.
+    """
+    if type(value) is not int:
+        try:
+            near = int(value)  # type: ignore[call-overload]
+        except (TypeError, ValueError, OverflowError):
+            near = 0
+        near = near if 0 < near <= most and type(value) is not bool else usual
+        raise UsageError(f'{key} in {source} must be a whole number, got {shown(value)}; write for example "{key}": {near}')
+    if value < 1:
+        raise UsageError(f"{key} in {source} must be at least 1, got {_short(value)}; the nearest legal value is 1")
+    if value > most:
+        raise UsageError(f"{key} in {source} must be at most {most}, got {_short(value)}; the nearest legal value is {most}")
+
+
+def check_positive(key: str, value: object, source: str, usual: float) -> None:
+    """Check that `value` is a finite number above 0; the error suggests `usual`.
+
+    Raises:
+        UsageError: `value` is no number, or is out of range.
+    """
+    number = _number(key, value, source, usual)
+    if not 0 < number < float("inf"):
+        raise UsageError(f'{key} in {source} must be positive and finite, got {_short(value)}; write for example "{key}": {usual}')
+
+
+def check_probability(key: str, value: object, source: str) -> None:
+    """Check that `value` is a number in [0, 1).
+
+    Raises:
+        UsageError: `value` is no number, or is out of range.
+    """
+    if not 0 <= _number(key, value, source, 0.1) < 1:
+        raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {_short(value)}; write 0 for no dropout")
+
+
+def _number(key: str, value: object, source: str, usual: float) -> float:
+    if type(value) not in (int, float):
+        raise UsageError(f'{key} in {source} must be a number, got {shown(value)}; write for example "{key}": {usual}')
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return float("inf")
+
+
+def check_switch(key: str, value: object, source: str) -> None:
+    """Check that `value` is true or false.
+
+    Raises:
+        UsageError: `value` is another JSON value.
+    """
+    if type(value) is not bool:
+        raise UsageError(f"{key} in {source} must be true or false, got {shown(value)}; write true or false without quotes")
+
+
+def check_choice(key: str, value: object, names: Collection[str], source: str) -> None:
+    """Check that `value` is one of the strings `names`.
+
+    Raises:
+        UsageError: `value` is not one of them.
+    """
+    if type(value) is not str or value not in names:
+        raise UsageError(f"{key} in {source} must be one of {', '.join(names)}, got {shown(value)}; choose one of them")
+
+
+def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> None:
+    """Check that `value` is a multiple of `by`; the message names the divisor of `value` nearest to `by`.
+
+    Raises:
+        UsageError: `value` is not divisible by `by`.
+    """
+    if value % by:
+        halves = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
+        near = min((*halves, *(value // n for n in halves)), key=lambda n: (abs(n - by), n))
+        raise UsageError(
+            f"{key} in {source} must be divisible by {by_key}, got {key} {value} and {by_key} {by}; the nearest legal {by_key} is {near}"
+        )
+
+
+def check_head(arrays: Mapping[str, object], name: str, *, is_tied: bool) -> None:
+    """Check that weights under our names include the head, unless the head is tied to the embedding.
+
+    Args:
+        arrays: our name -> array.
+        name: name of the head in the family's files.
+        is_tied: whether the head is the embedding.
+
+    Raises:
+        DataError: an untied head is missing.
+    """
+    if not is_tied and "lm_head" not in arrays:
+        raise DataError(f"the weights lack {name}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
+
+
+def _short(value: object) -> str:
+    """A value as text, shortened to about 40 characters."""
+    digits = str(value)
+    return digits if len(digits) <= 40 else f"{digits[:20]}... of {len(digits)} characters"
+
+
+def shown(value: object) -> str:
+    """A value as JSON text with its JSON type in parentheses."""
+    is_json = value is None or isinstance(value, (bool, int, float, str, list, dict))
+    return f"{json.dumps(value)[:80]} ({json_type(value)})" if is_json else f"{value!r} of type {type(value).__name__}"
+
+
+def json_type(value: object) -> str:
+    """The JSON type of a value in words."""
+    kinds: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -1,0 +1,372 @@
+"""Automatic differentiation on a tape: which gradient tasks to emit, in which order, and what may be forgotten when.
+
+Rules.
+
+- A `Node` stands for one operation of the forward pass. It references the nodes its inputs come from and, in its backward function, just the
+  tile tensors that function needs; never its outputs. So data that no backward function needs dies with its last Python reference, and a forward
+  pass that nobody differentiates leaves nothing behind. There are no reference cycles: nothing waits for the garbage collector.
+- `backward` visits nodes in reverse order of creation. A node is emptied before its backward function returns: its activations are free as soon
+  as the tasks that read them are.
+- Gradients of activations are replaced, never changed in place: two nodes may share one tile tensor. Gradients of parameters are accumulators:
+  operations contribute to them by REDUX, over as many backward passes as the program likes, until somebody sets them to None.
+
+Only emission happens here: nothing waits, nothing reads a value, so all of it works while a step is being recorded.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import Handle, kept_in_contribution
+from tiles import TileTensor
+from tiles.kernels import NARROW
+from tiles.ops import elementwise
+
+from ..errors import UsageError
+
+Gradients = Sequence[TileTensor | None]
+Backward = Callable[[Gradients], None]
+"""Takes the gradients of a node's outputs (None where no contribution came; at least one is there) and adds to its inputs' edges.
+
+The backward function of a loss is given None when the backward pass begins there: its gradient is 1."""
+
+_enabled: Final[ContextVar[bool]] = ContextVar("nntask_tape_enabled", default=True)
+_watched: Final[ContextVar[list[Edge] | None]] = ContextVar("nntask_watched_edges", default=None)
+_postponed: Final[ContextVar[list[Callable[[], None]] | None]] = ContextVar("nntask_postponed", default=None)
+_order: Final = itertools.count()
+
+
+class Node:
+    """One operation on the tape, or (without a backward function) a place where gradients stay.
+
+    Attributes:
+        name: of the operation, for messages.
+        order: time of creation.
+        inputs: edges that lead on.
+        gradients: what has arrived so far, one per output.
+        is_loss: whether a backward pass may begin here without a gradient.
+        consumed: whether a backward pass has used the node up.
+    """
+
+    __slots__ = ("backward", "consumed", "gradients", "inputs", "is_loss", "name", "order")
+
+    def __init__(self, name: str, backward: Backward | None, inputs: tuple[Edge, ...], num_outputs: int, *, is_loss: bool = False) -> None:
+        self.name = name
+        self.order = next(_order)
+        self.backward = backward
+        self.inputs = inputs
+        self.gradients: list[TileTensor | None] = [None] * num_outputs
+        self.is_loss = is_loss
+        self.consumed = False
+
+    def consume(self) -> tuple[Edge, ...]:
+        """Run the backward function, forget it and everything it kept, and return where to go on.
+
+        Raises:
+            UsageError: an earlier backward pass has done so.
+        """
+        if self.consumed:
+            raise UsageError(f"the tape of {self.name} was used up by an earlier backward pass; run the forward pass again")
+        backward, inputs, gradients = self.backward, self.inputs, self.gradients
+        assert backward is not None
+        self.consumed, self.backward, self.inputs = True, None, ()
+        self.gradients = [None] * len(gradients)
+        if self.is_loss or any(gradient is not None for gradient in gradients):
+            backward(gradients)
+        return inputs
+
+
+class Edge:
+    """The gradient of one output of a node: where consumers of a tensor leave their contributions."""
+
+    __slots__ = ("index", "node")
+
+    def __init__(self, node: Node, index: int = 0) -> None:
+        self.node = node
+        self.index = index
+
+    @property
+    def gradient(self) -> TileTensor | None:
+        """What has arrived so far."""
+        return self.node.gradients[self.index]
+
+    @gradient.setter
+    def gradient(self, gradient: TileTensor | None) -> None:
+        self.node.gradients[self.index] = gradient
+
+    def add(self, gradient: TileTensor) -> None:
+        """Contribute; the tensor is shared, not copied."""
+        present = self.gradient
+        self.gradient = gradient if present is None else elementwise.add(present, gradient)
+
+    def take(self) -> TileTensor | None:
+        """Remove what has arrived so far, for an operation that adds it to its own contribution in the same pass."""
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class ParameterEdge(Edge):
+    """The gradient of a parameter: an accumulator of the parameter's shape, in fp32 when the parameter is narrower."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: TileTensor) -> None:
+        super().__init__(Node(data.name or "parameter", None, (), 1))
+        self.data = data
+
+    def accumulator(self) -> TileTensor:
+        """The tensor that operations contribute to by REDUX; made by the first of them, without any task."""
+        if self.gradient is None:
+            dtype = np.dtype(np.float32) if self.data.dtype in NARROW else self.data.dtype
+            self.gradient = self.data.like(dtype=dtype, data_class="gradients", name=f"d {self.data.name}")
+        return self.gradient
+
+    def add(self, gradient: TileTensor) -> None:
+        """Contribute a finished tensor; it is summed into the accumulator, which is never shared."""
+        elementwise.accumulate(gradient, self.accumulator())
+
+
+class Tensor:
+    """A tile tensor with a place on the tape.
+
+    Args:
+        data: the tiles.
+        edge: where its gradient goes; None when nobody wants one.
+    """
+
+    __slots__ = ("__weakref__", "data", "edge")
+
+    def __init__(self, data: TileTensor, edge: Edge | None = None) -> None:
+        self.data = data
+        self.edge = edge
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the whole tensor."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type."""
+        return self.data.dtype
+
+    @property
+    def gradient(self) -> TileTensor | None:
+        """The gradient so far; of parameters it stays until `step` of an optimizer, of other tensors it is gone after their use."""
+        return None if self.edge is None else self.edge.gradient
+
+    def read(self) -> npt.NDArray[Any]:
+        """The whole tensor as an array; waits for whoever writes it."""
+        return self.data.read()
+
+    def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
+        """The whole tensor as an array, tile by tile through `borrow`; what a ticket's ``read`` calls."""
+        return self.data.gather(borrow)
+
+    def detach(self) -> Tensor:
+        """The same data without history."""
+        return Tensor(self.data)
+
+    def backward(self, gradient: TileTensor | None = None) -> None:
+        """Emit the tasks that compute the gradients of everything this tensor depends on.
+
+        Args:
+            gradient: of the final result by this tensor, same shape and tiling; None means 1 and needs a loss.
+
+        Raises:
+            UsageError: there is no tape, it is used up, or `gradient` is missing or of another shape.
+        """
+        if self.edge is None:
+            raise UsageError(f"backward() needs a tensor computed from parameters with the tape on, got {self!r}; compute it outside no_grad()")
+        if gradient is None:
+            if not self.edge.node.is_loss:
+                raise UsageError(f"backward() without a gradient begins at a loss, got {self!r}; pass gradient=")
+        elif gradient.shape != self.shape or gradient.tile != self.data.tile:
+            raise UsageError(
+                f"a gradient has its tensor's shape and tile, {self.shape} and {self.data.tile}, got {gradient.shape} and {gradient.tile}; retile it"
+            )
+        run_backward(self.edge, gradient)
+
+    def __add__(self, other: Tensor) -> Tensor:
+        """Sum, element by element."""
+        return add(self, other)
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.data!r}{', on tape' if self.edge is not None else ''})"
+
+
+def run_backward(root: Edge, gradient: TileTensor | None) -> None:
+    """Propagate `gradient` (None: 1, of a loss) from `root` to every parameter it depends on.
+
+    Raises:
+        UsageError: a node on the way was used up by an earlier backward pass.
+    """
+    if gradient is not None:
+        root.add(gradient)
+    # reverse creation order is a topological order; the heap holds every unvisited node that a visited one leads to
+    queue = [(-root.node.order, root.node)] if root.node.backward is not None or root.node.consumed else []
+    known = {root.node.order}
+    while queue:
+        node = heapq.heappop(queue)[1]
+        for edge in node.consume():
+            after = edge.node
+            if (after.backward is not None or after.consumed) and after.order not in known:
+                known.add(after.order)
+                heapq.heappush(queue, (-after.order, after))
+
+
+@contextmanager
+def accumulation() -> Iterator[None]:
+    """Gradients of several backward passes are summed inside; contributions that are cheap to keep are emitted when the block ends.
+
+    A sum has one order. Where an embedding shares its weight with the head, its contribution comes last in its backward pass, and the head of
+    the next minibatch would have to wait for that whole pass. Put off to the end of the block, it leaves minibatches free to run in any order.
+    """
+    queue: list[Callable[[], None]] = []
+    token = _postponed.set(queue)
+    try:
+        yield
+    finally:
+        _postponed.reset(token)
+    for contribute in queue:
+        contribute()
+
+
+def contribute_late(contribute: Callable[[], None]) -> None:
+    """Emit a contribution to a parameter's gradient at the end of the `accumulation`; at once outside one."""
+    queue = _postponed.get()
+    if queue is None:
+        contribute()
+    else:
+        queue.append(kept_in_contribution(contribute))
+
+
+def tape_enabled() -> bool:
+    """Whether operations are put on the tape."""
+    return _enabled.get()
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Operations inside leave no tape: for evaluation and sampling."""
+    with _tape(False):
+        yield
+
+
+@contextmanager
+def _tape(on: bool) -> Iterator[None]:
+    token = _enabled.set(on)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def edges_of(inputs: Sequence[Tensor | None]) -> tuple[Edge, ...]:
+    """Edges of the inputs that want a gradient; empty when the tape is off."""
+    edges = tuple(x.edge for x in inputs if x is not None and x.edge is not None)
+    if _enabled.get():
+        return edges
+    watched = _watched.get()
+    if watched is not None:
+        watched += edges
+    return ()
+
+
+def on_tape(
+    name: str, inputs: Sequence[Tensor | None], outputs: Sequence[TileTensor], backward: Backward, *, is_loss: bool = False
+) -> tuple[Tensor, ...]:
+    """The outputs of an operation as tensors, with a node on the tape when an input wants a gradient.
+
+    Args:
+        backward: must capture only what it needs; what it captures lives until the backward pass.
+        is_loss: a backward pass may begin here, with gradient 1.
+    """
+    edges = edges_of(inputs)
+    if not edges:
+        return tuple(Tensor(data) for data in outputs)
+    node = Node(name, backward, edges, len(outputs), is_loss=is_loss)
+    return tuple(Tensor(data, Edge(node, i)) for i, data in enumerate(outputs))
+
+
+def checkpoint(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``block(x)``, of which only `x` is kept; the backward pass computes the rest again.
+
+    Guarantee: the same numbers as without, because kernels are deterministic and random masks are indexed by position, not by time.
+
+    Args:
+        block: called once now and once in the backward pass; must do the same both times.
+        x: any shape.
+    """
+    edge, kept = x.edge, x.data
+    if not tape_enabled():
+        return block(x)
+    with no_grad(), _watching() as inside:
+        y = block(x.detach()).data
+    if edge is None and not inside:  # nothing in it is learnt
+        return Tensor(y)
+
+    def backward(gradients: Gradients) -> None:
+        (dy,) = gradients
+        assert dy is not None
+        inner = None
+        if edge is not None:
+            inner = Edge(Node("checkpoint input", None, (), 1))
+            inner.gradient = edge.take()
+        with _tape(True):
+            again = block(Tensor(kept, inner))
+        if again.edge is not None:
+            run_backward(again.edge, dy)
+        if edge is not None and inner is not None and inner.gradient is not None:
+            edge.add(inner.gradient)
+
+    node = Node("checkpoint", backward, () if edge is None else (edge,), 1)
+    return Tensor(y, Edge(node))
+
+
+@contextmanager
+def _watching() -> Iterator[list[Edge]]:
+    """Collect the edges that operations inside would have led to, had the tape been on: those of what is learnt."""
+    found: list[Edge] = []
+    token = _watched.set(found)
+    try:
+        yield found
+    finally:
+        _watched.reset(token)
+
+
+def only(gradients: Gradients) -> TileTensor:
+    """The gradient of an operation's only output."""
+    (gradient,) = gradients
+    assert gradient is not None  # a node without any gradient is not visited
+    return gradient
+
+
+def accumulator_of(edge: Edge) -> TileTensor:
+    """Where weight gradients are summed.
+
+    Raises:
+        UsageError: the weight was computed and is not a parameter.
+    """
+    if not isinstance(edge, ParameterEdge):
+        raise UsageError(f"weights must be parameters, got the output of {edge.node.name}; make it a Parameter")
+    return edge.accumulator()
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, equal shapes and tilings."""
+    edges = [t.edge for t in (x, y) if t.edge is not None]
+
+    def backward(gradients: Gradients) -> None:
+        for edge in edges:
+            edge.add(only(gradients))
+
+    return on_tape("add", [x, y], [elementwise.add(x.data, y.data)], backward)[0]

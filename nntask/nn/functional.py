@@ -1,0 +1,286 @@
+"""Differentiable operations: each emits the tasks of its forward pass and leaves on the tape what its backward pass needs.
+
+Letters: B sequences, T tokens, C features of the residual stream, H heads of D features, K and N in and out features, P positions, V vocabulary.
+
+A backward function adds weight gradients first and the input's gradient last: the activation a weight gradient reads dies before the input's
+gradient is born. Where a tensor fans out (x into a norm and past it), the norm's backward pass takes the gradient that has arrived by the other
+way and adds its own in the same pass over memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypedDict
+
+from tiles import TileTensor
+from tiles.ops import attention as attention_ops
+from tiles.ops import elementwise, norm
+from tiles.ops import embedding as embedding_ops
+from tiles.ops import loss as loss_ops
+from tiles.ops import random as random_ops
+
+from ..errors import UsageError
+from .autograd import Edge, Gradients, Tensor, accumulator_of, contribute_late, on_tape, only
+from .autograd import add as add  # the sum, which `Tensor` has as an operator, lives with the tape
+from .kv_cache import LayerPast
+from .linear import linear as linear  # a part of this module's names
+from .linear import linear_activation as linear_activation
+
+SITES: Final = 1 << 12
+"""Most places in a model that drop out: adapters have the second half of them, everything else the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Where dropout masks come from in one forward pass.
+
+    Args:
+        key: (2,) uint64 input tensor: seed and step.
+        minibatch: number of the forward pass within the step, so that two minibatches of a batch have different masks.
+    """
+
+    key: TileTensor
+    minibatch: int = 0
+
+    def stream(self, site: int) -> int:
+        """The random stream of one place in the model.
+
+        Args:
+            site: number of the place, from 0.
+
+        Raises:
+            UsageError: the model has too many.
+        """
+        if not 0 <= site < SITES:
+            raise UsageError(f"a model drops out at {SITES} places at most, numbered from 0, got place {site}; use fewer layers, or no dropout")
+        return self.minibatch * SITES + site
+
+
+def add_positions(x: Tensor, p: Tensor) -> Tensor:
+    """x (B, T, C) + the first T rows of p (P, C)."""
+    x_edge, p_edge = x.edge, p.edge
+
+    def backward(gradients: Gradients) -> None:
+        dy = only(gradients)  # (B, T, C)
+        if p_edge is not None:
+            elementwise.add_rows_backward(dy, accumulator_of(p_edge))
+        if x_edge is not None:
+            x_edge.add(dy)
+
+    return on_tape("add_positions", [x, p], [elementwise.add_rows(x.data, p.data)], backward)[0]
+
+
+def embedding(tokens: TileTensor, w: Tensor) -> Tensor:
+    """Rows of w (V, C) chosen by tokens (B, T) int32 -> (B, T, C)."""
+    edge = w.edge
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            dy = only(gradients)  # (B, T, C)
+            contribute_late(lambda: embedding_ops.embedding_backward(tokens, dy, accumulator_of(edge)))
+
+    return on_tape("embedding", [w], [embedding_ops.embedding(tokens, w.data)], backward)[0]
+
+
+def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * gamma (C,) + beta (C,) over the last axis -> (.., C)."""
+    y, mean, rstd = norm.layer_norm(x.data, gamma.data, beta.data, eps)
+    x_data, edges = x.data, (x.edge, gamma.edge, beta.edge)
+    gamma_data = gamma.data
+
+    def backward(gradients: Gradients) -> None:
+        x_edge = edges[0]
+        dx = _layer_norm_backward(x_data, gamma_data, mean, rstd, only(gradients), edges[1:], None if x_edge is None else x_edge.take())
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("layer_norm", [x, gamma, beta], [y], backward)[0]
+
+
+def residual_layer_norm(x: Tensor, branch: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """s = x + branch (.., C) and layer_norm(s), in one pass -> (s, normed)."""
+    s, y, mean, rstd = norm.residual_layer_norm(x.data, branch.data, gamma.data, beta.data, eps)
+    gamma_data, norm_edges = gamma.data, (gamma.edge, beta.edge)
+    edges = [t.edge for t in (x, branch) if t.edge is not None]
+
+    def backward(gradients: Gradients) -> None:
+        ds, dy = gradients  # (.., C) each: past the norm, through the norm
+        if dy is not None:
+            ds = _layer_norm_backward(s, gamma_data, mean, rstd, dy, norm_edges, ds)
+        assert ds is not None  # a node without any gradient is not visited
+        for edge in edges:
+            edge.add(ds)
+
+    out = on_tape("residual_layer_norm", [x, branch, gamma, beta], [s, y], backward)
+    return out[0], out[1]
+
+
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean of squares + eps) * gamma (C,) over the last axis -> (.., C)."""
+    y, rstd = norm.rms_norm(x.data, gamma.data, eps)
+    x_data, gamma_data, x_edge, gamma_edge = x.data, gamma.data, x.edge, gamma.edge
+
+    def backward(gradients: Gradients) -> None:
+        dx = _rms_norm_backward(x_data, gamma_data, rstd, only(gradients), gamma_edge, None if x_edge is None else x_edge.take())
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("rms_norm", [x, gamma], [y], backward)[0]
+
+
+def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """s = x + branch (.., C) and rms_norm(s), in one pass -> (s, normed)."""
+    s, y, rstd = norm.residual_rms_norm(x.data, branch.data, gamma.data, eps)
+    gamma_data, gamma_edge = gamma.data, gamma.edge
+    edges = [t.edge for t in (x, branch) if t.edge is not None]
+
+    def backward(gradients: Gradients) -> None:
+        ds, dy = gradients  # (.., C) each: past the norm, through the norm
+        if dy is not None:
+            ds = _rms_norm_backward(s, gamma_data, rstd, dy, gamma_edge, ds)
+        assert ds is not None  # a node without any gradient is not visited
+        for edge in edges:
+            edge.add(ds)
+
+    out = on_tape("residual_rms_norm", [x, branch, gamma], [s, y], backward)
+    return out[0], out[1]
+
+
+def _rms_norm_backward(
+    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None
+) -> TileTensor:
+    """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, if somebody wants it."""
+    dgamma = None if edge is None else accumulator_of(edge)
+    return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual)
+
+
+def _layer_norm_backward(
+    x: TileTensor,
+    gamma: TileTensor,
+    mean: TileTensor,
+    rstd: TileTensor,
+    dy: TileTensor,
+    edges: tuple[Edge | None, ...],
+    dresidual: TileTensor | None,
+) -> TileTensor:
+    """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, if somebody wants them."""
+    dgamma, dbeta = (None if edge is None else accumulator_of(edge) for edge in edges)
+    return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, equal shapes and tilings (SwiGLU of Shazeer, 2020, without its products)."""
+    gate_data, up_data, gate_edge, up_edge = gate.data, up.data, gate.edge, up.edge
+
+    def backward(gradients: Gradients) -> None:
+        found = elementwise.silu_gate_backward(gate_data, up_data, only(gradients))
+        for edge, gradient in zip((gate_edge, up_edge), found, strict=True):
+            if edge is not None:
+                edge.add(gradient)
+
+    return on_tape("silu_gate", [gate, up], [elementwise.silu_gate(gate_data, up_data)], backward)[0]
+
+
+def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int) -> Tensor:
+    """Rotate every head of x (B, T, H*D) by the angles of its position (Su et al., RoFormer, 2021).
+
+    Args:
+        cos, sin: (T, D / 2), of the angles; rows cut like T.
+        head_size: D.
+    """
+    edge = x.edge
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(elementwise.rotary(only(gradients), cos, sin, head_size, inverse=True))
+
+    return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size)], backward)[0]
+
+
+class _How(TypedDict):
+    """What the forward and the backward pass of attention share."""
+
+    head_size: int
+    scale: float
+    causal: bool
+    dropout: attention_ops.Dropout | None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    head_size: int,
+    scale: float,
+    dropout: attention_ops.Dropout | None = None,
+    flash: bool = True,
+    past: LayerPast | None = None,
+) -> Tensor:
+    """Causal self-attention of q (B, T, H*D) and k, v (B, T, G*D) -> (B, T, H*D).
+
+    Where G < H, H / G heads of q in a row share each head of k and v (Ainslie et al., GQA, 2023).
+
+    Args:
+        head_size: D.
+        scale: scores are q . k * scale.
+        dropout: of the attention probabilities.
+        flash: never hold the (B, H, T, T) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
+        past: keys and values of the tokens before these; the new ones join them. Without dropout, and nothing leaves a tape.
+    """
+    if past is not None:
+        return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale))
+    edges = (q.edge, k.edge, v.edge)
+    qd, kd, vd = q.data, k.data, v.data
+    how: _How = {"head_size": head_size, "scale": scale, "causal": True, "dropout": dropout}
+    forward = attention_ops.attention if flash else attention_ops.stored_attention
+    o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, T)
+
+    def backward(gradients: Gradients) -> None:
+        do = only(gradients)  # (B, T, H*D)
+        through = attention_ops.attention_backward if flash else attention_ops.stored_attention_backward
+        found = through(qd, kd, vd, o, kept, do, **how)
+        for edge, gradient in zip(edges, found, strict=True):
+            if edge is not None:
+                edge.add(gradient)
+
+    return on_tape("attention", [q, k, v], [o], backward)[0]
+
+
+def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:
+    """Zero each element with probability p and divide the others by 1 - p; without `masks` or with p = 0, x itself."""
+    if masks is None or p == 0:
+        return x
+    edge, key, stream = x.edge, masks.key, masks.stream(site)
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(random_ops.dropout(only(gradients), p, key, stream))
+
+    return on_tape("dropout", [x], [random_ops.dropout(x.data, p, key, stream)], backward)[0]
+
+
+def linear_cross_entropy(x: Tensor, w: Tensor, targets: TileTensor, *, scale: float) -> Tensor:
+    """scale * sum of the token losses -log softmax(x @ w.T)[target] -> (1,); the logits (B, T, V) are never whole.
+
+    Args:
+        x: (B, T, C).
+        w: (V, C).
+        targets: (B, T) int32; -1 is ignored.
+        scale: 1 / (B*T) for the mean over tokens.
+
+    Returns:
+        (1,), a loss: where a backward pass begins.
+    """
+    loss, lse = loss_ops.linear_cross_entropy(x.data, w.data, targets, scale=scale)
+    x_data, w_data, x_edge, w_edge = x.data, w.data, x.edge, w.edge
+
+    def backward(gradients: Gradients) -> None:
+        if gradients[0] is not None:
+            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, and here it came from a later tensor; use its scale=")
+        dw = None if w_edge is None else accumulator_of(w_edge)
+        dx = loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, scale=scale)
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("linear_cross_entropy", [x, w], [loss], backward, is_loss=True)[0]

@@ -1,0 +1,110 @@
+"""The cache of keys and values that generation keeps: one pair of tile tensors per layer, which take memory tile by tile as a text grows.
+
+Its tiles are data like any other: budgets count them, and what does not fit goes to the disk tier.
+
+Letters: B sequences, w new tokens, P positions of the cache, G heads of keys and values, each D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import TaskRuntime
+from tiles import TileTensor
+from tiles.ops import cache as cache_ops
+
+if TYPE_CHECKING:
+    from ..models.interface import ModelConfig
+    from ..tiling.model_tiling import ModelTiling
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPast:
+    """Keys and values that earlier passes left in one layer, and where this pass adds its own.
+
+    Args:
+        keys, values: (B, P, G*D).
+        positions: (B, w) int32 of the new tokens; those of one sequence follow one another.
+        written: tiles along P that any of the positions lies in. What the new tokens see ends with the last of them.
+    """
+
+    keys: TileTensor
+    values: TileTensor
+    positions: TileTensor
+    written: range
+
+    def attend(self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float) -> TileTensor:
+        """Keep the new k and v (B, w, G*D), then attend from q (B, w, H*D) to positions up to each token's own -> (B, w, H*D)."""
+        cache_ops.append(k, v, self.positions, self.keys, self.values, self.written)
+        return cache_ops.cached_attention(q, self.keys, self.values, self.positions, self.written.stop, head_size=head_size, scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a forward pass over new tokens knows of the tokens before them.
+
+    Args:
+        positions: (B, w) int32 of the new tokens.
+        layers: one per block of the model.
+    """
+
+    positions: TileTensor
+    layers: Sequence[LayerPast]
+
+
+class KVCache:
+    """Keys and values of a batch of texts.
+
+    Args:
+        config: of the model.
+        tiling: of the model; seq_tile is the tile along the positions.
+        runtime: who owns the data.
+        batch: B.
+        length: P, most tokens of a text.
+        dtype: element type of the model.
+    """
+
+    def __init__(self, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, batch: int, length: int, dtype: npt.DTypeLike) -> None:
+        cut = tiling.resolve(config, batch, length)
+        width, group = config.n_kv_head * config.head_size, config.n_head // config.n_kv_head
+        shape, tile = (batch, length, width), (cut.minibatch_tile, cut.seq_tile, cut.head_tile // group * config.head_size)
+        self.tile = cut.seq_tile
+        self._grown = 0
+        self._runtime, self._rows = runtime, cut.minibatch_tile
+        self._layers = [
+            tuple(
+                TileTensor(runtime, shape, tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {layer}")
+                for what in ("keys", "values")
+            )
+            for layer in range(config.n_layer)
+        ]
+
+    @property
+    def last_position(self) -> int:
+        """The last one there may be."""
+        return self._layers[0][0].shape[1] - 1
+
+    def grow(self, length: int) -> None:
+        """Take memory for at least `length` positions, in whole tiles."""
+        while self._grown * self.tile < length:
+            for keys, values in self._layers:
+                cache_ops.clear(keys, values, self._grown)
+            self._grown += 1
+
+    def inputs(self, num_tokens: int) -> tuple[TileTensor, TileTensor]:
+        """Tokens and their positions (B, w) int32, to be written before each pass."""
+        batch = self._layers[0][0].shape[0]
+        tokens, positions = (
+            TileTensor(self._runtime, (batch, num_tokens), (self._rows, num_tokens), np.int32, kind="input", data_class="data", name=name)
+            for name in ("tokens", "positions")
+        )
+        return tokens, positions
+
+    def past(self, positions: TileTensor, written: range) -> Past:
+        """What a pass over tokens at `positions` (B, w) needs; `written` are the tiles along P that any of them lies in."""
+        return Past(positions, [LayerPast(keys, values, positions, written) for keys, values in self._layers])

@@ -1,0 +1,164 @@
+"""Layers: parameters with a name, a shape, a tile and first values, and the function that uses them.
+
+Letters: B sequences, T tokens, C features, K and N in and out features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from tiles import TileTensor
+from tiles.ops import attention as attention_ops
+
+from . import functional
+from .autograd import Tensor
+from .functional import Masks
+from .initializers import constant, normal
+from .linear import LowRank
+from .module import Module, Parameter
+
+
+class Adapter(Module):
+    """What is learnt beside a frozen weight: ``scale * dropout(x) @ A^T @ B^T``, of low rank; see `nntask.adapters.lora`.
+
+    Args:
+        down: A, (r, K); layers whose weights are parts of one matrix share it.
+        num_out: N.
+        tile: features out per tile.
+        scale: a factor.
+        p: probability of dropping an element of x.
+        site: number of the place for dropout masks.
+    """
+
+    def __init__(self, down: Parameter, num_out: int, tile: int, *, scale: float, p: float, site: int) -> None:
+        self.scale, self.p, self.site = scale, p, site
+        self.A = down
+        self.B = Parameter((num_out, down.shape[0]), (tile, -1), constant(0.0))
+
+    def low_rank(self, masks: Masks | None) -> LowRank:
+        """What the layer adds in one forward pass."""
+        dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
+        return LowRank(self.A, self.B, self.scale, dropout)
+
+
+class Adaptable(Module):
+    """Base of the layers with a matrix `weight` that an adapter may stand beside.
+
+    Attributes:
+        lora: the adapter, None while there is none.
+        has_rows_in: whether the weight is (in, out), not (out, in).
+    """
+
+    lora: Adapter | None = None
+    has_rows_in: bool
+    weight: Parameter
+
+    def added(self, masks: Masks | None) -> LowRank | None:
+        """What the adapter adds, None where there is none."""
+        return None if self.lora is None else self.lora.low_rank(masks)
+
+
+class Linear(Adaptable):
+    """x (.., K) @ weight (K, N) + bias (N,) -> (.., N).
+
+    Args:
+        num_in: K.
+        num_out: N.
+        tile: features in and out per weight tile.
+        std: of the first weights; the bias begins at zero.
+        activation: applied in the same pass: gelu_new, gelu, relu, silu, or None.
+    """
+
+    has_rows_in = True
+
+    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None) -> None:
+        self.activation = activation
+        self.weight = Parameter((num_in, num_out), tile, normal(std))
+        self.bias = Parameter((num_out,), tile[1:], constant(0.0))
+
+    def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
+        """(.., K) -> (.., N)."""
+        if self.activation is not None:
+            return functional.linear_activation(x, self.weight, self.bias, self.activation, added=self.added(masks))
+        return functional.linear(x, self.weight, self.bias, added=self.added(masks))
+
+
+class TransposedLinear(Adaptable):
+    """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N): the layout of torch, whose files then map onto tiles as they are.
+
+    Args:
+        num_in: K.
+        num_out: N.
+        tile: features in and out per weight tile.
+        std: of the first weights; the bias begins at zero.
+        has_bias: whether there is one.
+    """
+
+    has_rows_in = False
+
+    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool = False) -> None:
+        self.weight = Parameter((num_out, num_in), tile[::-1], normal(std))
+        self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
+
+    def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
+        """(.., K) -> (.., N)."""
+        return functional.linear(x, self.weight, self.bias, transpose_w=True, added=self.added(masks))
+
+
+class LayerNorm(Module):
+    """Layer norm over the last axis (Ba et al., 2016) with weight (C,) and bias (C,)."""
+
+    def __init__(self, width: int, tile: int, eps: float) -> None:
+        self.eps = eps
+        self.weight = Parameter((width,), (tile,), constant(1.0))
+        self.bias = Parameter((width,), (tile,), constant(0.0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(.., C) -> (.., C)."""
+        return functional.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + branch, its norm), (.., C) each, in one pass."""
+        return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Module):
+    """RMS norm over the last axis (Zhang and Sennrich, 2019) with weight (C,)."""
+
+    def __init__(self, width: int, tile: int, eps: float) -> None:
+        self.eps = eps
+        self.weight = Parameter((width,), (tile,), constant(1.0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(.., C) -> (.., C)."""
+        return functional.rms_norm(x, self.weight, self.eps)
+
+    def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + branch, its norm), (.., C) each, in one pass."""
+        return functional.residual_rms_norm(x, branch, self.weight, self.eps)
+
+
+class Embedding(Module):
+    """Rows of weight (V, C)."""
+
+    def __init__(self, num_rows: int, width: int, tile: tuple[int, int], *, std: float) -> None:
+        self.weight = Parameter((num_rows, width), tile, normal(std))
+
+    def __call__(self, tokens: TileTensor) -> Tensor:
+        """(B, T) int32 -> (B, T, C)."""
+        return functional.embedding(tokens, self.weight)
+
+
+class Dropout(Module):
+    """Dropout at one place of a model (Srivastava et al., 2014).
+
+    Args:
+        p: probability of a zero.
+        site: number of the place; each place has its own masks.
+    """
+
+    def __init__(self, p: float, site: int) -> None:
+        self.p = p
+        self.site = site
+
+    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
+        """Same shape; `x` itself where there are no masks."""
+        return functional.dropout(x, self.p, masks, self.site)

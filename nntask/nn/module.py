@@ -1,0 +1,188 @@
+"""Modules: a tree of plain Python objects whose leaves are parameters.
+
+A module's children are its attributes, in the order they were set, and the elements of attributes that are lists. Building a tree fixes shapes
+and tiles and takes no memory; `Module.allocate` then gives every parameter its name, its tiles and its first values. A parameter that appears
+twice (a tied head) is one parameter, under its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import TaskRuntime
+from tiles import TileTensor
+
+from ..errors import UsageError
+from .autograd import ParameterEdge, Tensor
+from .initializers import Init, stream_of
+
+
+class Parameter(Tensor):
+    """A tensor that is learnt, or was: a frozen one stays as it is, has no gradient, and no operation asks for one.
+
+    Args:
+        shape: extents.
+        tile: extents of a tile, -1 for a whole axis.
+        init: makes the first values.
+
+    Attributes:
+        trainable: whether it is learnt; `freeze` ends it.
+    """
+
+    __slots__ = ("extents", "init", "name", "tile", "trainable")
+
+    def __init__(self, shape: Sequence[int], tile: Sequence[int], init: Init) -> None:
+        self.extents = tuple(shape)
+        self.tile = tuple(tile)
+        self.init = init
+        self.name = ""
+        self.trainable = True
+        self.edge = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents; known before there are tiles."""
+        return self.extents
+
+    def allocate(self, runtime: TaskRuntime, name: str, dtype: npt.DTypeLike, seed: int | None) -> None:
+        """Make the tiles and, unless `seed` is None, the tasks that fill them."""
+        self.name = name
+        self.data = TileTensor(runtime, self.extents, self.tile, dtype, kind="persistent", data_class="parameters", name=name)
+        self.edge = ParameterEdge(self.data) if self.trainable else None
+        if seed is not None:
+            self.init(self.data, seed, stream_of(name))
+
+    def freeze(self) -> None:
+        """Learn it no longer, from the next forward pass on; its gradient is forgotten."""
+        self.trainable = False
+        self.edge = None
+
+    @property
+    def gradient(self) -> TileTensor | None:
+        """The gradient summed so far; None before the first contribution. Set it to None to begin anew."""
+        return None if self.edge is None else self.edge.gradient
+
+    @gradient.setter
+    def gradient(self, gradient: None) -> None:
+        if self.edge is not None:
+            self.edge.gradient = gradient
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name!r}, shape={self.extents}, tile={self.tile})"
+
+
+class Module:
+    """Base of layers and models; a subclass sets attributes in ``__init__`` and defines ``__call__``."""
+
+    training = True
+
+    def members(self) -> Iterator[tuple[str, Module | Parameter]]:
+        """(name, member) of the direct children and parameters, in the order they were set; "h.3" for element 3 of the list h."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module | Parameter):
+                yield name, value
+            elif isinstance(value, list):
+                yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Module | Parameter))
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """(dotted name, module) of this module, "" unless `prefix` is given, and of everything below it."""
+        yield prefix, self
+        for name, member in self.members():
+            if isinstance(member, Module):
+                yield from member.named_modules(f"{prefix}.{name}" if prefix else name)
+
+    def modules(self) -> Iterator[Module]:
+        """This module and everything below it."""
+        return (module for _, module in self.named_modules())
+
+    def named_parameters(self, prefix: str = "") -> dict[str, Parameter]:
+        """Parameters by dotted name, in order of first appearance; shared ones once."""
+        found: dict[str, Parameter] = {}
+        self._collect(prefix, found, set())
+        return found
+
+    def _collect(self, prefix: str, found: dict[str, Parameter], seen: set[int]) -> None:
+        for name, member in self.members():
+            if isinstance(member, Module):
+                member._collect(f"{prefix}{name}.", found, seen)
+            elif id(member) not in seen:
+                seen.add(id(member))
+                found[prefix + name] = member
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters, shared ones once."""
+        return list(self.named_parameters().values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; shared ones count once."""
+        return sum(int(np.prod(p.shape)) for p in self.parameters())
+
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are learnt; shared ones count once."""
+        return sum(int(np.prod(p.shape)) for p in self.parameters() if p.trainable)
+
+    def freeze(self) -> None:
+        """Learn none of the parameters any longer; see `Parameter.freeze`."""
+        for parameter in self.parameters():
+            parameter.freeze()
+
+    def allocate(self, runtime: TaskRuntime, dtype: npt.DTypeLike, seed: int | None) -> None:
+        """Give every parameter its name, tiles and first values.
+
+        Args:
+            dtype: element type of the parameters.
+            seed: of the first values; None leaves them unwritten, for a model whose weights are loaded.
+        """
+        for name, parameter in self.named_parameters().items():
+            parameter.allocate(runtime, name, dtype, seed)
+
+    def tensors(self) -> dict[str, TileTensor]:
+        """The parameters' tiles by name."""
+        return {name: parameter.data for name, parameter in self.named_parameters().items()}
+
+    def trained_tensors(self) -> dict[str, TileTensor]:
+        """Those of the parameters that are learnt, for checkpoints."""
+        return {name: parameter.data for name, parameter in self.named_parameters().items() if parameter.trainable}
+
+    def frozen_tensors(self) -> dict[str, TileTensor]:
+        """Those of the parameters that are frozen."""
+        return {name: parameter.data for name, parameter in self.named_parameters().items() if not parameter.trainable}
+
+    def load(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Overwrite every parameter; nothing is written unless all names and shapes fit.
+
+        Args:
+            arrays: name -> values, names as in `named_parameters`.
+
+        Raises:
+            UsageError: names or shapes differ.
+        """
+        tensors = self.tensors()
+        if wrong := sorted(set(tensors) ^ set(arrays)):
+            where = "the model" if wrong[0] in tensors else "the weights"
+            raise UsageError(f"weights must have the model's {len(tensors)} names, and only {where} have {wrong[0]}; use weights of this model")
+        for name, tensor in tensors.items():
+            if arrays[name].shape != tensor.shape:
+                raise UsageError(f"{name} has shape {tensor.shape}, got weights of shape {arrays[name].shape}; use the config they were trained with")
+        for name, tensor in tensors.items():
+            tensor.write(arrays[name])
+
+    def train(self, mode: bool = True) -> None:
+        """Turn dropout on (or off) from the next forward pass on; what is recorded already stays as it is."""
+        for module in self.modules():
+            module.training = mode
+
+    def eval(self) -> None:
+        """Turn dropout off from the next forward pass on."""
+        self.train(False)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; their memory is given back, nothing is cleared."""
+        for parameter in self.parameters():
+            parameter.gradient = None

@@ -1,0 +1,362 @@
+"""Optimizers: one task per tile of a parameter, with everything that changes from step to step in one small input tensor.
+
+Rules.
+
+- `step` only emits tasks, so it can be recorded. The learning rate and the number of the step come in through `hyper`, which `prepare` writes
+  before each step (or replay).
+- Without clipping an update depends on nothing but its own tile's gradient, and runs as soon as that is final. The norm of the whole gradient is
+  computed in any case; with clipping every update waits for it.
+- `step` uses gradients up: it forgets them, so that they die with the last task that reads them, and the next backward pass begins anew.
+- State is persistent: fp32 moments and, for 16-bit parameters, fp32 masters; fp64 for fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import Handle, TaskRuntime, W
+from tiles import TileTensor, emit
+from tiles.kernels import NARROW
+from tiles.ops import elementwise
+from tiles.ops import optimizer as optimizer_ops
+
+from ..errors import UsageError
+from ..nn.module import Module, Parameter
+
+Tiles = Mapping[str, Sequence[int]]
+"""Numbers of tiles of parameters, by the parameter's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that share a weight decay."""
+
+    parameters: Sequence[Parameter]
+    weight_decay: float
+
+
+def decay_groups(model: Module, weight_decay: float, *, decay: str = "matrices") -> list[Group]:
+    """The usual groups: matrices decay, vectors (biases, norms) do not.
+
+    Args:
+        decay: "matrices", or "all" for every parameter.
+
+    Raises:
+        UsageError: another word for `decay`.
+    """
+    if decay not in ("matrices", "all"):
+        raise UsageError(f'decay must be "matrices" or "all", got {decay!r}; choose one of them')
+    decayed = [p for p in model.parameters() if decay == "all" or len(p.shape) > 1]
+    ids = {id(p) for p in decayed}
+    others = [p for p in model.parameters() if id(p) not in ids]
+    return [Group(decayed, weight_decay), *([Group(others, 0.0)] if others else [])]
+
+
+class Optimizer(ABC):
+    """What all optimizers share: groups, masters, the hyper tensor, the gradient norm.
+
+    Args:
+        parameters: parameters with tiles, or groups of them; frozen ones are left out.
+        lr: learning rate until `prepare` is given another.
+        weight_decay: of parameters without a group.
+        max_norm: the whole gradient is scaled down to this norm; 0 is off.
+        tiles_of: numbers of the tiles of each parameter, by name, whose state is here, because the others are updated elsewhere; None for all.
+
+    Attributes:
+        hyper: (4,) fp64 input: lr, 1 - beta1^t, 1 - beta2^t, reserved.
+        grad_norm: (1,) sum of squares of the last emitted step's gradient before clipping; `norm_of` makes the norm of it. None before.
+
+    Raises:
+        UsageError: no parameters that are learnt, one twice, or a number out of range.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter] | Sequence[Group], *, lr: float, weight_decay: float, max_norm: float, tiles_of: Tiles | None = None
+    ) -> None:
+        _check_ranges(lr=lr, weight_decay=weight_decay, max_norm=max_norm)
+        self.groups = _as_groups(parameters, weight_decay)
+        for group in self.groups:
+            _check_ranges(lr=lr, weight_decay=group.weight_decay, max_norm=max_norm)
+        self.lr = lr
+        self.max_norm = max_norm
+        self.tiles_of = tiles_of
+        self.runtime: TaskRuntime = self.groups[0].parameters[0].data.runtime
+        self.hyper = TileTensor(self.runtime, (4,), (4,), np.float64, kind="input", data_class="data", name="hyper")
+        self.grad_norm: TileTensor | None = None
+        self.masters = {p.name: self._state(p, "master") for p in self._parameters() if p.data.dtype in NARROW}
+        self.prepare(1)
+
+    def _parameters(self) -> list[Parameter]:
+        return [p for group in self.groups for p in group.parameters]
+
+    def _state(self, parameter: Parameter, kind: str) -> TileTensor:
+        """A persistent tensor like `parameter`, in fp32 or wider."""
+        dtype = np.float32 if parameter.data.dtype in NARROW else parameter.data.dtype
+        return parameter.data.like(dtype=dtype, kind="persistent", data_class="optimizer", name=f"{kind} {parameter.name}")
+
+    def reset(self) -> None:
+        """Emit the tasks that begin anew: masters from the parameters as they are now, everything else zero. The constructor has done so once;
+        do it again after overwriting parameters without their state."""
+        for parameter in self._parameters():
+            if parameter.name in self.masters:
+                elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
+
+    def _tiles(self, name: str) -> Sequence[int] | None:
+        """Tiles of a parameter whose state is here; None for all."""
+        return None if self.tiles_of is None else self.tiles_of[name]
+
+    def prepare(self, step: int, lr: float | None = None) -> None:
+        """Write the numbers of step `step`, which counts from 1; before each replay.
+
+        Args:
+            lr: learning rate from now on.
+        """
+        if step < 1:
+            raise UsageError(f"steps count from 1, got {step}; the first step is 1")
+        if lr is not None:
+            self.lr = lr
+        first, second = self._corrections(step)
+        self.hyper.write(np.array([self.lr, first, second, 0.0]))
+
+    def _corrections(self, step: int) -> tuple[float, float]:
+        """1 - beta1^t and 1 - beta2^t."""
+        return 1.0, 1.0
+
+    def step(self) -> None:
+        """Emit the updates of all parameters that have a gradient, and forget the gradients.
+
+        Raises:
+            UsageError: no parameter has one.
+        """
+        ready = self.take_gradients()
+        for _, gradient, _ in ready:
+            for handle in gradient.handles:
+                complete(gradient, handle)
+        self.grad_norm = optimizer_ops.sum_of_squares([gradient for _, gradient, _ in ready])
+        norm = self.grad_norm if self.max_norm > 0 else None
+        for parameter, gradient, group in ready:
+            self.update(parameter, gradient, group, norm)
+
+    def take_gradients(self) -> list[tuple[Parameter, TileTensor, Group]]:
+        """Parameters that have a gradient, with it and their group; the parameters forget it.
+
+        Raises:
+            UsageError: no parameter has one.
+        """
+        ready = [(p, gradient, group) for group in self.groups for p in group.parameters if (gradient := p.gradient) is not None]
+        if not ready:
+            raise UsageError("step() needs gradients and no parameter has one; call backward() on a loss first")
+        self.zero_grad()
+        return ready
+
+    @abstractmethod
+    def update(
+        self,
+        parameter: Parameter,
+        gradient: TileTensor,
+        group: Group,
+        norm: TileTensor | None,
+        tiles: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Emit the update of one parameter, or of its tiles of these numbers.
+
+        Args:
+            norm: (1,) sum of squares of the whole gradient, by which it is clipped; None for no clipping.
+        """
+
+    def tensors(self) -> dict[str, TileTensor]:
+        """The whole state by name, for checkpoints."""
+        return {f"master.{name}": tensor for name, tensor in self.masters.items()}
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; their memory is given back, nothing is cleared."""
+        for parameter in self._parameters():
+            parameter.gradient = None
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015), as ``torch.optim.Adam``: weight decay is added to the gradient.
+
+    Args:
+        parameters: parameters with tiles, or groups of them.
+        lr: learning rate until `prepare` is given another.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: of parameters without a group.
+        max_norm: the whole gradient is scaled down to this norm; 0 is off.
+        tiles_of: see `Optimizer`.
+    """
+
+    decoupled = False
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter] | Sequence[Group],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_norm: float = 0.0,
+        tiles_of: Tiles | None = None,
+    ) -> None:
+        self.betas, self.eps = betas, eps
+        if not all(0 <= beta < 1 for beta in betas) or eps < 0:
+            raise UsageError(f"betas must be at least 0 and below 1 and eps 0 or more, got {betas} and {eps:g}; use (0.9, 0.999) and 1e-8")
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of)
+        self.first = {p.name: self._state(p, "m") for p in self._parameters()}
+        self.second = {p.name: self._state(p, "v") for p in self._parameters()}
+        self.reset()
+
+    def reset(self) -> None:
+        """Emit the tasks that begin anew: masters from the parameters, moments zero."""
+        super().reset()
+        for name in self.first:
+            for moment in (self.first[name], self.second[name]):
+                elementwise.fill(moment, 0.0, self._tiles(name))
+
+    def _corrections(self, step: int) -> tuple[float, float]:
+        return 1 - self.betas[0] ** step, 1 - self.betas[1] ** step
+
+    def update(
+        self,
+        parameter: Parameter,
+        gradient: TileTensor,
+        group: Group,
+        norm: TileTensor | None,
+        tiles: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """See `Optimizer.update`."""
+        name = parameter.name
+        optimizer_ops.adamw(
+            parameter.data,
+            gradient,
+            self.first[name],
+            self.second[name],
+            self.hyper,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            weight_decay=group.weight_decay,
+            decoupled=self.decoupled,
+            norm=norm,
+            max_norm=self.max_norm,
+            master=self.masters.get(name),
+            tiles=tiles,
+            priority=priority,
+        )
+
+    def tensors(self) -> dict[str, TileTensor]:
+        """Masters and both moments by name."""
+        first = {f"m.{name}": tensor for name, tensor in self.first.items()}
+        return {**super().tensors(), **first, **{f"v.{name}": tensor for name, tensor in self.second.items()}}
+
+
+class AdamW(Adam):
+    """AdamW (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW``: weight decay acts on the parameter itself. Arguments as of `Adam`."""
+
+    decoupled = True
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, as ``torch.optim.SGD``.
+
+    Args:
+        parameters: parameters with tiles, or groups of them.
+        lr: learning rate until `prepare` is given another.
+        momentum: 0 is off.
+        weight_decay: of parameters without a group; added to the gradient.
+        max_norm: the whole gradient is scaled down to this norm; 0 is off.
+        tiles_of: see `Optimizer`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter] | Sequence[Group],
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        max_norm: float = 0.0,
+        tiles_of: Tiles | None = None,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise UsageError(f"momentum must be at least 0 and below 1, got {momentum:g}; use 0.9")
+        self.momentum = momentum
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of)
+        self.buffers = {p.name: self._state(p, "momentum") for p in self._parameters()} if momentum else {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Emit the tasks that begin anew: masters from the parameters, momentum zero."""
+        super().reset()
+        for name, buffer in self.buffers.items():
+            elementwise.fill(buffer, 0.0, self._tiles(name))
+
+    def update(
+        self,
+        parameter: Parameter,
+        gradient: TileTensor,
+        group: Group,
+        norm: TileTensor | None,
+        tiles: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """See `Optimizer.update`."""
+        optimizer_ops.sgd(
+            parameter.data,
+            gradient,
+            self.buffers.get(parameter.name),
+            self.hyper,
+            momentum=self.momentum,
+            weight_decay=group.weight_decay,
+            norm=norm,
+            max_norm=self.max_norm,
+            master=self.masters.get(parameter.name),
+            tiles=tiles,
+            priority=priority,
+        )
+
+    def tensors(self) -> dict[str, TileTensor]:
+        """Masters and momentum by name."""
+        return {**super().tensors(), **{f"momentum.{name}": tensor for name, tensor in self.buffers.items()}}
+
+
+def norm_of(sum_of_squares: npt.ArrayLike) -> float:
+    """The gradient norm, from a value of `Optimizer.grad_norm`."""
+    return math.sqrt(float(np.asarray(sum_of_squares).reshape(())))
+
+
+def complete(gradient: TileTensor, tile: Handle, *, priority: int = 0) -> None:
+    """Give zeros to a tile of a gradient that no operation contributed to, e.g. of positions beyond the sequence length."""
+    if not tile.written:
+        emit(gradient.runtime, "fill", [(tile, W)], value=0.0, priority=priority)
+
+
+def _as_groups(parameters: Sequence[Parameter] | Sequence[Group], weight_decay: float) -> list[Group]:
+    groups = [p for p in parameters if isinstance(p, Group)]
+    single = [p for p in parameters if isinstance(p, Parameter)]
+    if single:
+        groups.append(Group(single, weight_decay))
+    names = [p.name for group in groups for p in group.parameters]
+    if not names or len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise UsageError(f"an optimizer needs parameters, each once, got {len(names)} with {twice or 'none'} repeated; pass model.parameters()")
+    learnt = [Group([p for p in group.parameters if p.trainable], group.weight_decay) for group in groups]
+    if not any(group.parameters for group in learnt):
+        raise UsageError(f"an optimizer needs parameters that are learnt, and all {len(names)} are frozen; add adapters, or freeze fewer")
+    return [group for group in learnt if group.parameters]
+
+
+def _check_ranges(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{name} must be at least 0, got {value:g}; the nearest legal value is 0")

@@ -1,0 +1,316 @@
+"""``nntask plan``: what a training step needs and costs on a machine, from shapes alone: no data, no kernels, nothing written.
+
+What it needs is in `fitting`. What it costs: the core replays the captured step, in the order that a run would choose, in virtual time with the
+durations and links of `places`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Any, Final
+
+import scheduler
+from scheduler import SCRATCH, DataClass, W
+from scheduler.machine import StepPlan
+from scheduler.planning import AUTO, PlannedOrder
+from scheduler.simulation import Simulation, simulate
+
+from ..adapters.lora import largest_rank
+from ..config.resolution import resolve, retiled
+from ..config.run_config import RunConfig
+from ..config.settings import TrainSettings
+from ..errors import DoesNotFit
+from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
+from ..hardware.machine_model import Target, durations, this_machine
+from ..hardware.machine_spec import devices_of
+from ..models.gpt2_config import PRESETS
+from ..models.interface import ModelConfig
+from ..tiling.model_tiling import default_tiling
+from .memory_fit import (
+    MOST_TASKS,
+    advice,
+    capture,
+    choose_order,
+    has_too_many_tasks,
+    least_needs,
+    most_tiles,
+    no_collections,
+    sketch,
+    with_free_order,
+    work_of,
+)
+from .needs import Needs, shortage
+
+FEW_TASKS: Final = 3000
+"""Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there. In host memory the second replay moves
+within 2 % of the first."""
+FEW_TASKS_ON_DEVICES: Final = 12_000
+"""The same with devices. There replays differ: before the first one all data is in host memory, before the second it is where tasks left it."""
+IN_FLIGHT: Final = 2
+"""Steps that training has under way."""
+MANY_TASKS: Final = 40_000
+"""Other models and minibatches are not looked at when capturing one would take more tasks."""
+
+
+def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None = None, *, reach: bool = True) -> dict[str, Any]:
+    """The figures of ``nntask plan --json``.
+
+    Args:
+        target: an imaginary machine, for which tiles are large unless flags say otherwise; None for this one with the budgets of the settings.
+        reach: whether to look for the largest model and minibatch that fit.
+
+    Raises:
+        UsageError: a rule is broken, or the step has no such order.
+        DoesNotFit: imaginary devices are so small that a step in their tiles cannot be looked at.
+    """
+    imaginary = None if target is None else devices_of(settings.resources, settings.model.dtype, checks=False)
+    asked = resolve(settings, config, machine=imaginary)
+    run = asked if target is None else _with_few_tasks(asked, target)
+    target = this_machine(run.machine) if target is None else target
+    with no_collections():
+        found = sketch(run, base=run.start.base)
+        plan = found.plan
+        order = choose_order(plan, run, target.without(found.reading))
+        needs = least_needs(plan, run, target, order, reading=found.reading)
+        simulation, refusal, full = _simulate(order, run, target, needs)
+        num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
+        figures = _figures(run, target, order, needs, num_trained)
+        if simulation is not None:
+            figures.update(_costs(simulation, run))
+        else:  # nothing is moved, and nothing takes any time
+            figures.update(forecast_bytes=None, forecast_seconds=None)
+        figures["feasible"] = simulation is not None
+        figures["refusal"] = refusal
+        anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
+        figures["advice"] = [] if simulation is not None else advice(run, target, needs, full=full, anew=anew)
+        if reach:
+            figures.update(_reach(run, target, len(plan.tasks)))
+    return figures
+
+
+def _with_few_tasks(run: RunConfig, target: Target) -> RunConfig:
+    """Coarse tiles for the memory of imaginary devices, larger ones where a step of these would be refused for its number of tasks.
+
+    Raises:
+        DoesNotFit: of tiles that such devices can have there are too many; says which devices have fewer.
+    """
+    factor = 1
+    while factor * LARGEST_SHARE <= COARSE_SHARE:
+        coarse = _in_coarse_tiles(run, target, factor)
+        if not has_too_many_tasks(coarse):
+            return coarse
+        factor *= 2
+    enough = target.largest_place
+    while enough <= BOUNDLESS:
+        enough *= 2
+        larger = target.enlarged(dict.fromkeys(target.places, enough))
+        if target.rates is not None and not has_too_many_tasks(_in_coarse_tiles(run, larger)):
+            flops = target.rates["sim"].flops
+            raise DoesNotFit(
+                f"tiles for devices of {target.largest_place:,} B would make more than {MOST_TASKS:,} tasks of a step; look at devices that have "
+                f"fewer, such as --devices {format_devices(target.num_devices, enough, flops)}, or lower --batch"
+            )
+    return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `sketch` says so
+
+
+def _in_coarse_tiles(run: RunConfig, target: Target, factor: int = 1) -> RunConfig:
+    """The run in large tiles, where no flag gives others."""
+    return retiled(run, coarse_tiling(run.model.config, run.step.minibatch, run.model.seq_len, target, factor))
+
+
+def _simulate(order: PlannedOrder, run: RunConfig, target: Target, needs: Needs) -> tuple[Simulation | None, str, str]:
+    """What the step costs, the memory of those who read files beside it; or why it cannot run, and the node without room if it has the least."""
+    if not needs.fit(target):
+        return None, shortage(target, needs), ""
+    target = target.without(needs.reading)
+    asked = run.machine.asked
+    is_short, has_devices = order.plan.needed_bytes() > target.memory, max(target.places) > 0
+    once = is_short and len(order.plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
+    try:
+        found = simulate(
+            order.plan,
+            workers=target.workers,
+            nodes=target.nodes,
+            policy=target.policy(asked.sched),
+            duration=durations(order.plan, target).of,
+            transfer=target.models.transfer_seconds,
+            storage=target.storage,
+            channels=target.channels,
+            eviction=asked.evict,
+            prefetch=asked.prefetch,
+            replays=1 if once else 2,
+            ahead=not once,
+        )
+    except scheduler.DoesNotFit as error:
+        return None, str(error).partition("; raise the budget")[0], error.node
+    nbytes, data_class = _largest_output(order.plan)
+    for at, (node, budget) in enumerate(target.memories):
+        if at and not found.peak_bytes[node]:  # no task was sent there
+            continue
+        workers = sum(place == at or at == 0 for _, place, _ in target.workers)  # what devices make comes to host memory, too
+        _raise_peak(found, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - found.peak_bytes[node]))
+    _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
+    return found, "", ""
+
+
+def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
+    """Bytes and class of the largest tile that a task makes and a later one needs no longer.
+
+    The peak of a run depends on who is first when two are: by so much for each worker, in each of the steps in flight.
+    """
+    made = (handle for task in plan.tasks for handle, mode in task.accesses if mode == W and plan.owned.get(handle) is False)
+    largest = max(made, key=lambda handle: handle.size, default=None)
+    return (0, "activations") if largest is None else (largest.size, largest.data_class)
+
+
+def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> None:
+    found.peak_bytes[node] += nbytes
+    by_class = found.peak_bytes_by_class[node]
+    by_class[data_class] = by_class.get(data_class, 0) + nbytes
+
+
+def _figures(run: RunConfig, target: Target, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
+    """Everything that is known before virtual time."""
+    tiling, asked = run.model.tiling, run.machine.asked
+    last = target.nodes[target.last][0]
+    names = Counter(task.name for task in order.plan.tasks)
+    return {
+        "feasible": False,
+        "peak_bytes": {last: needs.last(target)},
+        "minimum_budget_bytes": needs.minimum(target),
+        "persistent_bytes": {last: needs.persistent},
+        "moved_bytes_per_step": {},
+        "tasks_per_step": len(order.plan.tasks),
+        "seconds_per_step": None,
+        "batch": run.step.batch,
+        "seq_len": run.model.seq_len,
+        "parameters": run.model.config.num_parameters,
+        "trained_parameters": num_trained,
+        "budget_bytes": dict(target.budgets),
+        "needed_bytes": order.plan.needed_bytes(),
+        "bytes_by_class": _by_class(order.plan),
+        "order": order.name,
+        "order_is_given": run.step.order != AUTO,
+        "order_moves_least_of_equals": run.step.order == AUTO and order.moves_least_of_equals,
+        "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
+        "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
+        "link_bytes_per_second": target.link_rate if target.is_imaginary else None,
+        "disk_bytes_per_second": target.disk_rate if target.is_imaginary and target.storage else None,
+        "policy": target.policy(asked.sched),
+        "evict": asked.evict,
+        "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
+        "tasks_by_name": dict(names.most_common()),
+        "tiles": {name: getattr(tiling, name) for name in tiling.__slots__},
+        "largest_model": None,
+        "largest_minibatch": None,
+        "largest_minibatch_is_of_tasks": False,
+    }
+
+
+def _by_class(plan: StepPlan) -> dict[str, int]:
+    """Most bytes of each class that live at once, in the planned order with one task at a time."""
+    changes: dict[str, Counter[int]] = {}
+    for handle, use in plan.uses.items():
+        change = changes.setdefault(handle.data_class, Counter())
+        if dict(plan.tasks[use.positions[0]].accesses)[handle] == SCRATCH:
+            for position in use.positions:
+                change[position] += handle.size
+                change[position + 1] -= handle.size
+        else:
+            change[-1 if use.needs_data else use.positions[0]] += handle.size
+            if plan.owned.get(handle) is False:
+                change[use.positions[-1] + 1] -= handle.size
+    found = {}
+    for name, change in sorted(changes.items()):
+        live = highest = 0
+        for position in sorted(change):
+            live += change[position]
+            highest = max(highest, live)
+        found[name] = highest
+    return found
+
+
+def _costs(found: Simulation, run: RunConfig) -> dict[str, Any]:
+    """What virtual time says."""
+    tokens = run.step.batch * run.model.seq_len
+    return {
+        "peak_bytes": found.peak_bytes,
+        "peak_bytes_by_class": found.peak_bytes_by_class,
+        "moved_bytes_per_step": {link: nbytes for link, nbytes in found.moved_bytes.items() if nbytes},
+        "seconds_per_step": found.seconds,
+        "tokens_per_second": tokens / found.seconds if found.seconds else None,
+        "busy_share": sum(found.busy_seconds) / (len(found.busy_seconds) * found.seconds) if found.seconds else None,
+        "evictions_per_step": found.num_evictions,
+    }
+
+
+def _reach(run: RunConfig, target: Target, num_tasks: int) -> dict[str, Any]:
+    """The largest preset and the largest minibatch that fit this machine with these flags; None where that would take long to find out."""
+    per_minibatch = num_tasks / run.step.num_minibatches
+    run = with_free_order(run)  # other steps have other orders
+    largest, is_of_tasks = (None, False) if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(run, target)
+    return {
+        "largest_model": _largest_model(run, target, per_minibatch / work_of(run)),
+        "largest_minibatch": largest,
+        "largest_minibatch_is_of_tasks": is_of_tasks,
+    }
+
+
+def _largest_model(run: RunConfig, target: Target, tasks_per_work: float) -> str | None:
+    """The largest preset that fits; tile sizes come from the table anew, in at most two minibatches, since more of them need no more room."""
+    adapters, minibatch = run.model.adapters, run.step.minibatch
+    for name, preset in sorted(PRESETS.items(), key=lambda item: -item[1].num_parameters):
+        if adapters is not None and adapters.rank > largest_rank(preset):
+            continue
+        length = min(run.model.seq_len, preset.n_positions)
+        if target.rates is not None:
+            tiling = coarse_tiling(preset, minibatch, length, target)
+        else:
+            tiling = default_tiling(preset, minibatch, length, device=run.machine.gpus.device_class)
+        changed = run.with_model(config=preset, seq_len=length, tiling=tiling.resolve(preset, minibatch, length))
+        count = min(2, run.step.num_minibatches)
+        if count * tasks_per_work * work_of(changed) > MANY_TASKS:
+            continue
+        if least_needs(capture(changed, count), changed, target).fit(target):
+            return name
+    return None
+
+
+def _largest_minibatch(run: RunConfig, target: Target) -> tuple[int, bool]:
+    """Sequences in flight at once that fit, in whole tiles and with these tiles, and whether more would but for the tasks of their step.
+
+    A tile adds at most what it adds to each class of data. So often as there is room for that, tiles are added, and the step is looked at again
+    while that is quick; where there is none, one tile more is looked at, for most add less. What is found fits.
+    """
+    step, last = run.model.tiling.minibatch_tile, target.nodes[target.last][0]
+
+    def look(size: int) -> tuple[Needs, int, int]:
+        """What a step of one such minibatch needs, the bytes of all classes, of inputs those of another step besides, and its tasks."""
+        model = run.model
+        changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
+        found = sketch(changed)
+        inputs = sum(handle.size for handle in found.plan.uses if handle.kind == "input")
+        nbytes = sum(_by_class(found.plan).values()) + inputs
+        return least_needs(found.plan, changed, target, reading=found.reading), nbytes, len(found.plan.tasks)
+
+    first, least, _ = look(step)
+    needs, nbytes, num_tasks = look(2 * step)
+    if not needs.fit(target):
+        return (step if first.fit(target) else 0), False
+    growth = max(nbytes - least, needs.last(target) - first.last(target), 1)
+    size, most, quick = 2 * step, most_tiles(run.cut(batch=step, minibatch=step)) * step, MANY_TASKS // 2 // num_tasks * step
+    limit = most  # what is larger does not fit
+    while size < limit:
+        room = target.budgets[last] - needs.minimum(target)[last]
+        larger = min(size + room // growth * step, limit)
+        if size >= quick:
+            return larger, larger == most
+        larger = min(max(larger, size + step), quick)
+        found, more, _ = look(larger)
+        growth = max(growth, -(-max(more - nbytes, found.last(target) - needs.last(target)) * step // (larger - size)))
+        if found.fit(target):
+            size, needs, nbytes = larger, found, more
+        else:
+            limit = larger - step
+    return size, size == most

@@ -1,0 +1,5 @@
+"""What a run records of itself: metrics, TensorBoard events, traces, traffic, explanations of placement, timed loops."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

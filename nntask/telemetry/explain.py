@@ -1,0 +1,78 @@
+"""``--explain TASK``: why the first tasks of a name went where they went, as a table of what each worker would have cost."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from scheduler.machine import Candidate, Placement, WorkerId
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from scheduler import Runtime
+
+PLACEMENTS: Final = 3
+"""Placements shown."""
+
+_HEAD: Final = ("worker", "execution", "transfer", "queueing", "eviction", "total", "missing bytes", "")
+
+
+class Explainer:
+    """Prints the placements that --explain asks for as they happen.
+
+    Args:
+        wanted: names of tasks, see `matching`.
+        say: prints a text.
+    """
+
+    def __init__(self, runtime: Runtime, wanted: Collection[str], say: Callable[[str], None]) -> None:
+        self._runtime, self._wanted, self._say = runtime, wanted, say
+        self._placements: Sequence[Placement] | None = None
+        self._num_told = 0
+
+    def tell(self) -> None:
+        """Begin at the first call; then print what has happened since the last one."""
+        if not self._wanted:
+            return
+        if self._placements is None:
+            self._placements = self._runtime.explain(self._wanted, PLACEMENTS)
+        for placement in self._placements[self._num_told :]:
+            self._num_told += 1
+            self._say(table(placement, self._num_told, self._runtime.policy_name, self._runtime.worker_names))
+
+
+def matching(word: str, names: Collection[str]) -> frozenset[str]:
+    """The task that is called `word`, else all whose names contain it; none for an empty word.
+
+    Raises:
+        UsageError: there is none; the message lists the names.
+    """
+    if not word:
+        return frozenset()
+    found = frozenset({word} if word in names else {name for name in names if word in name})
+    if not found:
+        near = difflib.get_close_matches(word, names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"--explain must name a task of the step, got {word!r}{hint}; the tasks are: {', '.join(sorted(names))}")
+    return found
+
+
+def table(placement: Placement, number: int, policy: str, workers: Mapping[WorkerId, str]) -> str:
+    """A placement as lines: seconds of each candidate, cheapest first, who took the task, and whether that was planned."""
+    how = "goes by these seconds" if placement.weighs_costs else "weighs no costs; these are for comparison"
+    if placement.planned_node is not None:
+        planned = ", ".join(workers[each.worker] for each in placement.candidates if each.node == placement.planned_node)
+        how = f"keeps to the plan, and its part of the step belongs on {planned}; these seconds are for comparison"
+    rows = [_HEAD, *(_row(each, workers, placement.chosen) for each in placement.candidates)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = [f"placement {number} of {placement.name} (task {placement.order}); policy {policy} {how}"]
+    for name, *cells in rows:
+        lines.append("  ".join(["", name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))]).rstrip())
+    return "\n".join(lines)
+
+
+def _row(each: Candidate, workers: Mapping[WorkerId, str], chosen: int) -> tuple[str, ...]:
+    seconds = (each.execution, each.transfer, each.queueing, each.eviction, each.total)
+    return (workers[each.worker], *(f"{value:.6f}" for value in seconds), f"{each.missing_bytes:,}", "<- chosen" if each.worker == chosen else "")

@@ -1,0 +1,48 @@
+"""The figures of one training step, as metrics.jsonl keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of metrics.jsonl.
+
+    Args:
+        step: from 1.
+        loss: as printed, mean or sum over the step's tokens.
+        lr: learning rate of the step.
+        grad_norm: norm of the whole gradient before clipping.
+        tokens: of this step.
+        seconds: since the step before ended.
+        tokens_per_second: tokens / seconds.
+        tflops: 10^12 model flops (6N + 12Ldn per token) per second.
+        mfu: tflops over the gemm peak of the workers.
+        resident_peak_bytes: most bytes held on each node during the step.
+        moved_bytes: over each link during the step.
+        evictions: replicas evicted during the step.
+        wait_seconds: of all workers together, not in a kernel.
+        stall_seconds: the part of these in which a task was ready for the worker and its data was on the way or had no room.
+        hit_rate: share of the inputs of the step's tasks that were in place, or on their way, when the task was admitted.
+        busy_seconds: of each worker, in kernels that ended during the step.
+        worker_stall_seconds: of each worker that had any, its part of stall_seconds.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    tflops: float
+    mfu: float
+    resident_peak_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+    evictions: int
+    wait_seconds: float
+    stall_seconds: float
+    hit_rate: float
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    worker_stall_seconds: dict[str, float] = field(default_factory=dict)

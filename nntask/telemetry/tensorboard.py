@@ -1,0 +1,92 @@
+"""Steps as TensorBoard reads them: ``--report-to tensorboard`` writes an event file into the run's directory ``tensorboard``.
+
+The format is written by the package ``tensorboard`` itself, the viewer's, with nothing of torch or TensorFlow, and in the thread that asks, so a full
+disk is heard of at once. A run that is continued writes a file of its own, which begins by taking back the steps that are done again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import UsageError
+from .step_record import StepRecord
+
+FOLDER: Final = "tensorboard"
+_VERSION: Final = "brain.Event:2"
+
+
+def check_installed() -> None:
+    """Check that event files can be written.
+
+    Raises:
+        UsageError: the package is missing.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("--report-to tensorboard needs the tensorboard package, which is not installed; pip install tensorboard, or drop it")
+
+
+class EventFile:
+    """One scalar per step and figure; the file is made with the first step.
+
+    Args:
+        directory: of the run.
+        first: steps done before, by the run that is continued.
+    """
+
+    def __init__(self, directory: Path, first: int) -> None:
+        self._directory, self._first = directory / FOLDER, first
+        self._writer: Any = None
+
+    def add(self, record: StepRecord) -> None:
+        """Write a step; it is in the file when this returns.
+
+        Raises:
+            OSError: the disk is full or failed.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._writer is None:
+            self._open()
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars_of(record).items()]
+        self._write(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._directory.mkdir(exist_ok=True)
+        now = time.time()
+        path = self._directory / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{self._first}"
+        self._writer = RecordWriter(path.open("wb"))
+        self._write(Event(wall_time=now, file_version=_VERSION))
+        if self._first:
+            self._write(Event(wall_time=now, step=self._first + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+
+
+def scalars_of(record: StepRecord) -> dict[str, float]:
+    """What is drawn of a step: tag -> value; a tag's first part is the group it is shown in. Bytes are in GB."""
+    return {
+        "train/loss": record.loss,
+        "train/learning_rate": record.lr,
+        "train/gradient_norm": record.grad_norm,
+        "speed/tokens_per_second": record.tokens_per_second,
+        "speed/seconds": record.seconds,
+        "speed/mfu": record.mfu,
+        "waits/stall_seconds": record.stall_seconds,
+        **{f"memory_gb/{node}": nbytes / 1e9 for node, nbytes in record.resident_peak_bytes.items()},
+        **{f"moved_gb/{link.replace('->', '_to_')}": nbytes / 1e9 for link, nbytes in record.moved_bytes.items()},
+    }

@@ -1,0 +1,83 @@
+"""NNTile's timed loops: forward passes, and forward with backward passes, over one minibatch of random tokens, before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config.run_config import RunConfig
+from ..hardware.flops import FlopCounts
+from .metrics import StepPrinter
+
+
+class Timed(Protocol):
+    """A model whose passes can be run alone."""
+
+    def forward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward pass over (minibatch, T) tokens; returns when it is over."""
+
+    def forward_backward(self, tokens: npt.NDArray[np.int32]) -> None:
+        """One forward and backward pass; parameters stay as they are."""
+
+
+def print_timing(engine: Timed, run: RunConfig, counts: FlopCounts, printer: StepPrinter, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Run the loops that --nforward and --nbackward ask for and print NNTile's lines.
+
+    Args:
+        stopped: asked before each pass; once it says yes, no pass begins and no further line is printed.
+    """
+    try:
+        _time_loops(engine, run, counts, printer, stopped)
+    except _Stopped:
+        return
+
+
+class _Stopped(Exception):
+    """A loop was asked to end."""
+
+
+def _time_loops(engine: Timed, run: RunConfig, counts: FlopCounts, printer: StepPrinter, stopped: Callable[[], bool]) -> None:
+    timed = run.settings.run
+    if not (timed.nforward or timed.nforward_warmup or timed.nbackward or timed.nbackward_warmup):
+        return
+    minibatch, length = run.step.minibatch, run.model.seq_len
+    tokens = np.random.Generator(np.random.PCG64(run.model.seed)).integers(0, run.model.config.vocab_size, (minibatch, length), np.int32)
+    forward = _seconds(lambda: engine.forward(tokens), timed.nforward_warmup, timed.nforward, stopped)
+    if timed.nforward:
+        _print_lines("forward", forward, timed.nforward, minibatch, length, counts.forward, printer)
+    if timed.nbackward or timed.nbackward_warmup:
+        both = _seconds(lambda: engine.forward_backward(tokens), timed.nbackward_warmup, timed.nbackward, stopped)
+        if timed.nforward:
+            alone = forward / timed.nforward
+        else:
+            alone = _seconds(lambda: engine.forward(tokens), 1, max(timed.nbackward, 1), stopped) / max(timed.nbackward, 1)
+        if timed.nbackward:
+            seconds = max(both - alone * timed.nbackward, 1e-9)
+            _print_lines("backward", seconds, timed.nbackward, minibatch, length, counts.backward, printer)
+
+
+def _seconds(action: Callable[[], None], warmup: int, count: int, stopped: Callable[[], bool]) -> float:
+    """Wall seconds of `count` calls after `warmup` untimed ones."""
+    begin = perf_counter()
+    for number in range(warmup + count):
+        if stopped():
+            raise _Stopped
+        if number == warmup:
+            begin = perf_counter()
+        action()
+    return perf_counter() - begin
+
+
+def _print_lines(name: str, seconds: float, count: int, minibatch: int, length: int, flops: float, printer: StepPrinter) -> None:
+    """NNTile's three lines.
+
+    Args:
+        flops: per sequence, by NNTile's formula.
+    """
+    printer.say(f"nntask {name} time: {seconds} seconds")
+    printer.say(f"nntask {name} throughput (tokens/sec):  {count * minibatch * length / seconds}")
+    printer.say(f"nntask {name} performance: {count * minibatch * flops / seconds / 1e12} Tflops/s")

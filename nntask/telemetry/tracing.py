@@ -1,0 +1,146 @@
+"""The trace of a run: which steps are in it, where it is written, and what is said in it besides events.
+
+A trace is a file for a viewer and for ``nntask report``. What only the run knows is written beside its events, under ``otherData.nntask``:
+
+    format            of the file, `scheduler.execution.trace.TRACE_FORMAT`
+    unix_ns           what to add to its times, in nanoseconds, for the time since 1970
+    seconds_per_step  of the traced steps, from the first task of the first to the last task of the last
+    steps             their numbers, of those that are whole
+    codelets          name -> tasks, flops, and bytes read and written, of one step, where the codelet says
+    bounds_seconds    see `scheduler.planning.bounds`; of the median durations of each task in the trace
+
+The last four stand there only where at least one whole step was traced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from scheduler import Ran, SchedulerError
+from scheduler.machine import StepPlan
+
+from ..config.run_config import RunConfig
+from ..errors import StorageError
+from ..training.run_directory import TRACE
+
+if TYPE_CHECKING:
+    from scheduler import Runtime, Step
+
+
+class Tracer:
+    """Switches the runtime's trace on and off with the steps of --trace-steps, and writes it at the end.
+
+    A range holds the tasks of its steps and nothing else: at its edges only one step is in flight, and what happens between steps is left out.
+    """
+
+    def __init__(self, runtime: Runtime, run: RunConfig) -> None:
+        self._runtime, self._first = runtime, run.start.step
+        self.path = Path(run.settings.observe.trace or run.directory / TRACE)
+        self._range = run.traced
+
+    def is_edge(self, step: int) -> bool:
+        """Whether the step before `step` must be over when it starts."""
+        return self._range is not None and step in (self._range[0], self._range[1] + 1)
+
+    def on_step(self, step: int | None) -> None:
+        """Step `step` is about to start; None: no step is in flight, and something else is about to happen."""
+        if self._range is not None and self._runtime.trace is not None:
+            active = step is not None and self._range[0] <= step <= self._range[1]
+            if active != self._runtime.trace.active:
+                self._runtime.wait()  # on a GPU the times of a step's last tasks come later than its loss
+            self._runtime.trace.active = active
+
+    def write(self, step: Step) -> None:
+        """Write the file, if one was asked for.
+
+        Args:
+            step: that the run has replayed.
+
+        Raises:
+            StorageError: the disk is full or failed.
+        """
+        trace = self._runtime.trace
+        if trace is None:
+            return
+        with suppress(SchedulerError):  # on a GPU the times of the last tasks come later than what they computed; a run that failed is traced too
+            self._runtime.wait()
+        trace.active = False
+        ran = list(trace.tasks())
+        begin = self._first + 1
+        assert step.plan is not None  # the run has replayed it
+        placed = places_in_steps(ran, step.first_tasks, len(step.plan.tasks), begin, max(self._range[0] if self._range else begin, begin))
+        about: dict[str, Any] = {"unix_ns": time.time_ns() - time.perf_counter_ns()}
+        about |= facts_of(ran, placed, step.plan, self._runtime)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            names, nodes = dict(enumerate(self._runtime.stats()["busy_seconds"])), self._runtime.node_names
+            trace.write(self.path, names, nodes, steps=[place and place[0] for place in placed], about=about)
+        except OSError as error:
+            raise StorageError(f"cannot write the trace {self.path}: {error.strerror}; choose another place with --trace") from error
+
+
+Place = tuple[int, int]
+"""(step, position in its plan) of a task that ran."""
+
+
+def places_in_steps(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: int, begin: int, since: int) -> list[Place | None]:
+    """Which step each task that ran belongs to, None for none.
+
+    Replay k of a recorded step runs instance k mod 2, whose tasks have numbers of their own that come again every second replay.
+
+    Args:
+        first_tasks: see `Step.first_tasks`.
+        begin: the step of the first replay.
+        since: the first step that was traced.
+    """
+    found: list[Place | None] = []
+    times: Counter[int] = Counter()
+    for _, _, number, *_ in ran:
+        instance = next((at for at, first in enumerate(first_tasks) if first <= number < first + num_tasks), None)
+        if instance is None:
+            found.append(None)
+            continue
+        earliest = since + (since - begin + instance) % 2
+        found.append((earliest + 2 * times[number], number - first_tasks[instance]))
+        times[number] += 1
+    return found
+
+
+def facts_of(ran: Sequence[Ran], placed: Sequence[Place | None], plan: StepPlan, runtime: Runtime) -> dict[str, Any]:
+    """What the traced steps that are whole say together; nothing if there is none."""
+    tasks = [(place, start, end) for (_, _, _, start, end, *_), place in zip(ran, placed, strict=True) if place is not None]
+    counts = Counter(step for (step, _), _, _ in tasks)
+    whole = sorted(step for step, count in counts.items() if count == len(plan.tasks))
+    if not whole:
+        return {}
+    durations: list[list[float]] = [[] for _ in plan.tasks]
+    kept = [each for each in tasks if each[0][0] in set(whole)]
+    for (_, position), start, end in kept:
+        durations[position].append((end - start) / 1e9)
+    span = max(end for _, _, end in kept) - min(start for _, start, _ in kept)
+    return {
+        "steps": whole,
+        "seconds_per_step": span / 1e9 / len(whole),
+        "codelets": codelets_of(plan),
+        "bounds_seconds": runtime.lower_bounds(plan, [median(each) for each in durations]),
+    }
+
+
+def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
+    """What the tasks of each codelet do in a step: their number, floating-point operations, and bytes read and written, by its cost function."""
+    found: dict[str, dict[str, float]] = {}
+    for task in plan.tasks:
+        row = found.setdefault(task.name, {"tasks": 0, "flops": 0.0, "bytes": 0.0})
+        row["tasks"] += 1
+        cost = getattr(task.codelet, "cost", None)
+        if cost is not None:
+            flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants)
+            row["flops"] += flops
+            row["bytes"] += nbytes
+    return found

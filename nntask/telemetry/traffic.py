@@ -1,0 +1,39 @@
+"""The closing report on movement: what went over which link, what left memory, how long workers waited for it, and how full memory was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..config.units import format_size
+from ..hardware.machine_model import DISK
+from .metrics import Totals
+
+LINKS: Final = 6
+"""Lines about links, at most."""
+
+
+def is_worth_telling(totals: Totals, stats: Mapping[str, Any]) -> bool:
+    """Whether there is more than one memory, or too little of the one."""
+    return totals.steps > 0 and (len(stats["budget_bytes"]) > 1 or totals.stall_seconds > 0)
+
+
+def traffic_report(totals: Totals, stats: Mapping[str, Any]) -> list[str]:
+    """Lines that say where the bytes went.
+
+    Args:
+        totals: sums over steps of this process, at least one.
+        stats: counters of its runtime.
+    """
+    steps, seconds = totals.steps, max(totals.seconds, 1e-9)
+    links = sorted(totals.moved_bytes.items(), key=lambda item: -item[1])
+    if len(links) > LINKS:
+        links = [*links[: LINKS - 1], (f"over {len(links) - LINKS + 1} other links", sum(nbytes for _, nbytes in links[LINKS - 1 :]))]
+    lines = [f"moved {link}: {nbytes / steps / 1e9:.3f} GB a step, {nbytes / seconds / 1e9:.2f} GB/s" for link, nbytes in links]
+    used = {node: f"{node} {format_size(nbytes)} of {format_size(stats['budget_bytes'][node])}" for node, nbytes in stats["peak_bytes"].items()}
+    peaks, reserved = ", ".join(text for node, text in used.items() if node != DISK), f"; reserved: {used[DISK]}" if DISK in used else ""
+    share = totals.stall_seconds / (seconds * max(len(stats["busy_seconds"]), 1))
+    waited = f"workers waited for data or room {share:.1%} of the time"
+    lines.append(f"peak: {peaks}{reserved}")
+    lines.append(f"evictions: {totals.evictions / steps:.0f} a step; {totals.hit_rate:.1%} of inputs were in place; {waited}")
+    return lines

@@ -1,0 +1,178 @@
+"""How a model is cut: the tile sizes of its six dimensions, and the committed table they come from when nobody chose.
+
+Tile sizes are part of the numerics (they fix the order of sums), so the table looks only at the model and the shape of a minibatch, never at
+workers, budgets or measurements. Its limits (tokens, features and vocabulary rows per tile) become sizes in `cut`, which is also the grid that
+``--auto-tile measured`` searches; `tiletable` keeps what that finds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import isqrt
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..models.interface import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTiling:
+    """Tile sizes; -1 is the whole dimension, a size larger than the dimension too.
+
+    Args:
+        minibatch_tile: sequences per tile.
+        seq_tile: tokens per tile.
+        embd_tile: features of the residual stream per tile.
+        inner_tile: features of the feed-forward layer per tile.
+        head_tile: heads of queries per tile, with the heads of keys and values that they share: whole groups of them.
+        vocab_tile: rows of the embedding and of the head per tile.
+
+    Raises:
+        UsageError: a size is zero or below -1.
+    """
+
+    minibatch_tile: int = -1
+    seq_tile: int = -1
+    embd_tile: int = -1
+    inner_tile: int = -1
+    head_tile: int = -1
+    vocab_tile: int = -1
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            size = getattr(self, f.name)
+            if size == 0 or size < -1:
+                raise UsageError(
+                    f"{f.name} must be at least 1, or -1 for the whole dimension, got {size}; the nearest legal value is {1 if size == 0 else -1}"
+                )
+
+    def resolve(self, config: ModelConfig, minibatch: int, seq_len: int) -> ModelTiling:
+        """The same tiling with every size between 1 and its dimension.
+
+        Raises:
+            UsageError: a tile of heads of queries would hold a part of the heads that share a head of keys and values.
+        """
+        whole = (minibatch, seq_len, config.n_embd, config.inner_size, config.n_head, config.vocab_size)
+        sizes = (getattr(self, f.name) for f in fields(self))
+        tiling = ModelTiling(*(n if size == -1 else min(size, n) for size, n in zip(sizes, whole, strict=True)))
+        group = config.n_head // config.n_kv_head
+        if tiling.head_tile % group:
+            near = max(group, (tiling.head_tile + group // 2) // group * group)
+            raise UsageError(
+                f"head_tile must be a multiple of {group}, because {group} heads of queries share each of the {config.n_kv_head} heads of keys and "
+                f"values, got {tiling.head_tile}; the nearest legal value is {near}"
+            )
+        return tiling
+
+
+class Limits(NamedTuple):
+    """How large a tile may be; everything about a tiling that somebody chooses.
+
+    Args:
+        tokens: tokens per tile.
+        features: features per tile, of the residual stream, the heads and the feed-forward layer.
+        vocab: rows of the embedding per tile.
+    """
+
+    tokens: int
+    features: int
+    vocab: int
+
+
+_TABLE: Final = {
+    "cpu": (
+        (512, Limits(tokens=512, features=2048, vocab=4096)),
+        (2048, Limits(tokens=1024, features=4096, vocab=8192)),
+        (1 << 30, Limits(tokens=1024, features=2048, vocab=4096)),
+    ),
+    "cuda": ((1 << 30, Limits(tokens=4096, features=8192, vocab=16384)),),
+}
+"""Device class -> (largest n_embd, limits for models up to that width). Those of GPUs follow from the cost of a launch, some microseconds, beside
+products at hundreds of Tflop/s; nobody has tuned them on a card yet."""
+_FEW_ROWS: Final = 512
+_MULTIPLE: Final = 64
+
+
+def table_limits(config: ModelConfig, minibatch: int, seq_len: int, *, device: str = "cpu") -> Limits:
+    """The table's limits for `minibatch` sequences of `seq_len` tokens: at least two tiles of tokens whenever there are two tokens.
+
+    Args:
+        device: device class, a key of the table.
+
+    Raises:
+        UsageError: a count is not positive.
+    """
+    if minibatch < 1 or seq_len < 1:
+        raise UsageError(f"minibatch and sequence length must be at least 1, got {minibatch} and {seq_len}; the nearest legal value is 1")
+    row = next(limits for width, limits in _TABLE[device] if config.n_embd <= width)
+    total = minibatch * seq_len
+    return Limits(
+        tokens=min(row.tokens, -(-total // 2)),
+        features=row.features,
+        vocab=min(row.vocab, max(_FEW_ROWS, -(-config.vocab_size // 2))),
+    )
+
+
+def default_tiling(config: ModelConfig, minibatch: int, seq_len: int, *, device: str = "cpu") -> ModelTiling:
+    """The committed table's tiling; see `table_limits`."""
+    return cut(config, minibatch, seq_len, table_limits(config, minibatch, seq_len, device=device))
+
+
+_CACHE_TILE: Final = 512
+_GENERATION: Final = Limits(tokens=_CACHE_TILE, features=4096, vocab=8192)
+
+
+def generation_tiling(config: ModelConfig) -> ModelTiling:
+    """Tiles for generating text, where each step reads every weight once for a few tokens: all texts of a batch in one tile, and two tiles at least
+    along everything but the residual stream, so that two workers share the reading; keys and values in tiles of `_CACHE_TILE` positions."""
+
+    def halved(extent: int, limit: int) -> int:
+        pieces = 2 * -(-extent // (2 * limit))  # as many for one worker as for the other
+        return even(extent, -(-extent // pieces))
+
+    return ModelTiling(
+        seq_tile=_CACHE_TILE,
+        embd_tile=even(config.n_embd, _GENERATION.features),
+        inner_tile=halved(config.inner_size, _GENERATION.features),
+        head_tile=whole_groups(config, halved(config.n_head, max(1, _GENERATION.features // config.head_size))),
+        vocab_tile=halved(config.vocab_size, _GENERATION.vocab),
+    )
+
+
+def cut(config: ModelConfig, minibatch: int, seq_len: int, limits: Limits) -> ModelTiling:
+    """As few tiles within `limits` as possible, of nearly equal size."""
+    if seq_len > limits.tokens:
+        sequences, seq_tile = 1, even(seq_len, limits.tokens)
+    else:
+        sequences, seq_tile = max(n for n in divisors(minibatch) if n * seq_len <= limits.tokens), seq_len
+    return ModelTiling(
+        minibatch_tile=sequences,
+        seq_tile=seq_tile,
+        embd_tile=even(config.n_embd, limits.features),
+        inner_tile=even(config.inner_size, limits.features),
+        head_tile=whole_groups(config, limits.features // config.head_size),
+        vocab_tile=even(config.vocab_size, limits.vocab),
+    )
+
+
+def whole_groups(config: ModelConfig, limit: int) -> int:
+    """Heads of queries per tile, at most `limit` where that is possible: all that share a head of keys and values lie in one tile."""
+    group = config.n_head // config.n_kv_head
+    return group * even(config.n_kv_head, max(1, limit // group))
+
+
+def even(extent: int, limit: int) -> int:
+    """Tile size that cuts `extent` into as few tiles of at most `limit` as possible, of nearly equal size; multiples of 64 where they are large."""
+    if extent <= limit:
+        return extent
+    size = -(-extent // -(-extent // limit))
+    rounded = -(-size // _MULTIPLE) * _MULTIPLE
+    return rounded if size >= _MULTIPLE and rounded <= limit else size
+
+
+def divisors(n: int) -> list[int]:
+    """Divisors of n, ascending."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

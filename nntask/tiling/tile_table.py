@@ -1,0 +1,112 @@
+"""A tile table of one's own: a TOML file of tilings that ``--auto-tile measured`` found, each for exactly one shape of model and minibatch.
+
+::
+
+    [[tiling]]
+    n_embd = 768             # the shape the row is for
+    n_inner = 3072
+    n_head = 12
+    n_kv_head = 12
+    vocab_size = 50257
+    minibatch = 4
+    seq_len = 1024
+    minibatch_tile = 1       # its tile sizes
+    seq_tile = 1024
+    embd_tile = 768
+    inner_tile = 3072
+    head_tile = 12
+    vocab_tile = 8384
+
+The number of layers is no part of a shape: tiles do not depend on it. A shape that has no row is cut by the committed table (`tiling`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..checkpoints.store import write_atomically
+from ..errors import DataError, StorageError
+from ..models.interface import ModelConfig
+from .model_tiling import ModelTiling
+
+FLAG: Final = "--tile-table"
+_ROWS: Final = "tiling"
+
+
+class Shape(NamedTuple):
+    """What a row is for."""
+
+    n_embd: int
+    n_inner: int
+    n_head: int
+    n_kv_head: int
+    vocab_size: int
+    minibatch: int
+    seq_len: int
+
+
+def shape_of(config: ModelConfig, minibatch: int, seq_len: int) -> Shape:
+    """The shape under which a model and a minibatch of it stand in a table."""
+    return Shape(config.n_embd, config.inner_size, config.n_head, config.n_kv_head, config.vocab_size, minibatch, seq_len)
+
+
+def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
+    """The rows of a file, the last of equal shapes.
+
+    Raises:
+        DataError: it cannot be read or is no tile table.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{FLAG} {path} cannot be read: {why}; give an existing file, or make one with --auto-tile measured") from None
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"{FLAG} {path} is not a TOML file: {error}; mend it, or give another file") from None
+    rows = content.pop(_ROWS, [])
+    if content or not isinstance(rows, list):
+        raise DataError(f"{FLAG} {path} must hold [[{_ROWS}]] rows and nothing else, got {', '.join(content) or _ROWS}; give another file")
+    return dict(_row(row, f"{FLAG} {path}, row {number}") for number, row in enumerate(rows, 1))
+
+
+def _row(row: Any, source: str) -> tuple[Shape, ModelTiling]:
+    """One row, checked.
+
+    Raises:
+        DataError: a key is missing or unknown, or a size is no whole number of at least 1.
+    """
+    sizes = [f.name for f in fields(ModelTiling)]
+    wanted = [*Shape._fields, *sizes]
+    if not isinstance(row, Mapping) or set(row) != set(wanted):
+        found = ", ".join(sorted(row)) if isinstance(row, Mapping) else repr(row)
+        raise DataError(f"{source} must have the keys {', '.join(wanted)}, got {found}; mend or remove the row")
+    for name in wanted:
+        if type(row[name]) is not int or row[name] < 1:
+            raise DataError(f"{source}: {name} must be a whole number of at least 1, got {row[name]!r}; mend or remove the row")
+    if row["minibatch"] % row["minibatch_tile"]:
+        raise DataError(f"{source}: minibatch_tile must divide minibatch = {row['minibatch']}, got {row['minibatch_tile']}; mend or remove the row")
+    return Shape(*(row[name] for name in Shape._fields)), ModelTiling(*(row[name] for name in sizes))
+
+
+def add_row(path: str | Path, shape: Shape, tiling: ModelTiling) -> None:
+    """Enter a tiling into a file, in place of an earlier one of that shape; makes the file where there is none.
+
+    Raises:
+        DataError: the file is there and is no tile table.
+        StorageError: it cannot be written.
+    """
+    path = Path(path)
+    rows = read_table(path) if path.exists() else {}
+    rows[shape] = tiling
+    lines = ["# tilings found by nntask train --auto-tile measured --tile-table FILE; later runs read them with --tile-table FILE"]
+    for each, sizes in rows.items():
+        lines += ["", f"[[{_ROWS}]]"] + [f"{name} = {size}" for name, size in {**each._asdict(), **asdict(sizes)}.items()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "\n".join(lines) + "\n")
+    except OSError as error:
+        raise StorageError(f"{FLAG} {path} cannot be written: {error.strerror or error}; name another file") from error

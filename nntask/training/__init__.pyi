@@ -1,0 +1,28 @@
+from .autotune import measure
+from .compare import Comparison, run_side_by_side
+from .initial_weights import model_to_start_from
+from .preflight import check_disk, check_start, warn_of_disk
+from .run import train
+from .run_directory import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE, machine_of, newest_run, write_machine
+from .signals import Interrupts
+
+__all__ = [
+    "CONFIG",
+    "MACHINE",
+    "METRICS",
+    "NODES",
+    "SUMMARY",
+    "TRACE",
+    "Comparison",
+    "Interrupts",
+    "check_disk",
+    "check_start",
+    "machine_of",
+    "measure",
+    "model_to_start_from",
+    "newest_run",
+    "run_side_by_side",
+    "train",
+    "warn_of_disk",
+    "write_machine",
+]

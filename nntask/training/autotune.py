@@ -1,0 +1,267 @@
+"""``--auto-tile measured``: tile sizes by trial, before a run begins.
+
+The search climbs from the table's limits (tokens, features, vocabulary rows per tile; `tiling.Limits`): along one axis after the other it halves or
+doubles the limit, as long as that is faster. The three fastest tilings are then tried twice more, in turn, and the medians decide, so that a lull of
+the machine does not. Sizes given by flags stay as they are. A trial runs real steps on random tokens within the budgets of
+the run. Where the whole step fits into memory, the trial's model has two layers and its batch two minibatches for each memory at most, and
+
+    seconds of a step = seconds of the trial's step x kernel seconds of the whole step / kernel seconds of the trial's,
+
+in which every task of the whole step is taken to last as long as the trial's tasks of its kind. Where memory is short, the whole step runs, because
+what moves does not shrink with the model in proportion. Nothing is searched for a run that is resumed: its sizes are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import Final, cast
+
+import numpy as np
+
+import scheduler
+from scheduler import Accesses, Runtime, Trace
+from scheduler.machine import RecordedTask, StepPlan, Task, footprint
+
+from ..config.resolution import TILE_FLAGS, retiled
+from ..config.run_config import RunConfig
+from ..data.dataset import open_dataset
+from ..data.sampler import Batch
+from ..engine.recorded import RecordedEngine
+from ..errors import UsageError
+from ..hardware.machine_model import this_machine
+from ..hardware.runtimes import FAILURES, runtime_for, told
+from ..planning.memory_fit import capture, least_needs, no_collections
+from ..tiling.model_tiling import Limits, ModelTiling, cut, table_limits
+from ..tiling.tile_table import FLAG, add_row, read_table, shape_of
+from .run_directory import check_writable
+from .signals import Interrupts
+
+LAYERS: Final = 2
+"""Layers of a trial's model: tasks of all kinds occur, and twice."""
+LEAST_STEPS, MOST_STEPS, LEAST_SECONDS = 2, 10, 1.0
+"""Steps of a trial after the first, which does not count: at least two, more until a second is over; the fastest counts."""
+FINALISTS, FINALS = 3, 2
+"""Tilings that are tried again, and how often."""
+SMALLEST: Final = Limits(tokens=64, features=64, vocab=256)
+"""Where halving ends."""
+LARGEST: Final = 1 << 20
+"""Where doubling ends; no dimension is larger."""
+
+Say = Callable[[str], None]
+Stopped = Callable[[], bool]
+
+
+class _Stopped(Exception):
+    """A signal came."""
+
+
+class _Stopwatch(Trace):
+    """Seconds in the kernel of each task of the step under way, instead of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[int, float] = {}
+
+    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, accesses: Accesses) -> None:
+        """A kernel ran."""
+        self.seconds[task] = (end_ns - start_ns) * 1e-9
+
+    def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int, handle: int) -> None:
+        """Copies are part of the step's seconds."""
+
+    def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
+        """Nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lap:
+    """One step of a trial: its seconds, and those of its tasks in planned order."""
+
+    seconds: float
+    tasks: Sequence[float]
+
+
+def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
+    """The run in the tiles that a search finds fastest; the exit code instead when a signal ended the search.
+
+    Raises:
+        UsageError, DataError: the table of tiles or the data cannot be used.
+        StorageError: the disk tier failed, or the tile table could not be written.
+        Diverged: --check-finite found NaN.
+    """
+    if len(run.tiles.given) == len(TILE_FLAGS):
+        say("--auto-tile measured has nothing to search: every tile size is given")
+        return run
+    table = run.tiles.table
+    if table:
+        check_writable(Path(table), FLAG)
+        if Path(table).exists():
+            read_table(table)
+    open_dataset(run.data, say)  # what is wrong with the data is better heard before the search than after it
+    with Interrupts() as interrupts:
+        try:
+            tiling = search(run, say, interrupts.pending)
+        except _Stopped:
+            say("interrupted while tiles were measured; nothing was saved yet, so there is nothing to continue")
+            return interrupts.exit_code
+    run = retiled(run, tiling)
+    if table and not run.settings.run.dry_run:
+        add_row(table, shape_of(run.model.config, run.step.minibatch, run.model.seq_len), tiling)
+        say(f"auto-tile: entered into {table}")
+    return run
+
+
+def search(run: RunConfig, say: Say, stopped: Stopped = lambda: False) -> ModelTiling:
+    """The fastest tiling found; the table's, with the sizes that were given, if none fits."""
+    config, minibatch, length = run.model.config, run.step.minibatch, run.model.seq_len
+
+    def tiling_within(limits: Limits) -> ModelTiling:
+        return retiled(run, cut(config, minibatch, length, limits)).model.tiling
+
+    def measure_once(tiling: ModelTiling) -> None:
+        found, how = measure(run, tiling, stopped)
+        seconds.setdefault(tiling, []).append(found)
+        say(f"auto-tile: {_words(tiling)}: {how if found == inf else f'{found:.4g} s a step{how}'}")
+
+    def measured(tiling: ModelTiling) -> float:
+        if tiling not in seconds:
+            measure_once(tiling)
+        return median(seconds[tiling])
+
+    seconds: dict[ModelTiling, list[float]] = {}
+    first = limits = table_limits(config, minibatch, length, device=run.machine.gpus.device_class)
+    while measured(best := tiling_within(limits)) == inf:
+        smaller = Limits(*(min(size, max(size // 2, least)) for size, least in zip(limits, SMALLEST, strict=True)))
+        if smaller == limits:
+            break
+        limits = smaller
+    for axis in Limits._fields:
+        start = best
+        for neighbours in (_smaller, _larger):
+            for trial in neighbours(limits, axis):
+                tiling = tiling_within(trial)
+                if tiling == best:
+                    continue
+                if measured(tiling) >= measured(best):
+                    break
+                limits, best = trial, tiling
+            if best != start:
+                break
+    if measured(best) == inf:
+        say(f"auto-tile: none of {len(seconds)} tilings fits")
+        return tiling_within(first)
+    finalists = sorted((tiling for tiling in seconds if measured(tiling) < inf), key=measured)[:FINALISTS]
+    if len(finalists) > 1:
+        for tiling in finalists * FINALS:
+            measure_once(tiling)
+        best = min(finalists, key=measured)
+    say(f"auto-tile: the fastest of {len(seconds)} tilings is {_words(best)}")
+    return best
+
+
+def _smaller(limits: Limits, axis: str) -> Iterator[Limits]:
+    """`limits` with one of them halved, again and again."""
+    value, least = getattr(limits, axis), getattr(SMALLEST, axis)
+    while value > least:
+        value = max(value // 2, least)
+        yield limits._replace(**{axis: value})
+
+
+def _larger(limits: Limits, axis: str) -> Iterator[Limits]:
+    """`limits` with one of them doubled, again and again."""
+    value = getattr(limits, axis)
+    while value < LARGEST:
+        value *= 2
+        yield limits._replace(**{axis: value})
+
+
+def _words(tiling: ModelTiling) -> str:
+    return ", ".join(f"{name.removesuffix('_tile')} {getattr(tiling, name)}" for name in tiling.__slots__)
+
+
+def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: False) -> tuple[float, str]:
+    """Seconds of an optimizer step in these tiles and what was left out in measuring; infinity and the reason if the step does not fit.
+
+    Raises:
+        StorageError: the disk tier failed.
+    """
+    run, config = retiled(run, tiling), run.model.config
+    try:
+        with no_collections():
+            whole = capture(run)
+            target = this_machine(run.machine)
+            fits = least_needs(whole, run, target).fit(target)
+    except UsageError:
+        return inf, "too many tasks"
+    if not fits:
+        return inf, "does not fit"
+    count, small = run.step.num_minibatches, config
+    if whole.needed_bytes() <= target.memory:
+        small = config.with_layers(min(config.n_layer, LAYERS))
+        count = min(count, 2 * len(target.places))
+    try:
+        plan, lap = _run(run.cut(batch=count * run.step.minibatch).with_model(config=small), stopped)
+    except scheduler.DoesNotFit:
+        return inf, "does not fit"
+    kernels = _kernel_seconds(whole, plan, lap.tasks)
+    left_out = f" (from {small.n_layer} of {config.n_layer} layers)" if small.n_layer < config.n_layer else ""
+    return lap.seconds * kernels / sum(lap.tasks), left_out
+
+
+def _run(run: RunConfig, stopped: Stopped) -> tuple[StepPlan, _Lap]:
+    """The fastest step of a trial."""
+    watch = _Stopwatch()
+    tokens = np.random.Generator(np.random.PCG64(run.model.seed)).integers(
+        0, run.model.config.vocab_size, (run.step.batch, run.model.seq_len + 1), np.int32
+    )
+    batch = Batch(tokens[:, :-1], tokens[:, 1:])
+    machine = replace(run.machine, asked=replace(run.machine.asked, graphs=False))  # on GPUs, so that each task has a time
+    runtime = runtime_for(run.on(machine), watch)
+    try:
+        with runtime:
+            engine = RecordedEngine(run, runtime)
+            runtime.wait()
+            plan = engine.order.plan
+            return plan, min(_laps(engine, runtime, watch, batch, stopped), key=lambda lap: lap.seconds)
+    except FAILURES as error:
+        raise told(error, runtime, machine, "the run has not begun, name another place with --disk") from error
+
+
+def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:
+    """Steps of a trial without the first."""
+    laps: list[_Lap] = []
+    total = 0.0
+    for number in range(1, MOST_STEPS + 2):
+        if stopped():
+            raise _Stopped
+        watch.seconds.clear()
+        begin = perf_counter()
+        engine.start(number, 0.0, batch).result()
+        runtime.wait()  # on a GPU kernels, and then their times, come later than the loss
+        seconds = perf_counter() - begin
+        if number > 1:
+            laps.append(_Lap(seconds, [watch.seconds[task] for task in sorted(watch.seconds)]))  # ids rise in planned order
+            total += seconds
+        if len(laps) >= LEAST_STEPS and total >= LEAST_SECONDS:
+            break
+    return laps
+
+
+def _kernel_seconds(whole: StepPlan, trial: StepPlan, seconds: Sequence[float]) -> float:
+    """Sum over the tasks of a step if each lasts as long as the trial's tasks of its kind do on average."""
+    kinds: dict[object, list[float]] = {}
+    for task, lasted in zip(trial.tasks, seconds, strict=True):
+        kinds.setdefault(_kind(task), []).append(lasted)
+        kinds.setdefault(task.name, []).append(lasted)  # for kinds that only deeper layers have
+    means = {kind: fmean(each) for kind, each in kinds.items()}
+    return sum(means.get(_kind(task)) or means[task.name] for task in whole.tasks)
+
+
+def _kind(task: RecordedTask) -> tuple[str, int]:
+    """What tasks of equal cost share."""
+    return task.name, footprint(cast(Task, task))

@@ -1,0 +1,80 @@
+"""What a training does with its model besides steps: validation, files asked for, the sample, closing lines and summary.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiles import TileTensor
+
+from ..checkpoints.store import AGAINST_DIVERGENCE
+from ..config.settings import StorageDtype
+from ..data.sampler import in_order
+from ..errors import Diverged, UsageError
+from ..io.safetensors_file import STORAGE, save_tensors
+from ..telemetry.metrics import Journal
+from ..telemetry.traffic import is_worth_telling, traffic_report
+from .evaluation import evaluate
+from .run_directory import summary_of, write_summary
+from .session import Session
+
+
+def validate(session: Session, step: int) -> None:
+    """Score the validation data and print the result."""
+    validation = session.dataset.validation
+    if validation is None:
+        return
+    run = session.run
+    batches = in_order(validation, session.stream.length, run.step.minibatch, run.settings.run.eval_batches)
+    if not batches:
+        session.printer.say(f"{validation.path} is shorter than one sequence of {session.stream.length} tokens; nothing to validate on")
+        return
+    tokenizer = session.dataset.tokenizer
+    result = evaluate(session.engine, batches, tokenizer.byte_lengths() if tokenizer else None, session.interrupts.pending)
+    if result is not None:
+        session.printer.say(f"step {step}: validation {result.line()}")
+
+
+def close(session: Session, journal: Journal, step: int) -> None:
+    """Last validation, files asked for, sample, closing lines; a signal leaves out validation and sample."""
+    settings, printer = session.run.settings, session.printer
+    if settings.run.eval_every and step % settings.run.eval_every:
+        validate(session, step)
+    files = settings.checkpoints
+    if files.save_checkpoint:
+        _save_file("--save-checkpoint", files.save_checkpoint, session.engine.model_tensors(), files.save_checkpoint_dtype)
+    if files.save_optimizer:
+        _save_file("--save-optimizer", files.save_optimizer, session.engine.optimizer_tensors(), files.save_optimizer_dtype)
+    timed = journal.timed
+    if timed.steps:
+        seconds, tokens = timed.seconds, timed.tokens
+        flops = (session.counts.forward + session.counts.backward) * tokens / session.stream.length
+        printer.say(f"Training time: {seconds} seconds")
+        printer.say(f"Training throughput tokens/sec: {tokens / seconds}")
+        printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
+        formula = "6N" if session.run.start.base is None else "4N + 6A"
+        printer.say(f"Model flops utilisation ({formula} + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
+        printer.say(f"Loss on the last batch: {timed.loss_last}")
+    stats = session.runtime.stats()
+    if is_worth_telling(journal.own, stats):
+        printer.say("\n".join(traffic_report(journal.warm if journal.warm.steps else journal.own, stats)))
+    if settings.run.sample_tokens and not session.interrupts.pending():
+        text = session.engine.sample(session.dataset, session.stream.length, session.interrupts.pending)
+        printer.say(f"--- sample\n{text}\n---")
+
+
+def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: StorageDtype) -> None:
+    """Write a file that was asked for beside the checkpoints."""
+    try:
+        save_tensors(path, tensors, dtype=STORAGE[dtype], finite=True)
+    except Diverged as error:
+        raise Diverged(f"{flag} {path} was not written: {error}; {AGAINST_DIVERGENCE}") from None
+    except UsageError as error:
+        raise UsageError(f"{flag} {path} was not written: {error}") from None
+
+
+def summarise(session: Session, journal: Journal) -> None:
+    """Write summary.json, whichever way the training ended."""
+    write_summary(
+        session.run.directory,
+        summary_of(journal.whole, journal.own, session.runtime.stats(), session.engine.num_tasks, session.fallbacks),
+    )

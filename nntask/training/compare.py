@@ -1,0 +1,208 @@
+"""Two kinds of workers side by side: the same training steps on each, task by task, until the first task whose results differ.
+
+Each side is a runtime with one worker of its kind, driven by a thread of its own; both submit the same tasks in the same order, so a task is known by
+its number. The side that comes first to a task keeps a copy of what the task wrote, the other compares its own with that and forgets the copy. A side
+that is far ahead waits. Of all tasks that differ the first in submission order is told: what it read was equal within the tolerance, so it is the one
+that went wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import FinishedTask, OnTask, R, Runtime, W
+
+Array = npt.NDArray[Any]
+
+AHEAD: Final = 64 << 20
+"""Bytes of results a side may keep for the other to compare before it waits, unless the other is waiting already: one must go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileDifference:
+    """A result that differs.
+
+    Attributes:
+        name: of the tile.
+        shape, dtype: of the tile.
+        largest: difference between two of its elements; infinite where one is NaN or infinite and the other is not.
+        index: of that element in the tile.
+        a, b: its values on each side.
+        num_beyond: elements that differ beyond the tolerance.
+        num_elements: all of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    largest: float
+    index: tuple[int, ...]
+    a: float
+    b: float
+    num_beyond: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDifference:
+    """A task whose results differ.
+
+    Attributes:
+        name: of its codelet.
+        number: its place in the order of all tasks.
+        replay: of the training step, from 0; None for a task before the first one.
+        reads: names of the tiles it read.
+        tiles: those of its results that differ.
+    """
+
+    name: str
+    number: int
+    replay: int | None
+    reads: tuple[str, ...]
+    tiles: tuple[TileDifference, ...]
+
+
+class Comparison:
+    """What two sides have written, as far as both have.
+
+    Args:
+        rtol, atol: elements differ when |a - b| > atol + rtol |b|; with 0 and 0, when they are not equal. NaN equals NaN.
+
+    Attributes:
+        num_tasks, num_tiles: compared so far.
+        largest: difference between two elements so far, whether beyond the tolerance or not.
+        first: the first task beyond it.
+    """
+
+    def __init__(self, rtol: float, atol: float) -> None:
+        self.rtol, self.atol = rtol, atol
+        self.num_tasks = self.num_tiles = 0
+        self.largest = 0.0
+        self.first: TaskDifference | None = None
+        self._kept: tuple[dict[int, tuple[FinishedTask, list[Array]]], ...] = ({}, {})
+        self._nbytes = [0, 0]
+        self._is_over = [False, False]
+        self._is_waiting = False
+        self._has_failed = False
+        self._changed = threading.Condition()
+
+    def side(self, which: int) -> OnTask:
+        """What a runtime's `on_task` takes for side 0 or 1."""
+        return lambda task: self._see(which, task)
+
+    def end(self, which: int, *, failed: bool) -> None:
+        """A side runs no more tasks; the other need not wait for it, nor go on if this one has failed."""
+        with self._changed:
+            self._is_over[which] = True
+            self._has_failed = self._has_failed or failed
+            self._changed.notify_all()
+
+    def num_alone(self) -> int:
+        """Tasks that one side has run and the other has not."""
+        return sum(map(len, self._kept))
+
+    def _see(self, which: int, task: FinishedTask) -> None:
+        written = [tile for tile in task.tiles if tile.mode != R]
+        with self._changed:
+            if self._has_failed:
+                raise _OtherSideFailed
+            other = self._kept[1 - which].pop(task.number, None)
+            if other is None:
+                self._keep(which, task, [np.array(tile.data) for tile in written])
+                return
+            self._nbytes[1 - which] -= sum(array.nbytes for array in other[1])
+            self._changed.notify_all()
+        theirs, arrays = other
+        if theirs.name != task.name or [tile.name for tile in theirs.tiles] != [tile.name for tile in task.tiles]:
+            raise AssertionError(f"task {task.number} is {task.name} on {task.worker} and {theirs.name} on {theirs.worker}")
+        found, largest = [], 0.0
+        for tile, array in zip(written, arrays, strict=True):
+            a, b = (array, tile.data) if which else (tile.data, array)
+            gap, difference = compare(tile.name, a, b, self.rtol, self.atol)
+            largest = max(largest, gap)
+            if difference is not None:
+                found.append(difference)
+        with self._changed:
+            self.num_tasks += 1
+            self.num_tiles += len(written)
+            self.largest = max(self.largest, largest)
+            if found and (self.first is None or task.number < self.first.number):
+                reads = tuple(tile.name for tile in task.tiles if tile.mode != W)
+                self.first = TaskDifference(task.name, task.number, task.replay, reads, tuple(found))
+
+    def _keep(self, which: int, task: FinishedTask, arrays: list[Array]) -> None:
+        """Keep results for the other side, and wait while it is far behind; only one side waits at a time, so one always goes on."""
+        self._kept[which][task.number] = task, arrays
+        self._nbytes[which] += sum(array.nbytes for array in arrays)
+        if self._is_waiting:
+            return
+        self._is_waiting = True
+        self._changed.wait_for(lambda: self._nbytes[which] <= AHEAD or self._is_over[1 - which])
+        self._is_waiting = False
+
+
+class _OtherSideFailed(Exception):
+    """Stops a side that nobody waits for any more."""
+
+
+def compare(name: str, a: Array, b: Array, rtol: float, atol: float) -> tuple[float, TileDifference | None]:
+    """The largest difference between two arrays of equal shape and type, and what is to be told if any is beyond the tolerance."""
+    if a.tobytes() == b.tobytes():
+        return 0.0, None
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(x - y)
+        gap[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
+        gap[np.isnan(gap)] = np.inf  # NaN on one side alone
+        beyond = gap > atol + rtol * np.abs(np.where(np.isfinite(y), y, 0))
+    largest = float(gap.max(initial=0.0))
+    if not beyond.any():
+        return largest, None
+    index = np.unravel_index(int(np.argmax(np.where(beyond, gap, -1))), gap.shape)
+    place = tuple(int(i) for i in index)
+    told = TileDifference(
+        name, a.shape, str(a.dtype), float(gap[place]), place, float(x[place]), float(y[place]), int(np.count_nonzero(beyond)), int(gap.size)
+    )
+    return largest, told
+
+
+def run_side_by_side(comparison: Comparison, sides: tuple[Callable[[], Runtime], Callable[[], Runtime]], program: Callable[[Runtime], None]) -> None:
+    """Run `program` on a runtime of each side at once, and compare.
+
+    Args:
+        sides: make the runtimes, one worker each.
+        program: submits the same tasks in the same order on any runtime.
+
+    Raises:
+        Exception: what one of the sides has raised.
+    """
+    errors: list[BaseException] = []
+
+    def drive(which: int) -> None:
+        failed = True
+        try:
+            with sides[which]() as runtime:
+                runtime.on_task(comparison.side(which))
+                program(runtime)
+                runtime.wait()
+            failed = False
+        except BaseException as error:  # told by the thread that asked
+            errors.append(error)
+        finally:
+            comparison.end(which, failed=failed)
+
+    threads = [threading.Thread(target=drive, args=(which,), name=f"nntask compare {which}", daemon=True) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    if alone := comparison.num_alone():
+        raise AssertionError(f"{alone} tasks ran on one side only")

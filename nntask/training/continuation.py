@@ -1,0 +1,50 @@
+"""What a run that has ended leaves behind, and the command that continues it, in words."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+from ..checkpoints.store import step_directories
+from ..config.run_config import RunConfig
+from ..config.settings import ClusterSettings
+
+
+def interrupted(run: RunConfig, step: int | None) -> str:
+    """What a signal before the last step has left behind; None for a step that was not saved."""
+    if not step_directories(run.directory):
+        return "interrupted before the first checkpoint; nothing was saved yet, so there is nothing to continue"
+    return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {_command(run)}"
+
+
+def all_there(run: RunConfig, step: int, steps: int) -> str:
+    """What a run has left behind that had nothing more to save when it was stopped."""
+    return f"all {steps} steps were done" if step == steps else interrupted(run, step)
+
+
+def until_restored(run: RunConfig) -> str:
+    """What a run whose data can no longer be read has left behind."""
+    steps = step_directories(run.directory)
+    if not steps:
+        return "nothing was saved, so there is nothing to continue"
+    return f"the newest checkpoint is {steps[-1]}; restore the data, then continue with: {_command(run)}"
+
+
+def left_behind(run: Path) -> str:
+    """What a run that ended too soon has left behind."""
+    steps = step_directories(run)
+    if not steps:
+        return "nothing was saved, so there is nothing to continue"
+    return f"nothing more was saved, the newest checkpoint is {steps[-1]}; continue with: nntask train --resume {shlex.quote(str(run))}"
+
+
+def _command(run: RunConfig) -> str:
+    """What continues a run."""
+    return f"nntask train --resume {shlex.quote(str(run.directory))}{_on(run.settings.cluster)}"
+
+
+def _on(cluster: ClusterSettings) -> str:
+    """The flags that say on which machines a run was, as it was told; a resumed run does not know them."""
+    found = ((f.name.replace("_", "-"), getattr(cluster, f.name)) for f in fields(cluster) if getattr(cluster, f.name) != f.default)
+    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in found)

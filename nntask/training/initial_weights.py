@@ -1,0 +1,112 @@
+"""Weights that a run begins with, and that a checkpoint stands for: compared with the model before anything is computed.
+
+Weights of a model directory, and those that adapters stand beside, are read tile by tile when they are first used; others before the first step.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiles import TileTensor
+
+from ..adapters.frozen_base import FrozenBase, frozen_base_of
+from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
+from ..config.run_config import ModelSpec, RunConfig, Start
+from ..config.settings import from_dict
+from ..engine.interface import Trained
+from ..engine.recorded import DTYPES, build_model
+from ..errors import UsageError
+from ..hf.model_directory import ModelDirectory
+from ..io.safetensors_file import TensorFile, load_tensors
+from ..models.language import LanguageModel
+from ..planning.memory_fit import Sketch
+
+if TYPE_CHECKING:
+    from scheduler import TaskRuntime
+
+
+def check_weights(run: RunConfig, sketch: Sketch) -> None:
+    """Compare every file of weights that will be read with the model, and with its checksum, before anything is computed or written.
+
+    Raises:
+        DataError: one is missing or broken, or holds weights of another model.
+    """
+    start = run.start
+    if start.resumed is not None:
+        start.resumed.verify(MODEL, OPTIMIZER)
+    for path, tensors, exact in _files(start, sketch.trained, sketch.optimizer):
+        with TensorFile(path) as file:
+            file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
+    if start.base is not None:
+        start.base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in sketch.frozen.items()})
+    elif start.directory is not None:
+        ModelDirectory.open(start.directory).check({name: tensor.shape for name, tensor in sketch.trained.items()})
+
+
+def load_weights(start: Start, engine: Trained) -> None:
+    """Read the files of weights that are not read tile by tile."""
+    for path, tensors, exact in _files(start, engine.model_tensors(), engine.optimizer_tensors()):
+        load_tensors(path, tensors, exact=exact)
+    if start.resumed is None and start.weights is not None and start.optimizer is None:
+        engine.reset_optimizer()  # masters are copies of the weights
+
+
+def _files(start: Start, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> list[tuple[Path, Mapping[str, TileTensor], bool]]:
+    """Files to load: path, tensors they fill, and whether element types must be equal."""
+    if start.resumed is not None:
+        return [(start.resumed.path / MODEL, model, True), (start.resumed.path / OPTIMIZER, optimizer, True)]
+    files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
+    if start.weights is not None and start.base is None:
+        files.append((start.weights, model, False))
+    if start.optimizer is not None:
+        files.append((start.optimizer, optimizer, False))
+    return files
+
+
+def model_to_start_from(run: RunConfig, runtime: TaskRuntime) -> LanguageModel | None:
+    """The model whose weights are in files, each tile to be read when it is first used; None where a new model begins with none."""
+    start = run.start
+    if start.base is not None:
+        return _beside(start.base, run.model, runtime)
+    if start.directory is None:
+        return None
+    model = build_model(run.model, runtime, fill=False)
+    ModelDirectory.open(start.directory).attach(model.tensors())
+    return model
+
+
+def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *, read: bool = True) -> LanguageModel:
+    """The model of a checkpoint as it was saved, adapters and what they stand beside included: what scores text.
+
+    Args:
+        spec: of its run, but for the element type.
+        read: False leaves the checkpoint's own weights unread.
+
+    Raises:
+        DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
+        UsageError: `spec` asks for a finer element type than that in which adapters met the weights beside them.
+    """
+    base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    trained, asked = DTYPES[stored.model.dtype], DTYPES[spec.dtype]
+    if base is not None and asked.itemsize > trained.itemsize:
+        raise UsageError(
+            f"{checkpoint.path} holds adapters for weights in {trained.name}, and in {asked.name} those weights are others; "
+            f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge"
+        )
+    if base is None:
+        model = build_model(spec, runtime, fill=False)
+    else:
+        model = _beside(base, spec, runtime)
+    if read:
+        checkpoint.load(model.trained_tensors(), exact=False)  # a text may be scored in another type than it was trained in
+    return model
+
+
+def _beside(base: FrozenBase, spec: ModelSpec, runtime: TaskRuntime) -> LanguageModel:
+    """A model with adapters in their first state, beside the weights of `base`."""
+    model = build_model(spec, runtime, fill=base.kind == "seed")
+    base.attach(model.frozen_tensors())
+    return model

@@ -1,0 +1,240 @@
+"""The training loop: at most two steps in flight, the loss of a step read while the next one runs.
+
+Guarantees: a checkpoint holds exactly the state after its step, with the place in the data; a loss, gradient norm or weight that is not finite is
+never saved and ends the run; a first Ctrl-C or SIGTERM lets what is in flight finish and saves, if a step was done at all; so do data that this
+process can no longer read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ..checkpoints.store import AGAINST_DIVERGENCE, save_checkpoint
+from ..data.sampler import Batch, BatchStream, Cursor
+from ..data.tokenizer import Tokenizer
+from ..engine.interface import Counters, Engine, Pending
+from ..errors import DataError, Diverged
+from ..telemetry.metrics import Journal, Meter, StepPrinter, step_line
+from ..telemetry.step_record import StepRecord
+from .signals import Interrupts
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """What the loop is to do.
+
+    Args:
+        steps: the last step.
+        first: steps done already, by the run that is continued.
+        lr: learning rate of a step (from 1).
+        save_every: checkpoint period, 0 for none but the last.
+        save_at_end: whether the last step is saved.
+        eval_every: validation period, 0 for never.
+        sum_loss: print the sum over a step's tokens instead of their mean.
+        flops: model flops of a step.
+        peak_flops: flop/s that the workers reach in matrix products.
+    """
+
+    steps: int
+    first: int
+    lr: Callable[[int], float]
+    save_every: int
+    save_at_end: bool
+    eval_every: int
+    sum_loss: bool
+    flops: float
+    peak_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Writes checkpoints of an engine.
+
+    Args:
+        directory: of the run.
+        state: what every state.json holds besides step and cursor.
+        keep: checkpoints kept.
+        tokenizer: kept with them; None for none.
+    """
+
+    directory: Path
+    engine: Engine
+    state: Mapping[str, Any]
+    keep: int
+    tokenizer: Tokenizer | None = None
+
+    def save(self, step: int, cursor: Cursor) -> Path:
+        """Write a checkpoint of the state after a step."""
+        state = {"step": step, "cursor": [cursor.epoch, cursor.position], **self.state}
+        model, optimizer = self.engine.model_tensors(), self.engine.optimizer_tensors()
+        return save_checkpoint(self.directory, state, model, optimizer, tokenizer=self.tokenizer, keep=self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What happens between and around steps besides; nothing unless given.
+
+    Args:
+        on_step: called before each step starts, with its number, and with None when no step is in flight and something else follows (tracing).
+        starts_alone: whether a step may start only when the one before it is over.
+        validate: called with a step number, when `LoopPlan.eval_every` says so.
+        on_saved: called after each checkpoint behind which training goes on.
+        at_end: called when the training is over, whichever way it ended.
+    """
+
+    on_step: Callable[[int | None], None] = lambda step: None
+    starts_alone: Callable[[int], bool] = lambda step: False
+    validate: Callable[[int], None] = lambda step: None
+    on_saved: Callable[[], None] = lambda: None
+    at_end: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that has been started."""
+
+    step: int
+    lr: float
+    cursor: Cursor
+    pending: Pending
+
+
+class Loop:
+    """Runs a `LoopPlan`."""
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        engine: Engine,
+        stream: BatchStream,
+        runtime: Counters,
+        *,
+        saver: Saver,
+        journal: Journal,
+        printer: StepPrinter,
+        interrupts: Interrupts,
+        hooks: Hooks,
+    ) -> None:
+        self.plan, self.engine, self.stream, self.runtime, self.hooks = plan, engine, stream, runtime, hooks
+        self.saver, self.journal, self.printer, self.interrupts = saver, journal, printer, interrupts
+        self.step = plan.first
+        self.seconds = 0.0
+        self._cursor = stream.cursor
+        self._saved = plan.first
+        self._meter = Meter(runtime.stats(forget_recent_peak=True))
+        self._budgets: Mapping[str, int] = runtime.stats()["budget_bytes"]
+        self._last_end = perf_counter()
+
+    def train(self) -> None:
+        """Run the steps that are left.
+
+        Raises:
+            Diverged: a loss, a gradient norm, or a weight that was to be saved is not finite.
+            DataError: training or validation data cannot be read any more; the steps done are saved.
+            StorageError: a checkpoint or a line of metrics.jsonl could not be written.
+            RunStopped: a callback of `Runtime.on_task` has stopped the run; the checkpoints so far are whole.
+        """
+        plan = self.plan
+        flying: _Flight | None = None
+        self._last_end = perf_counter()
+        for step in range(plan.first + 1, plan.steps + 1):
+            if self.interrupts.pending():
+                break
+            if flying is not None and self.hooks.starts_alone(step):
+                self._land(flying)
+                flying = None
+            self.hooks.on_step(step)
+            lr = plan.lr(step)
+            batch = self._next_batch(flying)
+            started = _Flight(step, lr, self.stream.cursor, self.engine.start(step, lr, batch))
+            if flying is not None:
+                self._land(flying)
+            flying = started
+            if _due(step, plan.save_every) or _due(step, plan.eval_every) or step == plan.steps:
+                self._land(flying)
+                flying = None
+                self._pause(step)
+        if flying is not None:
+            self._land(flying)
+        self._finish()
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step, unless that is there."""
+        if self.step == self._saved:
+            return
+        path = self.saver.save(self.step, self._cursor)
+        self._saved = self.step
+        self.printer.say(f"saved {path}")
+
+    def _finish(self) -> None:
+        """End the training, with nothing in flight, after the last step or before it."""
+        self.hooks.on_step(None)
+        if self.step < self.plan.steps or self.plan.save_at_end:
+            self.save()
+
+    def _next_batch(self, flying: _Flight | None) -> Batch:
+        """The data of the next step; where they cannot be read, what is in flight finishes and is saved first."""
+        try:
+            return self.stream.next()
+        except DataError:
+            if flying is not None:
+                self._land(flying)
+            self._finish()
+            raise
+
+    def _pause(self, step: int) -> None:
+        """What happens between steps with nothing in flight; its time and its traffic belong to no step."""
+        begin = perf_counter()
+        self.hooks.on_step(None)
+        if _due(step, self.plan.save_every):
+            self.save()
+        if _due(step, self.plan.eval_every):
+            try:
+                self.hooks.validate(step)
+            except DataError:
+                self._finish()
+                raise
+        if _due(step, self.plan.save_every) and step < self.plan.steps:
+            self.hooks.on_saved()
+        self._meter.skip(self.runtime.stats(forget_recent_peak=True))
+        self._last_end += perf_counter() - begin
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a step, check it, and write its line."""
+        outcome = flight.pending.result()
+        now = perf_counter()
+        seconds, self._last_end = now - self._last_end, now
+        self.seconds += seconds
+        tokens = self.stream.batch * self.stream.length
+        lap = self._meter.lap(self.runtime.stats(forget_recent_peak=True), seconds)
+        tflops = self.plan.flops / seconds / 1e12
+        record = StepRecord(
+            step=flight.step,
+            loss=outcome.loss * (tokens if self.plan.sum_loss else 1),
+            lr=flight.lr,
+            grad_norm=outcome.grad_norm,
+            tokens=tokens,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            tflops=tflops,
+            mfu=tflops * 1e12 / self.plan.peak_flops,
+            **lap,
+        )
+        self.journal.add(record)
+        done = flight.step - self.plan.first
+        eta = (self.plan.steps - flight.step) * self.seconds / done
+        self.printer.step(step_line(record, self.plan.steps, eta, self._budgets), keep=flight.step == self.plan.steps or flight.step % 10 == 0)
+        self.runtime.check_stop()
+        if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
+            what = f"loss {outcome.loss}" if not math.isfinite(outcome.loss) else f"gradient norm {outcome.grad_norm}"
+            raise Diverged(f"step {flight.step} has {what} at learning rate {flight.lr:g}; {AGAINST_DIVERGENCE}")
+        self.step, self._cursor = flight.step, flight.cursor
+
+
+def _due(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0

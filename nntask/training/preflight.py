@@ -1,0 +1,149 @@
+"""Whether a run may start: what its places and files refuse is refused here, before one is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from ..checkpoints.store import Checkpoint, run_of, step_directories
+from ..config.cluster import local_nodes
+from ..config.disk import disk_of
+from ..config.resolution import lacks_tokenizer
+from ..config.run_config import RunConfig
+from ..config.settings import TrainSettings
+from ..data.dataset import check_spec
+from ..data.tokenizer import TOKENIZER_FILE
+from ..errors import DataError, UsageError
+from ..hardware.machine_spec import DiskSpec
+from ..io.safetensors_file import TensorFile
+from ..optim.lr_schedule import make_schedule
+from .run_directory import check_new_run, check_writable
+from .run_lock import check_unclaimed
+
+_IN_MEMORY: Final = ("tmpfs", "ramfs")
+
+
+def check_start(run: RunConfig) -> None:
+    """Check the schedule, and the places that a run reads and writes; reads files, writes none.
+
+    Raises:
+        UsageError: a place cannot be written, or belongs to another run; or the schedule ends above where it begins.
+        DataError: data or a file of weights is missing or broken.
+    """
+    files, data, schedule = run.settings.checkpoints, run.data, run.schedule
+    make_schedule(schedule.kind, schedule.lr, steps=run.length.steps or 1, min_lr=schedule.min_lr)
+    if lacks_tokenizer(run.settings) and data.dataset != "train.bin":
+        raise DataError(
+            f"--init-from {files.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; name it with "
+            "--tokenizer-path DIR, or train on token ids with --dataset train.bin"
+        )
+    check_unclaimed(run.directory, run.start.flag)
+    check_directory(run)
+    _check_files(run.settings)
+    check_spec(data)
+
+
+def check_directory(run: RunConfig) -> None:
+    """Check that a run may begin or go on in its directory, creating nothing.
+
+    Raises:
+        UsageError: another run is there, it has gone beyond the checkpoint, or it cannot be written.
+    """
+    resumed = run.start.resumed
+    if resumed is None:
+        check_new_run(run.directory)
+    else:
+        _check_resumed_run(run.settings, resumed)
+
+
+def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
+    run = run_of(resumed)
+    wanted = settings.checkpoints.run_dir
+    if wanted and Path(wanted).resolve() != run:
+        raise UsageError(f"--resume {resumed.path} continues in its own directory {run}, got --run-dir {wanted}; drop --run-dir")
+    newest = step_directories(run)[-1:]
+    if newest and newest[0].resolve() != resumed.path.resolve():
+        raise UsageError(f"--resume {resumed.path} is not the newest checkpoint of its run, {newest[0].name} is; resume that one or move it away")
+    steps = settings.run.steps
+    if steps is not None and resumed.step >= steps:
+        raise UsageError(
+            f"--steps must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}"
+        )
+    check_writable(run, "--run-dir")
+
+
+def _check_files(settings: TrainSettings) -> None:
+    """Check files that are read or written beside the run directory."""
+    files = settings.checkpoints
+    for flag, path in (("--load-checkpoint", files.load_checkpoint), ("--load-optimizer", files.load_optimizer)):
+        if path:
+            if settings.checkpoints.resume:
+                raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
+            TensorFile(path).close()
+    cluster = settings.cluster.dask
+    if not cluster or local_nodes(cluster) is not None:  # else it is a place on the nodes
+        check_disk(settings.resources.disk)
+    for flag, path in (
+        ("--save-checkpoint", files.save_checkpoint),
+        ("--save-optimizer", files.save_optimizer),
+        ("--trace", settings.observe.trace),
+    ):
+        if path:
+            if Path(path).is_dir():
+                raise UsageError(f"{flag} {path} is a directory; give a file")
+            check_writable(Path(path), flag)
+            if flag != "--trace" and Path(path).exists():
+                _check_own(Path(path), flag)
+
+
+def check_disk(text: str) -> None:
+    """Check the value of --disk, creating nothing; its directory is made when the runtime opens, but not what it lies in, which may be mistyped.
+
+    Raises:
+        UsageError: it is no directory that can be made or written, or a size that is none.
+    """
+    disk = disk_of(text)
+    if disk is None:
+        return
+    place = disk[0]
+    if place.exists() and not place.is_dir():
+        raise UsageError(f"--disk {place} is a file; give a directory")
+    if not place.absolute().parent.is_dir():
+        raise UsageError(f"--disk {place} cannot be made: there is no directory {place.parent}; make it, or choose another place")
+    check_writable(place, "--disk")
+
+
+def warn_of_disk(disk: DiskSpec | None) -> None:
+    """Say so where the disk tier is memory: what is moved there takes RAM beside --ram."""
+    if disk is not None and (kind := file_system_of(disk.directory)) in _IN_MEMORY:
+        print(f"nntask: --disk {disk.directory} is on {kind}, which is RAM: what moves there takes memory beside --ram", file=sys.stderr)
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system where a path lies, or would lie; "" where the system does not say."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    device = place.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split(" ")[2] == wanted:
+                return kind.split(" ")[0]
+    return ""
+
+
+def _check_own(path: Path, flag: str) -> None:
+    """Check that what would be overwritten is a safetensors file, such as an earlier result.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        TensorFile(path).close()
+    except DataError:
+        raise UsageError(f"{flag} {path} exists and is no safetensors file, which alone is overwritten; give another name, or remove it") from None

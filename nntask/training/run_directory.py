@@ -1,0 +1,178 @@
+"""The files of a run: its directory, config.toml, summary.json and the checkpoints' state.
+
+Nothing that is there already is overwritten: a new run wants a directory of its own, a resumed one continues in its old one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from tiles.kernels import kernel_versions
+
+from ..checkpoints.store import write_atomically
+from ..config.resolution import RUNS
+from ..errors import DataError, StorageError, UsageError
+from ..telemetry.metrics import Totals, around, to_json
+from .run_lock import LOCK
+
+CONFIG: Final = "config.toml"
+METRICS: Final = "metrics.jsonl"
+SUMMARY: Final = "summary.json"
+MACHINE: Final = "machine.json"
+NODES: Final = "nodes"
+"""Of a run on a cluster: a directory for each node, with its own metrics.jsonl and machine.json."""
+TRACE: Final = "trace.json.gz"
+"""Where the steps of --trace-steps go unless --trace names another file."""
+
+
+def check_new_run(path: Path) -> None:
+    """Make sure that a run can be written to `path`, creating nothing.
+
+    Raises:
+        UsageError: another run is there, or it cannot be created or written.
+    """
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--run-dir {path} is a file; give a directory")
+    if path.is_dir() and any(path.iterdir()) and not _never_began(path):
+        raise UsageError(f"--run-dir {path} is not empty; give a new directory, or continue that run with --resume {path}")
+    check_writable(path, "--run-dir")
+
+
+def _never_began(path: Path) -> bool:
+    """Whether a run directory is left over from a run that ended before its first step."""
+    metrics = path / METRICS
+    names = {entry.name for entry in path.iterdir()} - {LOCK}
+    return not names or (
+        CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, TRACE} and not (metrics.exists() and metrics.stat().st_size)
+    )
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Check that a directory can be created or written, or a file created.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if path.is_file():
+        ok, why = os.access(path, os.W_OK), "the file is not writable"
+    else:
+        ok, why = place.is_dir() and _can_create_in(place), f"{place} is not a writable directory"
+    if not ok:
+        raise UsageError(f"{flag} {path} cannot be written: {why}; choose another place")
+
+
+def _can_create_in(directory: Path) -> bool:
+    """Whether files can be made there; asks by making one, because permission bits say little about root and read-only mounts."""
+    probe = directory / f".nntask-{os.getpid()}.tmp"
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def newest_run() -> Path:
+    """The run in runs/ that saved a checkpoint last.
+
+    Raises:
+        DataError: no run there has one.
+    """
+    saved = [(link.lstat().st_mtime, link.parent) for link in RUNS.glob("*/latest")]
+    if not saved:
+        raise DataError(f"--resume auto found no checkpoint in {RUNS}/; give the run's directory, as in --resume DIR")
+    return max(saved)[1]
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a small file of the run at once.
+
+    Raises:
+        StorageError: the disk is full or failed.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in ("nntask", "ml_dtypes", "tokenizers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | kernel_versions()
+
+
+def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int]) -> dict[str, Any]:
+    """The content of summary.json.
+
+    Args:
+        whole: sums over metrics.jsonl, resumed steps included.
+        own: over the steps of this process.
+        stats: counters of the runtime of this process.
+        tasks_per_step: each counted, also those that run as one.
+        fallbacks: tasks of a step that ran on the CPU because they have no CUDA kernel, by name.
+    """
+    outside, tasks = around(own, stats), tasks_per_step * own.steps
+    return {
+        "steps": whole.steps,
+        "tokens": whole.tokens,
+        "seconds": whole.seconds,
+        "tokens_per_second": whole.tokens / whole.seconds if whole.seconds else 0.0,
+        "loss_first": whole.loss_first,
+        "loss_last": whole.loss_last,
+        "peak_bytes": stats["peak_bytes"],
+        "budget_bytes": stats["budget_bytes"],
+        "moved_bytes": whole.moved_bytes,
+        "evictions": whole.evictions,
+        "stall_seconds": whole.stall_seconds,
+        "hit_rate": whole.hit_rate,
+        **{f"{name}_around_steps": value for name, value in outside.items()},
+        "tasks": stats["tasks"],
+        "tasks_per_step": tasks_per_step,
+        "task_overhead_us": own.idle_seconds / tasks * 1e6 if tasks else 0.0,
+        "fallbacks": dict(fallbacks),
+        "workers": sorted(stats["busy_seconds"]),
+        "versions": versions(),
+    }
+
+
+def machine_of(stats: Mapping[str, Any], peak_flops: float, num_tasks: int) -> dict[str, Any]:
+    """The content of machine.json: what a process has to train with, known before its first step.
+
+    Args:
+        stats: counters of its runtime.
+        peak_flops: flop/s of matrix products that its workers reach, measured.
+        num_tasks: of a step.
+    """
+    return {
+        "workers": list(stats["busy_seconds"]),
+        "budget_bytes": stats["budget_bytes"],
+        "peak_flops": peak_flops,
+        "policy": stats["policy"],
+        "tasks_per_step": num_tasks,
+        "versions": versions(),
+    }
+
+
+def write_machine(run: Path, machine: Mapping[str, Any]) -> None:
+    """Write machine.json."""
+    write_file(run / MACHINE, to_json(machine, indent=1) + "\n")
+
+
+def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json."""
+    write_file(run / SUMMARY, to_json(summary, indent=1) + "\n")

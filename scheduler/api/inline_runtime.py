@@ -1,0 +1,59 @@
+"""The simplest runtime: every task runs inside `submit`, on the caller's thread.
+
+It is sequentially consistent by construction, and so the oracle of the real runtime's tests. It has no budgets and no workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ..core.codelet import Codelet
+from ..core.records import DataClass, Kind, Mode
+from ..drivers.disk import Source
+from .task_runtime import Access, Handle, TaskRuntime, Terms, View
+
+
+class InlineRuntime(TaskRuntime):
+    """Runs each task when it is submitted."""
+
+    def handle(
+        self,
+        nbytes: int,
+        view: View,
+        *,
+        name: str = "",
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        combine: Codelet | None = None,
+    ) -> Handle:
+        """Register data of `nbytes` bytes; its memory is allocated here and freed with the last reference."""
+        memory = bytearray(max(nbytes, 1))
+        return Handle(memory, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
+
+    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+        """A context manager with the view of the data, without waiting."""
+        self._make_whole(handle, mode)
+        return nullcontext(handle.view(handle.record, 0))
+
+    def _attach(self, handle: Handle, source: Source) -> None:
+        # read at once, as tasks run at once
+        source.read(handle.view(handle.record, 0), memoryview(bytearray(source.scratch_nbytes)))
+
+    def wait(self) -> None:
+        """Return at once: no task is ever pending."""
+
+    @property
+    def recording(self) -> bool:
+        """Always False: this runtime does not record."""
+        return False
+
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+        if codelet.cpu is None:
+            raise ValueError(f"{codelet!r} has no CPU implementation; register one or use a runtime with its device")
+        return ("cpu",), None
+
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
+        assert codelet.cpu is not None  # _examine() has looked
+        codelet.cpu(*[handle.view(handle.record, 0) for handle, _ in accesses], **constants)

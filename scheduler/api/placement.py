@@ -1,0 +1,86 @@
+"""Eligible workers of a task: by the implementations of its codelet, by the capacity of a worker's memory, and by the program's own placement.
+
+Eligibility is decided when a task is submitted or recorded, so that an impossible task is refused before any kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..core.codelet import Codelet
+from ..core.errors import DoesNotFit, PlacementError
+from ..core.machine import Machine
+from ..core.records import NodeId, WorkerId, WorkerKind
+from ..execution.workers import worker_name
+from .task_runtime import Access
+
+
+class Ability(NamedTuple):
+    """The workers that can run codelets with given implementations.
+
+    Attributes:
+        kinds: kinds of these workers.
+        capacity: bytes of the largest memory that one of them has.
+        node: node of that memory.
+        pin: name of the only eligible worker; "" for any.
+    """
+
+    kinds: tuple[WorkerKind, ...]
+    capacity: int
+    node: NodeId
+    pin: str
+
+
+def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
+    """The kind of the named worker, on which a codelet is placed.
+
+    Raises:
+        PlacementError: the codelet has no implementation for that kind.
+    """
+    kinds, kind = codelet.kinds, worker.partition(":")[0]
+    found = tuple(each for each in kinds if each == kind)
+    if not found:
+        raise PlacementError(
+            f"{codelet!r} was placed on {worker} and runs on {', '.join(kinds) or 'nothing'}; give it an implementation for {kind} workers, or "
+            f"submit it outside place({worker!r})"
+        )
+    return found
+
+
+def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
+    """The workers that can run codelets with implementations like this one's.
+
+    Where there are GPUs, a codelet with a CUDA implementation runs on them only: GPUs and CPUs round differently, so results would depend on which
+    worker was free.
+
+    Args:
+        pin: the only worker that may run the codelet; None for any.
+
+    Raises:
+        ValueError: no worker of the machine has an implementation.
+        PlacementError: the pinned worker has no implementation.
+    """
+    kinds, workers, name = codelet.kinds, machine.workers, ""
+    if pin is not None:
+        workers = [worker for worker in workers if worker.id == pin]
+        name = worker_name(workers[0])
+        kinds = kinds_on(codelet, name)
+    elif "cuda" in kinds and any(worker.kind == "cuda" for worker in workers):
+        kinds = ("cuda",)
+    places = {worker.node for worker in (*workers, machine.program) if worker.kind in kinds}
+    if not places:
+        present = ", ".join(sorted({worker.kind for worker in workers}))
+        raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {present} workers")
+    node = max(sorted(places), key=machine.memory.budget)
+    return Ability(kinds, machine.memory.budget(node), node, name)
+
+
+def too_large(codelet: Codelet, accesses: Sequence[Access], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
+    """The refusal of a task whose data exceeds the memory of every eligible worker."""
+    sizes = ", ".join(f"{mode} {handle.name or 'unnamed'} {handle.record.size:,} B" for handle, mode in accesses)
+    where = f"the largest memory a worker of kind {' or '.join(ability.kinds)} has here; raise the budget or use smaller tiles or minibatches"
+    node = machine.memory.name_of(ability.node)
+    if ability.pin:
+        where = f"{node}, where it was placed; raise the budget, use smaller tiles or minibatches, or submit it outside place({ability.pin!r})"
+    return DoesNotFit(f"{codelet.name} needs {nbytes:,} B at once ({sizes}), more than the {ability.capacity:,} B of {where}", node)

@@ -1,0 +1,394 @@
+"""Recorded steps as programs see them: the recorder inside `record()`, the `Step` it yields, and the `Ticket` of each replay.
+
+At most two replays of a step are in flight. The first tasks of a step copy its inputs (handles of kind "input") into the step, so the program may
+write the next batch while a replay still runs. A handle that was made while recording and that Python still references when the block ends is an
+output: each replay has its own instance of it, readable through the replay's ticket until the replay after the next one starts.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ..core.codelet import Codelet
+from ..core.errors import HandleLost, PlacementError, SchedulerError
+from ..core.memory.extents import rounded
+from ..core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, Replay, W, WorkerId, WorkerKind
+from ..core.step_plan import RecordedTask, StepPlan
+from ..drivers.cuda import copy_on_gpu
+from ..execution.waiting import Waiter
+from .task_runtime import Handle, ReleaseInbox, TaskRuntime, View
+
+if TYPE_CHECKING:
+    from ..planning.choose_order import PlannedOrder
+
+FIRST: Final = 1 << 40
+"""Priority of the copies of inputs, above all others: they run as soon as any worker is free."""
+
+
+class RecordingError(SchedulerError, RuntimeError):
+    """A recorded step cannot do what the program asked for."""
+
+
+def _copy_bytes(source: Any, target: Any) -> None:
+    try:
+        memoryview(target).cast("B")[:] = memoryview(source).cast("B")
+    except (TypeError, ValueError):  # an element type the buffer protocol does not know (bfloat16), or no elements
+        target[...] = source
+
+
+COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes, cuda=copy_on_gpu)
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    """A block of `RecordingRuntime.place` that a thread has entered."""
+
+    thread: threading.Thread
+    worker: WorkerId
+
+
+class RecordingRuntime(TaskRuntime):
+    """Common base of runtimes that record: handles with records of their own, which a step being recorded notes; and placement.
+
+    Attributes:
+        inbox: takes the records of released handles.
+    """
+
+    inbox: ReleaseInbox
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        self._handle_ids = itertools.count()
+        self._recorder: Recorder | None = None
+        self._pins: list[_Pin] = []
+
+    @property
+    @abc.abstractmethod
+    def worker_names(self) -> Mapping[WorkerId, str]:
+        """Name of each worker, such as "cpu:0" and "sim:1"."""
+
+    @contextmanager
+    def place(self, worker: str) -> Iterator[None]:
+        """Pin the tasks that are submitted or recorded inside the block to one worker: ``with runtime.place("sim:0")``.
+
+        The tasks wait for that worker whatever the policy and the devices of minibatches are; their data moves to it. Results are the same bits.
+        Blocks
+        may nest; the innermost block that the calling thread has entered counts. Tasks that combine lanes are not pinned. A task that the worker
+        cannot run is refused when it is submitted or recorded: with `PlacementError` if the worker has no implementation of it, with `DoesNotFit` if
+        its data exceeds the budget of the worker's memory, where budgets are known (`CapturingRuntime` knows none).
+
+        Args:
+            worker: a name of `worker_names`.
+
+        Raises:
+            PlacementError: there is no such worker.
+        """
+        names = self.worker_names
+        pin = next((number for number, name in names.items() if name == worker), None)
+        if pin is None:
+            raise PlacementError(f"place() takes the name of a worker of this runtime, got {worker!r}; name one of {', '.join(names.values())}")
+        entered = _Pin(threading.current_thread(), pin)
+        self._pins.append(entered)
+        try:
+            yield
+        finally:
+            self._pins.remove(entered)
+
+    def _pin(self) -> WorkerId | None:
+        """The worker of the innermost `place` block that this thread has entered; None outside."""
+        me = threading.current_thread()
+        return next((entered.worker for entered in reversed(tuple(self._pins)) if entered.thread is me), None)
+
+    def handle(
+        self,
+        nbytes: int,
+        view: View,
+        *,
+        name: str = "",
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        combine: Codelet | None = None,
+    ) -> Handle:
+        """Register data of `nbytes` bytes; memory is allocated when the first task writes it."""
+        record = HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
+        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        if self._recorder is not None:
+            self._recorder.enter_handle(handle)
+        return handle
+
+    def clone_record(self, record: HandleRecord) -> HandleRecord:
+        """A new record like `record`, without replicas."""
+        number = HandleId(next(self._handle_ids))
+        return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
+
+    @property
+    def recording(self) -> bool:
+        """Whether tasks are being captured instead of run."""
+        return self._recorder is not None
+
+
+class Recorder:
+    """Collects the tasks that are submitted while recording."""
+
+    def __init__(self, runtime: RecordingRuntime) -> None:
+        self.runtime = runtime
+        self.tasks: list[RecordedTask] = []
+        self.created: dict[HandleRecord, weakref.ref[Handle]] = {}
+        self.kept: dict[HandleRecord, Handle] = {}
+        self.inputs: dict[HandleRecord, HandleRecord] = {}
+
+    def enter_handle(self, handle: Handle) -> None:
+        """Note a handle made while recording; persistent ones belong to the program, not to the step."""
+        if handle.kind != "persistent":
+            self.created[handle.record] = weakref.ref(handle)
+
+    def enter_task(
+        self,
+        codelet: Codelet,
+        kinds: tuple[WorkerKind, ...],
+        accesses: Sequence[tuple[Handle, Mode]],
+        constants: Mapping[str, Any],
+        priority: int,
+        pin: WorkerId | None,
+    ) -> None:
+        """Capture one task. The step keeps the program's handles that it uses alive."""
+        for handle, _ in accesses:
+            if handle.record not in self.created:
+                self.kept[handle.record] = handle
+        plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
+        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin))
+
+    def _input(self, handle: Handle, mode: Mode) -> HandleRecord:
+        record: HandleRecord = handle.record
+        if record in self.created:
+            return record
+        if mode != R:
+            raise RecordingError(f"{handle!r} is an input; a recorded task may only read it (got mode {mode}); copy it first")
+        own = self.inputs.get(record)
+        if own is None:
+            own = self.inputs[record] = self.runtime.clone_record(record)
+        return own
+
+    def finish(self) -> StepPlan:
+        """The plan of the captured tasks.
+
+        Raises:
+            RecordingError: a task reads a handle of the step that no earlier task wrote.
+        """
+        copies = [
+            RecordedTask(COPY_INPUT, COPY_INPUT.name, COPY_INPUT.kinds, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()
+        ]
+        owned = {record: reference() is not None for record, reference in self.created.items()}
+        owned.update(dict.fromkeys(self.inputs.values(), False))
+        plan = StepPlan([*copies, *self.tasks], owned)
+        for task, record in plan.unwritten():
+            raise RecordingError(
+                f"{task.name} reads {record!r}, which no earlier task of the step writes; write it inside the step or before recording"
+            )
+        return plan
+
+
+class Replayer(Protocol):
+    """The part of a runtime that a step uses to replay itself.
+
+    Attributes:
+        inbox: takes the records of released handles.
+    """
+
+    inbox: ReleaseInbox
+
+    def plan_order(self, plan: StepPlan, order: str) -> PlannedOrder:
+        """Plan the order of that name."""
+
+    def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
+        """Make one instance of a recorded step, and a twin of each handle that the step owns."""
+
+    def start_replay(self, replay: Replay, ticket: Ticket) -> None:
+        """Begin a replay; `ticket` receives its outcome."""
+
+    def failure_of(self, replay: Replay) -> BaseException | None:
+        """The first error of a replay's tasks since it began; None without one."""
+
+    def waiter(self) -> Waiter:
+        """A waiter that is woken if the runtime breaks."""
+
+    def wake(self, waiter: Waiter) -> None:
+        """Wake the thread that waits on `waiter`."""
+
+    def check_stop(self) -> None:
+        """Raise the error that has stopped the run, if there is one."""
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise if a callback of `Runtime.on_task` makes this call."""
+
+    def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> AbstractContextManager[Any]:
+        """A context manager with the view of a record's data; `ticket` is the replay whose failure explains lost data."""
+
+
+class Instance:
+    """One of a step's two instances: a replay, and its own twins of the handles made while recording.
+
+    The step and its tickets keep the instance alive; its twins are released with the last of them.
+
+    Attributes:
+        reported: the latest failure of its replays that has been raised in the program.
+    """
+
+    __slots__ = ("_inbox", "replay", "reported", "twins")
+
+    def __init__(self, runtime: Replayer, plan: StepPlan) -> None:
+        self._inbox = runtime.inbox
+        self.reported: BaseException | None = None
+        self.twins: dict[HandleRecord, HandleRecord] = {}
+        self.replay, self.twins = runtime.instantiate(plan)
+
+    def __del__(self) -> None:
+        for twin in self.twins.values():
+            self._inbox.append(twin)
+
+
+class Step:
+    """A recorded step, which can be replayed any number of times."""
+
+    def __init__(self, runtime: Replayer) -> None:
+        self._runtime = runtime
+        self.plan: StepPlan | None = None
+        self.order: PlannedOrder | None = None
+        self._instances: list[Instance] = []
+        self._waiters: list[Waiter | None] = [None, None]
+        self._number = 0
+        self._kept: dict[HandleRecord, Handle] = {}
+        self._num_tasks = 0
+
+    def complete(self, recorder: Recorder, order: str) -> None:
+        """Take over the captured tasks, and plan their execution in the order of that name."""
+        plan = recorder.finish()
+        self._num_tasks = len(plan.tasks)
+        self.order = self._runtime.plan_order(plan, order)
+        self.plan = self.order.plan
+        self._kept = recorder.kept
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks per replay; tasks that are fused count one by one."""
+        self._planned()
+        return self._num_tasks
+
+    @property
+    def first_tasks(self) -> list[int]:
+        """Number of the first task of each existing instance. Replay k runs instance k mod 2, whose tasks are numbered in the planned order."""
+        return [instance.replay.tasks[0].id for instance in self._instances if instance.replay.tasks]
+
+    def replay(self) -> Ticket:
+        """Start the next replay and return its ticket at once; waits only while two replays are in flight.
+
+        Raises:
+            RecordingError: the block that records the step has not ended.
+            RunStopped: the callback of `Runtime.on_task` has stopped the run.
+            HandleLost: a failure has lost data that the step shares with the program.
+            TaskError, DoesNotFit: a failure has lost such data, and no ticket has raised it yet.
+        """
+        self._runtime.refuse_inside("replay()")
+        self._runtime.check_stop()
+        plan = self._planned()
+        which = self._number % 2
+        waiter = self._waiters[which]
+        if waiter is not None:
+            waiter.wait()
+            self._runtime.check_stop()  # the callback may have stopped the run at one of its tasks
+        if which == len(self._instances):
+            self._instances.append(Instance(self._runtime, plan))
+        instance = self._instances[which]
+        for use in instance.replay.shared:
+            why = use.handle.lost
+            if why is not None and use.needs_data:
+                self._raise_unreported()
+                raise HandleLost(f"the step reads {use.handle!r}, which is lost because {why}; restore or overwrite it first")
+        instance.replay.number = self._number
+        ticket = Ticket(self._runtime, instance)
+        self._waiters[which] = ticket.done
+        self._number += 1
+        self._runtime.start_replay(instance.replay, ticket)
+        return ticket
+
+    def _raise_unreported(self) -> None:
+        """Raise the first failure of an earlier replay, in flight or not, that has not been raised in the program."""
+        for each in sorted(self._instances, key=lambda each: each.replay.number):
+            failure = self._runtime.failure_of(each.replay)
+            if failure is not None and failure is not each.reported:
+                each.reported = failure
+                raise failure
+
+    def _planned(self) -> StepPlan:
+        if self.plan is None:
+            raise RecordingError("the step is still being recorded (or recording failed); leave the `with runtime.record()` block first")
+        return self.plan
+
+
+class Ticket:
+    """One replay of a step."""
+
+    def __init__(self, runtime: Replayer, instance: Instance) -> None:
+        self.number = instance.replay.number
+        self.done = runtime.waiter()
+        self.failure: BaseException | None = None
+        self._runtime = runtime
+        self._instance = instance
+
+    def end(self, failure: BaseException | None) -> None:
+        """Note that every task of the replay has ended, with the first failure, if any."""
+        self.failure = failure
+        self._runtime.wake(self.done)
+
+    def wait_done(self, meanwhile: Callable[[], object] | None = None) -> None:
+        """Wait until every task of the replay has ended, successfully or not; `meanwhile` is called now and then."""
+        self._runtime.refuse_inside("the wait of a ticket")
+        self.done.wait(meanwhile)
+
+    def wait(self, meanwhile: Callable[[], object] | None = None) -> None:
+        """Wait until every task of the replay has ended.
+
+        Args:
+            meanwhile: called now and then while waiting.
+
+        Raises:
+            TaskError: a task of the replay failed.
+        """
+        self.wait_done(meanwhile)
+        if self.failure is not None:
+            self._instance.reported = self.failure
+            raise self.failure
+
+    def read(self, data: Any) -> Any:
+        """A copy of the value that this replay gives to an output, or to persistent data.
+
+        Args:
+            data: a handle, or an object with ``gather(borrow)`` such as a tile tensor; `borrow` returns a context manager with the view of a handle.
+
+        Raises:
+            HandleLost: the replay failed before it wrote the data; ``__cause__`` is the failure.
+            RecordingError: the handle died inside the step, or a later replay has overwritten it.
+        """
+        if isinstance(data, Handle):
+            with self.borrow(data) as view:
+                return view.copy()
+        return data.gather(self.borrow)
+
+    def borrow(self, handle: Handle) -> Any:
+        """`Runtime.acquire(handle, "R")` for this replay's instance of an output."""
+        record = handle.record
+        twin = self._instance.twins.get(record)
+        if twin is None:
+            return self._runtime.acquire_record(record, R, self)
+        if twin.released:
+            raise RecordingError(f"{handle!r} is not an output of the step: nothing referenced it when the recording ended")
+        if self._instance.replay.number != self.number:
+            raise RecordingError(f"{handle!r} of replay {self.number} was overwritten by replay {self._instance.replay.number}; read it earlier")
+        return self._runtime.acquire_record(twin, R, self)

@@ -1,0 +1,429 @@
+"""The runtime as programs see it: data handles, tasks, recorded steps, waiting. The machine and its threads are in `execution.executor`.
+
+Rules. One program thread submits, records and replays; any thread may read through `acquire` and tickets. Submitting waits while too many tasks are
+unfinished, so a program that submits in a loop uses bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from ..core.codelet import Codelet
+from ..core.errors import DoesNotFit, HandleLost, TierFailed
+from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
+from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
+from ..core.memory.extents import rounded
+from ..core.policies import POLICIES, Placement, choose
+from ..core.records import RAM, HandleId, HandleRecord, Mode, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
+from ..core.step_plan import StepPlan
+from ..drivers.callbacks import OnTask
+from ..drivers.cpu import usable_cores
+from ..drivers.disk import THREADS, Source, staging_nbytes
+from ..drivers.gpu import Gpu
+from ..execution.executor import WINDOW, Executor
+from ..execution.trace import Trace
+from ..execution.waiting import Waiter
+from ..execution.workers import worker_name
+from ..planning.bounds import lower_bounds
+from ..planning.choose_order import PlannedOrder, plan_order, reach_of
+from ..planning.task_fusion import ScratchView, fuse_if_it_fits
+from ..storage.device import STAGE_NBYTES
+from ..storage.limits import memory_budgets
+from ..storage.tier import DiskTier
+from .placement import Ability, find_ability, too_large
+from .recorded_step import Recorder, RecordingError, RecordingRuntime, Step, Ticket
+from .task_runtime import Access, Handle, Terms
+
+NEW: Final = TaskId(-1)
+"""Id of a task that has not been submitted yet."""
+
+
+class Runtime(RecordingRuntime):
+    """Workers, memory nodes and a scheduler.
+
+    Args:
+        cpu_workers: number of threads that run CPU kernels; None for one per usable core. Zero needs a simulated device.
+        sim_gpus: number of simulated devices, each a worker with its own memory.
+        gpus: GPUs, instead of simulated devices; closed with the runtime.
+        ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
+        gpu_memory: budget of each device in bytes; None (simulated devices only) for the budget of host memory, or the bytes that it leaves.
+        sim_bandwidth: bytes per second of each simulated link; None for the speed of memory copies.
+        disk: directory of the disk tier, or (directory, size in bytes), where None means all free space there; None for no disk tier.
+        sched: name of a scheduling policy, or "auto".
+        evict: name of an eviction policy.
+        prefetch: whether data moves ahead of the tasks that need it.
+        lanes: L, the number of partial accumulators of REDUX accesses.
+        trace: records the start and end of tasks and copies; None for no tracing.
+        graphs: whether neighbouring GPU tasks are fused in a recorded step that fits its devices (`planning.task_fusion`).
+        kernels: versions of the libraries whose kernels run; stored durations of other versions are not used.
+
+    Attributes:
+        gpus: the GPUs.
+
+    Raises:
+        ValueError: no worker, an unknown policy, or a budget that is not positive.
+        DoesNotFit: the budget of host memory is above what this process may use.
+        MemoryError: a GPU has less than its budget.
+        OSError: the directory of the disk tier cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        cpu_workers: int | None = None,
+        *,
+        sim_gpus: int = 0,
+        gpus: Sequence[Gpu] = (),
+        ram: int | None = None,
+        gpu_memory: int | None = None,
+        sim_bandwidth: float | None = None,
+        disk: str | Path | tuple[str | Path, int | None] | None = None,
+        sched: str = "auto",
+        evict: str = DEFAULT_EVICTION,
+        prefetch: bool = True,
+        lanes: int = 1,
+        trace: Trace | None = None,
+        graphs: bool = True,
+        kernels: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(lanes)
+        cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
+        directory, size = disk if isinstance(disk, tuple) else (disk, None)
+        if gpus and sim_gpus:
+            raise ValueError(f"devices must be real or simulated, got {len(gpus)} and {sim_gpus}; leave one kind out")
+        _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
+        if gpus and gpu_memory is None:
+            raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
+        ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
+        ram -= staging_nbytes(len(gpus), has_tier=directory is not None)
+        if ram <= 0:
+            raise DoesNotFit(f"the budget of host memory is below the {THREADS * STAGE_NBYTES:,} B between the disk and GPUs; raise it", "ram")
+        self.gpus = list(gpus)
+        self.has_gpus = bool(gpus)
+        self._graphs = graphs and self.has_gpus
+        devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
+        budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
+        self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched
+        self._executor = Executor(
+            budgets,
+            None if directory is None else (DiskTier(directory), size),
+            gpus,
+            policy=self.policy_name,
+            eviction=evict,
+            prefetch=prefetch,
+            trace=trace,
+            kernels=kernels or {},
+        )
+        self.inbox = self._executor.inbox
+        self._abilities: dict[tuple[bool, bool, WorkerId | None], Ability] = {}
+        self._executor.start(cpu_workers, sim_gpus, sim_bandwidth)
+
+    def on_task(self, callback: OnTask | None) -> OnTask | None:
+        """Call `callback` with each task that finishes from now on; usable as a decorator.
+
+        The worker that ran the task calls it on its own thread, several workers may call it at once, and each waits for the call to end; without a
+        callback a task costs one comparison. An exception of the callback stops the run in an orderly way (`drivers.callbacks`): all submitted tasks
+        run, then `wait`, and `submit` and `replay` at once, raise `RunStopped`; data can still be read.
+
+        The callback may read the tiles of its task, and raise. It must not call the runtime: `wait`, `acquire`, `submit`, `replay`, `close` and the
+        waits of tickets raise `SchedulerError` on its thread, because they might wait for the worker that waits for the callback.
+
+        Args:
+            callback: takes a `FinishedTask`; a runtime has one callback at a time. None removes it. Setting it ends an earlier stop.
+        """
+        self._executor.watch.begin(callback)
+        return callback
+
+    def check_stop(self) -> None:
+        """Raise the error that has stopped the run, if there is one.
+
+        Raises:
+            RunStopped: the callback of `on_task` has raised.
+        """
+        self._executor.watch.check()
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise if a callback of `on_task` makes this call.
+
+        Raises:
+            SchedulerError: the calling thread is in a callback.
+        """
+        self._executor.watch.refuse_inside(call)
+
+    @property
+    def trace(self) -> Trace | None:
+        """The record of tasks and copies; None without tracing."""
+        return self._executor.trace
+
+    @property
+    def worker_names(self) -> dict[WorkerId, str]:
+        """Name of each worker, such as "cpu:0" and "sim:1"."""
+        return {worker.id: worker_name(worker) for worker in self._executor.machine.workers}
+
+    @property
+    def node_names(self) -> list[str]:
+        """Name of each memory node."""
+        return list(self._executor.machine.memory.names)
+
+    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+        """Wait for the handle's data in host memory, and lock it there for the block: ``with runtime.acquire(h, "R") as view``.
+
+        Raises:
+            HandleLost: the task that writes the data failed, or no task writes it (R and RW).
+            DoesNotFit: the data does not fit host memory.
+            TierFailed: host memory is full, and the disk tier below takes no more.
+            RecordingError: a step is being recorded.
+        """
+        self._refuse_while_recording(handle.record)
+        self._make_whole(handle, mode)
+        return self.acquire_record(handle.record, mode, None)
+
+    def _attach(self, handle: Handle, source: Source) -> None:
+        if self._recorder is not None:
+            raise RecordingError(f"{handle!r} was attached to a source while a step is being recorded; attach it before")
+        self._executor.attach(handle.record, source)
+
+    @contextmanager
+    def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> Iterator[Any]:
+        """`acquire` for the runtime's own record; `ticket` is the replay whose failure explains lost data."""
+        self._refuse_while_recording(record)
+        engine = self._executor
+        engine.watch.refuse_inside("acquire()")
+        ready = engine.waiters.enter()
+        task = Task(NEW, None, "program", ("host",), ((record, mode),), {}, token=ready)
+        try:
+            engine.bring(TaskSubmitted(task), task)
+            ready.wait()
+            if task.state != "running":
+                raise self._refusal(ready, record, ticket)
+            view = engine.pool.view_of(task.replicas[0])
+        except BaseException:
+            engine.waiters.leave(ready)
+            engine.abandon(task)
+            raise
+        try:
+            yield view
+        except BaseException as error:
+            engine.bring(TaskFinished(task) if mode == R else TaskFailed(task, error))  # half-written data is lost
+            raise
+        engine.bring(TaskFinished(task))
+
+    @staticmethod
+    def _refusal(ready: Waiter, record: HandleRecord, ticket: Ticket | None) -> Exception:
+        """The error of an acquisition that cannot have its data."""
+        if isinstance(ready.refusal, DoesNotFit | TierFailed):
+            return ready.refusal
+        error = HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it; write it first'}")
+        cause = ready.refusal.__cause__ if ready.refusal is not None else None
+        error.__cause__ = cause or (ticket.failure if ticket is not None else None)
+        return error
+
+    def _refuse_while_recording(self, record: HandleRecord) -> None:
+        if self._recorder is not None:
+            raise RecordingError(f"{record!r} was asked for while a step is being recorded; read values through the ticket of a replay")
+
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+        engine = self._executor
+        machine = engine.machine
+        pin = None
+        if not combines:
+            if self._pins:
+                pin = self._pin()
+            if self._recorder is None:
+                if engine.watch.inside:
+                    engine.watch.refuse_inside("submit()")
+                if machine.num_unfinished >= WINDOW:
+                    engine.throttle()
+                if engine.watch.stop is not None:
+                    engine.watch.check()
+        key = (codelet.cpu is not None, codelet.cuda is not None, pin)
+        ability = self._abilities.get(key)
+        if ability is None:
+            ability = self._abilities[key] = find_ability(codelet, machine, pin)
+        kinds, capacity, _, _ = ability
+        nbytes = 0
+        for handle, _ in accesses:
+            nbytes += handle.record.size
+        if nbytes > capacity:
+            raise too_large(codelet, accesses, nbytes, ability, machine)
+        return kinds, pin
+
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
+        kinds, pin = terms
+        if self._recorder is not None:
+            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)
+            return
+        plain = tuple([(handle.record, mode) for handle, mode in accesses])
+        task = Task(NEW, codelet, codelet.name, kinds, plain, constants, priority)
+        if pin is not None:
+            task.pin = pin
+        self._executor.bring(TaskSubmitted(task), task)
+
+    def wait(self) -> None:
+        """Wait until every submitted task is done.
+
+        Raises:
+            TaskError: a task failed since the last wait; it names the task and its data, ``__cause__`` is the kernel's exception.
+            RunStopped: a callback of `on_task` has stopped the run, and this has not been raised yet.
+        """
+        self.refuse_inside("wait()")
+        failure = self._executor.wait()
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def record(self, order: str = "auto") -> Iterator[Step]:
+        """Capture the tasks of the block as a step, running nothing.
+
+        Args:
+            order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
+
+        Raises:
+            RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name.
+        """
+        if self._recorder is not None:
+            raise RecordingError("a step is already being recorded; recordings do not nest")
+        self._combine_all()
+        step = Step(self)
+        recorder = self._recorder = Recorder(self)
+        try:
+            yield step
+            self._combine_all()
+        finally:
+            self._recorder = None
+        step.complete(recorder, order)
+
+    def plan_order(self, plan: StepPlan, order: str) -> PlannedOrder:
+        """The planned order of a recorded step on this machine.
+
+        Raises:
+            RecordingError: the step has no order of that name.
+        """
+        machine = self._executor.machine
+        nodes, last = machine.memory, machine.memory.last
+        reach = reach_of(machine, self._executor.models)
+        try:
+            found = plan_order(
+                plan,
+                order,
+                memory=reach.memory,
+                last=nodes.budget(last) - (nodes.readers_bytes if last == RAM else 0),
+                computes_on_last=machine.computes_on_last,
+                num_devices=len(reach.nodes) if machine.keeps_parts and RAM not in reach.nodes else 1,
+                pace=reach.pace,
+            )
+        except ValueError as error:
+            raise RecordingError(str(error)) from error
+        if not self._graphs or self._executor.watch.callback is not None:  # a callback is called with single tasks
+            return found
+        devices = [nodes.budget(NodeId(at)) for at, name in enumerate(nodes.names) if name.startswith("cuda")]
+        return fuse_if_it_fits(found, devices, self._inner_record)
+
+    def _inner_record(self, nbytes: int, view: ScratchView) -> HandleRecord:
+        """A record for the scratch memory of a fused task."""
+        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, "inner data", "temporary", "scratch")
+
+    def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
+        """Seconds that no schedule of a step on this machine falls below, by name of the bound (`planning.bounds`).
+
+        Args:
+            seconds: duration of each task, by its position in the planned order.
+        """
+        reach = reach_of(self._executor.machine, self._executor.models)
+        return lower_bounds(plan, seconds, num_workers=len(self.worker_names), memory=reach.memory, pace=reach.pace(plan))
+
+    def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
+        """Make one instance of a recorded step, and a twin of each handle that the step owns."""
+        first_id = self._executor.take_numbers(len(plan.tasks))
+        return plan.instantiate(self.clone_record, first_id, computes_on_last=self._executor.machine.computes_on_last)
+
+    def waiter(self) -> Waiter:
+        """A waiter that is woken if the runtime breaks."""
+        return self._executor.waiters.enter()
+
+    def wake(self, waiter: Waiter) -> None:
+        """Wake the thread that waits on `waiter`."""
+        self._executor.waiters.wake(waiter)
+
+    def start_replay(self, replay: Replay, ticket: Ticket) -> None:
+        """Begin a replay; `ticket` receives its outcome."""
+        self._executor.start_replay(replay, ticket.end)
+
+    def failure_of(self, replay: Replay) -> BaseException | None:
+        """The first error of a replay's tasks since it began, in flight or not; None without one."""
+        return self._executor.failure_of(replay)
+
+    @property
+    def tier_failure(self) -> TierFailed | None:
+        """The first failure of the disk tier, which explains data lost since; None without one."""
+        return self._executor.tier_failure
+
+    @property
+    def source_failure(self) -> BaseException | None:
+        """The first error of a source, which explains data lost since; None without one."""
+        return self._executor.source_failure
+
+    @property
+    def refusal(self) -> DoesNotFit | None:
+        """The first task that no memory could hold, which explains data lost and tasks cancelled since; None without one."""
+        return self._executor.refusal
+
+    def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
+        """Counters since the start: bytes per node and link, tasks, evictions, seconds in kernels and stalled (`core.stalls`).
+
+        Args:
+            forget_recent_peak: whether a new period of "recent_peak_bytes" begins.
+        """
+        return {**self._executor.stats(forget_recent_peak=forget_recent_peak), "policy": self.policy_name}
+
+    def explain(self, names: Collection[str], count: int = 3) -> Sequence[Placement]:
+        """Record the next placements of recorded tasks of these names, each with the expected cost on every worker.
+
+        Decisions of the policy stay the same; recording costs nothing unless this is called.
+
+        Args:
+            names: names of codelets.
+            count: number of placements to record.
+
+        Returns:
+            A list that grows to `count` placements while replays run.
+        """
+        return self._executor.explain(names, count)
+
+    def story(self, handle: Handle | None = None) -> str:
+        """The latest events of the machine, or of those the events of `handle`, as text."""
+        return self._executor.story(None if handle is None else handle.record)
+
+    def close(self) -> None:
+        """Stop the workers after their current kernels; other tasks are abandoned. Idempotent."""
+        self.refuse_inside("close()")
+        self._executor.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self.close()
+
+    @staticmethod
+    def worker_name(worker: Worker) -> str:
+        """A worker's name in reports: "cpu:0", "sim:1"."""
+        return worker_name(worker)
+
+
+def _check_machine(cpu_workers: int, sim_gpus: int, budgets: Mapping[str, int | None], sched: str, evict: str) -> None:
+    if cpu_workers < 0 or sim_gpus < 0 or cpu_workers + sim_gpus == 0:
+        raise ValueError(f"a runtime needs at least one worker, got {cpu_workers} CPU workers and {sim_gpus} simulated devices")
+    if sched != "auto" and sched not in POLICIES:
+        raise ValueError(f"unknown scheduling policy {sched!r}; there are auto, {', '.join(POLICIES)}")
+    if evict not in EVICTION_POLICIES:
+        raise ValueError(f"unknown eviction policy {evict!r}; there are {', '.join(EVICTION_POLICIES)}")
+    for name, budget in budgets.items():
+        if budget is not None and budget <= 0:
+            raise ValueError(f"{name} must be a positive number of bytes, got {budget}")

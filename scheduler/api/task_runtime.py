@@ -1,0 +1,353 @@
+"""Interface of every runtime for programs: handles, `submit`, `acquire`, `wait`; and the rewriting of REDUX to plain accesses.
+
+REDUX is rewritten here, before any scheduler sees it. A handle has L *lanes*, which are partial accumulators. Contribution *i* goes to lane *i mod
+L*; the first lane with a contribution is the handle itself. Contributions are counted, or numbered by the program (`contribution`), so that other
+processes may make some of them. The first kernel that writes a lane gets ``accumulate=False``, so no task clears memory first. The next access of
+another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... The tree follows from submission order and L
+alone, never from workers or time, hence results are the same bits on any machine.
+
+The data of a handle may begin in a file: a handle attached to a source is read from it whenever a task needs it and no memory has it, until a task
+writes it.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, Protocol
+
+from ..core.codelet import Codelet
+from ..core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W, WorkerId, WorkerKind
+from ..drivers.disk import Source
+
+View = Callable[[Any, int], Any]
+"""(memory of a node, byte offset in it) -> the kernel's argument."""
+
+
+class ReleaseInbox(Protocol):
+    """Takes the records of released handles from finalizers: ``append`` must neither lock nor call back."""
+
+    def append(self, record: Any, /) -> None:
+        """Take the record of a handle that the program no longer references."""
+
+
+class Handle:
+    """A piece of data that the scheduler moves and tracks.
+
+    Args:
+        record: the runtime's own record of the data; opaque to programs.
+        nbytes: exact size in bytes.
+        view: makes the kernel's argument from a node's memory and an offset.
+        name: name in reports and messages.
+        kind: lifetime of the data: persistent, input or temporary.
+        data_class: class of the data in reports of traffic.
+        combine: codelet called as ``combine(total RW, other R)``; needed only where REDUX meets more than one lane.
+        inbox: takes the record when the handle is released; None without one.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "combine",
+        "data_class",
+        "inbox",
+        "kind",
+        "lanes",
+        "name",
+        "nbytes",
+        "num_contributions",
+        "record",
+        "view",
+        "written",
+    )
+
+    def __init__(
+        self,
+        record: Any,
+        nbytes: int,
+        view: View,
+        *,
+        name: str,
+        kind: Kind,
+        data_class: DataClass,
+        combine: Codelet | None,
+        inbox: ReleaseInbox | None,
+    ) -> None:
+        self.record = record
+        self.nbytes = nbytes
+        self.view = view
+        self.name = name
+        self.kind: Kind = kind
+        self.data_class: DataClass = data_class
+        self.combine = combine
+        self.inbox = inbox
+        self.written = False
+        self.num_contributions = 0
+        self.lanes: dict[int, Handle] | None = None
+
+    def __del__(self) -> None:
+        inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed
+        if inbox is not None:
+            inbox.append(self.record)
+
+    def __repr__(self) -> str:
+        return f"Handle({self.name!r}, {self.nbytes} B)"
+
+
+Access = tuple[Handle, Mode]
+
+_contribution: Final[ContextVar[int | None]] = ContextVar("nntask_contribution", default=None)
+
+Terms = tuple[tuple[WorkerKind, ...], WorkerId | None]
+"""Kinds of workers that may run a task, and the only worker that may, if the program has pinned the task."""
+
+
+class TaskRuntime(abc.ABC):
+    """Interface between tile operations and the execution of tasks.
+
+    Guarantee: tasks appear to run one after another in submission order.
+
+    Args:
+        lanes: L, the number of partial accumulators of REDUX; a property of the numerics, like a tile size.
+
+    Attributes:
+        has_gpus: whether there are CUDA workers, which then run every codelet that has an implementation for them.
+    """
+
+    has_gpus = False
+
+    def __init__(self, lanes: int = 1) -> None:
+        if lanes < 1:
+            raise ValueError(f"lanes must be at least 1, got {lanes}; use --lanes 1 for plain sums")
+        self.lanes = lanes
+        self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+    @abc.abstractmethod
+    def handle(
+        self,
+        nbytes: int,
+        view: View,
+        *,
+        name: str = "",
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        combine: Codelet | None = None,
+    ) -> Handle:
+        """Register data of `nbytes` bytes; memory is allocated when the first task writes it."""
+
+    def attach(self, handle: Handle, source: Source) -> None:
+        """Declare that the data of a handle is in `source`, which is read whenever a task needs the data and no memory has it, until a task writes
+        the handle.
+
+        Until then the data takes memory only while it is used or memory is free. The present data of the handle counts as overwritten.
+
+        Raises:
+            ValueError: an unfinished task uses the handle, or a recorded step has been replayed with it. A step that has not been replayed may get
+                its data
+                in this way.
+            DoesNotFit: the buffers that read the source do not fit, even if droppable data is evicted.
+            RecordingError: a step is being recorded.
+        """
+        self._attach(handle, source)
+        self._overwrite(handle)
+
+    @abc.abstractmethod
+    def _attach(self, handle: Handle, source: Source) -> None:
+        """Note the source of a handle."""
+
+    @abc.abstractmethod
+    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+        """Wait for the handle's data in host memory, and lock it there for the block: ``with runtime.acquire(h, "R") as view``."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Wait until every submitted task is done.
+
+        Raises:
+            TaskError: a task failed since the last wait.
+        """
+
+    @property
+    @abc.abstractmethod
+    def recording(self) -> bool:
+        """Whether tasks are being captured instead of run."""
+
+    @abc.abstractmethod
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+        """The workers that may run a task; a task that no worker can run is refused here, before any state has changed.
+
+        Args:
+            combines: whether the task combines lanes: it belongs to earlier submissions then, and is not pinned.
+        """
+
+    @abc.abstractmethod
+    def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
+        """Take one examined task, whose modes are R, W, RW and SCRATCH."""
+
+    def submit(
+        self,
+        codelet: Codelet,
+        accesses: Sequence[Access],
+        constants: Mapping[str, Any] | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Submit a task: `codelet` over `accesses`.
+
+        Args:
+            accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
+            constants: keyword arguments of the kernel.
+            priority: tasks of larger priority run earlier among ready tasks, under policies that regard it.
+
+        Raises:
+            ValueError: a handle appears twice, or no worker can run the codelet.
+        """
+        if len(dict(accesses)) != len(accesses):
+            names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
+            raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if need be")
+        terms = self._examine(codelet, accesses)
+        if self.lanes > 1:  # else there is nothing to sum
+            for handle, mode in accesses:
+                if handle.lanes is not None and (mode == R or mode == RW):
+                    self._combine(handle, priority)
+        plain: list[Access] = []
+        for handle, mode in accesses:
+            if mode == REDUX:
+                handle, mode, accumulate = self._contribute(handle)
+                constants = {**(constants or {}), "accumulate": accumulate}
+            elif mode != R and mode != SCRATCH:
+                self._overwrite(handle)
+            plain.append((handle, mode))
+        self._submit(codelet, plain, constants or {}, priority, terms)
+
+    def _overwrite(self, handle: Handle) -> None:
+        """Note that a task writes the handle; its lanes are dropped without being summed."""
+        handle.written = True
+        if handle.lanes is not None:
+            self._drop_lanes(handle)
+
+    def _drop_lanes(self, handle: Handle) -> None:
+        handle.lanes = None
+        self._summing.discard(handle)
+
+    def _contribute(self, handle: Handle) -> tuple[Handle, Mode, bool]:
+        """The lane, the mode and whether to accumulate, for the next REDUX contribution to `handle`."""
+        lane = handle
+        if self.lanes > 1:
+            if handle.lanes is None:
+                handle.lanes = {}
+                handle.num_contributions = 0
+                self._summing.add(handle)
+            number = _contribution.get()
+            if number is None:
+                number = handle.num_contributions
+                handle.num_contributions += 1
+            number %= self.lanes
+            found = handle.lanes.get(number)
+            lane = handle.lanes[number] = found or (self._lane_of(handle, number) if handle.lanes else handle)
+        accumulate = lane.written
+        lane.written = True
+        return lane, RW if accumulate else W, accumulate
+
+    def _lane_of(self, handle: Handle, number: int) -> Handle:
+        """A new lane of a handle."""
+        name = f"{handle.name} lane {number}"
+        return self.handle(handle.nbytes, handle.view, name=name, data_class=handle.data_class, combine=handle.combine)
+
+    def partial_sums(self, handle: Handle, num_lanes: int, *, priority: int = 0) -> dict[int, Handle]:
+        """Sum the lanes of a handle as far as the tree of `num_lanes` lanes allows while other lanes are elsewhere, and detach the sums from the
+        handle.
+
+        Returns:
+            Partial sums by their first lane; the first is the handle itself. `add_partial_sum` attaches partial sums again.
+
+        Raises:
+            ValueError, DoesNotFit: as in `_combine`.
+        """
+        lanes = handle.lanes or {0: handle}
+        here = set(lanes)
+        self._sum(handle, lanes, [(a, b) for a, b, end in tree(num_lanes) if here.issuperset(range(a, end))], priority)
+        self._drop_lanes(handle)
+        return dict(sorted(lanes.items()))
+
+    def add_partial_sum(self, handle: Handle, lane: int, partial: Handle) -> None:
+        """Attach a partial sum to a handle as the given lane of the tree; the next access combines all lanes."""
+        if handle.lanes is None:
+            handle.lanes = {}
+            self._summing.add(handle)
+        handle.lanes[lane] = partial
+
+    def _combine(self, handle: Handle, priority: int = 0) -> None:
+        """Combine the lanes into the handle in a fixed tree, with the priority of the task that needs the sum. If it raises, the lanes are unchanged.
+
+        Raises:
+            ValueError: the handle has no combine codelet, or no worker can run it.
+            DoesNotFit: two lanes exceed every memory.
+        """
+        lanes = handle.lanes or {0: handle}
+        self._sum(handle, lanes, [(a, b) for a, b, _ in tree(max(lanes) + 1)], priority)
+        self._drop_lanes(handle)
+
+    def _sum(self, handle: Handle, lanes: dict[int, Handle], pairs: Sequence[tuple[int, int]], priority: int) -> None:
+        """Carry out some additions of the tree; an absent lane adds nothing. The sum that has the handle's own contribution stays in the handle."""
+        if len(lanes) < 2:
+            return
+        if handle.combine is None:
+            raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
+        first, second, *_ = lanes.values()
+        terms = self._examine(handle.combine, [(first, RW), (second, R)], combines=True)
+        for a, b in pairs:
+            other, total = lanes.pop(b, None), lanes.get(a)
+            if other is None:
+                continue
+            if total is not None:
+                if other is handle:  # a + b and b + a are the same bits
+                    other, total = total, other
+                self._submit(handle.combine, [(total, RW), (other, R)], {}, priority, terms)
+            lanes[a] = total or other
+
+    def _make_whole(self, handle: Handle, mode: Mode) -> None:
+        """Before the program uses the handle's data: combine its lanes, or drop them if the program overwrites the data."""
+        if handle.lanes is not None and (mode == R or mode == RW):
+            self._combine(handle)
+        if mode != R and mode != SCRATCH:
+            self._overwrite(handle)
+
+    def _combine_all(self) -> None:
+        """Combine the lanes of all handles: a recorded step neither begins nor ends with partial sums."""
+        for handle in sorted(self._summing, key=lambda handle: handle.name):
+            self._combine(handle)
+
+
+def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:
+    """The additions of the fixed tree: (a, b, end) means that lane a receives lane b and then holds lanes a to end - 1."""
+    stride = 1
+    while stride < num_lanes:
+        for first in range(0, num_lanes - stride, 2 * stride):
+            yield first, first + stride, min(first + 2 * stride, num_lanes)
+        stride *= 2
+
+
+@contextmanager
+def contribution(number: int | None) -> Iterator[None]:
+    """Let REDUX accesses of tasks submitted in the block belong to contribution `number` of each sum, and so to lane `number` mod L, whatever was
+    submitted
+    before. Hence sums of numbered contributions are the same bits wherever each contribution is made."""
+    token = _contribution.set(number)
+    try:
+        yield
+    finally:
+        _contribution.reset(token)
+
+
+def kept_in_contribution(function: Callable[[], None]) -> Callable[[], None]:
+    """Bind a function to the contribution of the present context: it runs in it whenever it is called. Other context variables are not kept alive."""
+    number = _contribution.get()
+
+    def run() -> None:
+        with contribution(number):
+            function()
+
+    return run

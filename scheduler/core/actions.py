@@ -1,0 +1,56 @@
+"""The one dispatch over actions: every program that drives a machine carries actions out through `carry_out`.
+
+The real executor, virtual time, the fakes of tests and the store of Dask graphs each implement `ActionHandler`, one method per kind of action. A new
+kind of action does not pass the type checker until all of them say what it means there, also where it means nothing or cannot happen.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, assert_never
+
+from .events import Action, CopyTile, DiscardExtent, ForgetObject, MoveTile, ReportFailure, ReportStepDone, RunTask
+
+
+class ActionHandler(Protocol):
+    """A driver of a machine: what each action means there. Actions of an event are carried out in the order in which the machine returns them."""
+
+    def run_task(self, action: RunTask) -> None:
+        """Begin a task on its worker; `TaskFinished` or `TaskFailed` follows."""
+
+    def copy_tile(self, action: CopyTile) -> None:
+        """Begin a copy; `CopyFinished` or `CopyFailed` follows."""
+
+    def move_tile(self, action: MoveTile) -> None:
+        """Move bytes within a node before anything else happens there; no event follows."""
+
+    def discard_extent(self, action: DiscardExtent) -> None:
+        """Return a part of a storage node's file to the file system; no event follows."""
+
+    def forget_object(self, action: ForgetObject) -> None:
+        """Drop the buffer of a handle on a counted node; no event follows."""
+
+    def report_failure(self, action: ReportFailure) -> None:
+        """Note a task that has failed or will never run."""
+
+    def report_step_done(self, action: ReportStepDone) -> None:
+        """Note a replay that has ended."""
+
+
+def carry_out(action: Action, handler: ActionHandler) -> None:
+    """Let the handler carry out one action."""
+    if isinstance(action, RunTask):  # hot path: quicker than `match`; most frequent kinds first
+        handler.run_task(action)
+    elif isinstance(action, CopyTile):
+        handler.copy_tile(action)
+    elif isinstance(action, ReportStepDone):
+        handler.report_step_done(action)
+    elif isinstance(action, ForgetObject):
+        handler.forget_object(action)
+    elif isinstance(action, DiscardExtent):
+        handler.discard_extent(action)
+    elif isinstance(action, MoveTile):
+        handler.move_tile(action)
+    elif isinstance(action, ReportFailure):
+        handler.report_failure(action)
+    else:
+        assert_never(action)

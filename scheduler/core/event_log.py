@@ -1,0 +1,276 @@
+"""Event logs: what happened to a machine as plain tuples, and the same again on a fresh machine.
+
+A log holds everything that decides what a machine does (sizes, access modes, orders, completion order) and nothing else: no codelets, views
+or times. Replaying it must give the same actions in the same order, which turns a recorded failure into a unit test. Entries:
+
+    ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
+    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, dues)  TaskSubmitted
+    ("instance", key, tasks, owned, shared, makes, peaks, window, agendas)  first mention of a recorded step's instance
+    ("step", key, number, first_order)                                     StepStarted
+    ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
+    ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
+    ("adopted", handle, due, stays) ("changed", handle)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import assert_never
+
+from .events import (
+    Action,
+    CopyFailed,
+    CopyFinished,
+    CopyTile,
+    DiscardExtent,
+    Event,
+    ForgetObject,
+    HandleAdopted,
+    HandleChanged,
+    HandleReleased,
+    MoveTile,
+    ReportFailure,
+    ReportStepDone,
+    RunTask,
+    SourceAttached,
+    StepStarted,
+    TaskFailed,
+    TaskFinished,
+    TaskSubmitted,
+    WorkerJoined,
+)
+from .records import Agenda, DataClass, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, SharedUse, Task, TaskId, Worker, WorkerId, WorkerKind
+from .step_plan import places_of_parts
+
+Entry = tuple[object, ...]
+_Accesses = tuple[tuple[int, Mode], ...]
+_Kinds = tuple[WorkerKind, ...]
+_Places = tuple[Sequence[int], Sequence[Mode], Sequence[int]]
+_PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int, int | None]
+_Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Places]
+
+
+class LoggedError(Exception):
+    """Stands for a kernel's exception when a log is replayed."""
+
+
+class EventLog:
+    """Turns events into entries; `entries` holds what was added so far."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._handles: set[HandleId] = set()
+        self._steps: dict[Replay, int] = {}
+
+    def add(self, event: Event) -> None:
+        """Append an event, before the machine handles it."""
+        match event:
+            case TaskSubmitted(task):
+                self._mention(handle for handle, _ in task.accesses)
+                self.entries.append(("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order, task.pin, tuple(task.dues)))
+            case StepStarted(replay):
+                if replay not in self._steps:
+                    self._enter_instance(replay)
+                self.entries.append(("step", self._steps[replay], replay.number, replay.first_order))
+            case TaskFinished(task):
+                self.entries.append(("finished", task.id))
+            case TaskFailed(task, error):
+                self.entries.append(("failed", task.id, str(error)))
+            case CopyFinished(source, target):
+                self.entries.append(("copied", source.handle.id, source.node, target.node))
+            case CopyFailed(source, target, error):
+                self.entries.append(("not copied", source.handle.id, source.node, target.node, str(error)))
+            case WorkerJoined(worker):
+                self.entries.append(("joined", worker.id, worker.kind, worker.node, worker.depth))
+            case HandleReleased(handle):
+                self._mention([handle])
+                self.entries.append(("released", handle.id))
+            case SourceAttached(handle, _, scratch):
+                self._mention([handle])
+                self.entries.append(("attached", handle.id, scratch))
+            case HandleAdopted(handle, due, stays):
+                self._mention([handle])
+                self.entries.append(("adopted", handle.id, due, stays))
+            case HandleChanged(handle):
+                self.entries.append(("changed", handle.id))
+            case _:
+                assert_never(event)
+
+    def _mention(self, handles: Iterable[HandleRecord]) -> None:
+        for h in handles:
+            if h.id not in self._handles:
+                self._handles.add(h.id)
+                self.entries.append(("handle", h.id, h.nbytes, h.size, h.name, h.kind, h.data_class, h.released))
+
+    def _enter_instance(self, replay: Replay) -> None:
+        key = self._steps[replay] = len(self._steps)
+        self._mention(handle for task in replay.tasks for handle, _ in task.accesses)
+        at = {task: position for position, task in enumerate(replay.tasks)}
+        tasks = tuple(
+            (
+                task.id,
+                task.name,
+                task.kinds,
+                _plain(task),
+                task.priority,
+                task.num_predecessors,
+                tuple(at[t] for t in task.successors),
+                task.is_exit,
+                task.part,
+                task.pin,
+            )
+            for task in replay.tasks
+        )
+        owned = tuple((handle.id, num_uses) for handle, num_uses in replay.owned)
+        shared = tuple(
+            (
+                use.handle.id,
+                tuple(at[task] for task in use.first_readers),
+                None if use.first_writer is None else at[use.first_writer],
+                None if use.last_writer is None else at[use.last_writer],
+                tuple(at[task] for task in use.last_readers),
+                use.num_uses,
+                use.needs_data,
+                _places(use.agenda),
+            )
+            for use in replay.shared
+        )
+        agendas = tuple((handle.id, _places(handle.agenda)) for handle, _ in replay.owned if handle.agenda is not None)
+        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.peaks), replay.window, agendas))
+
+
+class Revival:
+    """Fresh records and events from a log's entries."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, HandleRecord] = {}
+        self._tasks: dict[int, Task] = {}
+        self._steps: dict[int, Replay] = {}
+
+    def events(self, entries: Iterable[Entry]) -> Iterator[Event]:
+        """The events of a log, over new records, in order."""
+        for kind, *rest in entries:
+            event = getattr(self, f"_on_{str(kind).replace(' ', '_')}")(*rest)
+            if event is not None:
+                yield event
+
+    def _on_handle(self, number: int, nbytes: int, size: int, name: str, kind: Kind, data_class: DataClass, released: bool) -> None:
+        self._handles[number] = HandleRecord(HandleId(number), nbytes, size, None, name, kind, data_class, released=released)
+
+    def _task(self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int = 0) -> Task:
+        plain = tuple((self._handles[handle], mode) for handle, mode in accesses)
+        task = self._tasks[number] = Task(TaskId(number), None, name, kinds, plain, {}, priority, order)
+        return task
+
+    def _on_task(
+        self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int, pin: WorkerId | None, dues: tuple[int, ...]
+    ) -> TaskSubmitted:
+        task = self._task(number, name, kinds, accesses, priority, order)
+        task.pin, task.dues = pin, dues
+        return TaskSubmitted(task)
+
+    def _on_instance(
+        self,
+        key: int,
+        tasks: tuple[_PlannedTask, ...],
+        owned: tuple[tuple[int, int], ...],
+        shared: tuple[_Shared, ...],
+        makes: tuple[int, ...],
+        peaks: tuple[int, ...],
+        window: int,
+        agendas: tuple[tuple[int, _Places], ...],
+    ) -> None:
+        replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
+        for handle, places in agendas:
+            self._handles[handle].agenda = _agenda(places, replay)
+        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, part, pin) in enumerate(tasks):
+            task = self._task(number, name, kinds, accesses, priority)
+            task.num_waiting = task.num_predecessors = waits
+            task.step, task.position, task.is_exit, task.part, task.pin = replay, position, is_exit, part, None if pin is None else WorkerId(pin)
+            replay.tasks.append(task)
+        for task, planned in zip(replay.tasks, tasks, strict=True):
+            task.successors = [replay.tasks[after] for after in planned[6]]
+        replay.has_pins = any(task.pin is not None for task in replay.tasks)
+        replay.roots = [task for task in replay.tasks if not task.num_predecessors]
+        replay.parts = places_of_parts([task.part for task in replay.tasks])
+        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, places in shared:
+            replay.shared.append(
+                SharedUse(
+                    self._handles[handle],
+                    [replay.tasks[at] for at in first_readers],
+                    None if first_writer is None else replay.tasks[first_writer],
+                    None if last_writer is None else replay.tasks[last_writer],
+                    [replay.tasks[at] for at in last_readers],
+                    uses,
+                    needs_data,
+                    _agenda(places),
+                )
+            )
+
+    def _on_step(self, key: int, number: int, first_order: int) -> StepStarted:
+        replay = self._steps[key]
+        replay.number, replay.first_order = number, first_order
+        return StepStarted(replay)
+
+    def _on_finished(self, number: int) -> TaskFinished:
+        return TaskFinished(self._tasks[number])
+
+    def _on_failed(self, number: int, message: str) -> TaskFailed:
+        return TaskFailed(self._tasks[number], LoggedError(message))
+
+    def _on_copied(self, number: int, source: NodeId, target: NodeId) -> CopyFinished:
+        replicas = self._handles[number].replicas
+        return CopyFinished(replicas[source], replicas[target])
+
+    def _on_not_copied(self, number: int, source: NodeId, target: NodeId, message: str) -> CopyFailed:
+        replicas = self._handles[number].replicas
+        return CopyFailed(replicas[source], replicas[target], LoggedError(message))
+
+    def _on_joined(self, number: int, kind: WorkerKind, node: NodeId, depth: int) -> WorkerJoined:
+        return WorkerJoined(Worker(WorkerId(number), kind, node, depth))
+
+    def _on_released(self, number: int) -> HandleReleased:
+        return HandleReleased(self._handles[number])
+
+    def _on_attached(self, number: int, scratch: int) -> SourceAttached:
+        return SourceAttached(self._handles[number], None, scratch)
+
+    def _on_adopted(self, number: int, due: int, stays: bool) -> HandleAdopted:
+        return HandleAdopted(self._handles[number], due, stays)
+
+    def _on_changed(self, number: int) -> HandleChanged:
+        return HandleChanged(self._handles[number])
+
+
+def describe(action: Action) -> Entry:
+    """An action as a plain tuple, equal for equal actions of different machines."""
+    match action:
+        case RunTask(worker, task):
+            return ("run", worker, task.id, tuple((replica.node, replica.offset) for replica in task.replicas))
+        case CopyTile(source, target):
+            return ("copy", source.handle.id, source.node, source.offset, target.node, target.offset)
+        case MoveTile(node, source_offset, offset, nbytes):
+            return ("move", node, source_offset, offset, nbytes)
+        case DiscardExtent(node, offset, nbytes):
+            return ("discard", node, offset, nbytes)
+        case ReportFailure(task, error):
+            return ("failure", task.id, str(error))
+        case ReportStepDone(_, number):
+            return ("step done", number)
+        case ForgetObject(node, handle):
+            return ("forget", node, handle.id)
+        case _:
+            assert_never(action)
+
+
+def _plain(task: Task) -> tuple[tuple[int, str], ...]:
+    return tuple((handle.id, mode) for handle, mode in task.accesses)
+
+
+def _places(agenda: Agenda) -> _Places:
+    return tuple(agenda.positions), tuple(agenda.modes), tuple(sorted(agenda.leaves))
+
+
+def _agenda(places: _Places, replay: Replay | None = None) -> Agenda:
+    positions, modes, leaves = places
+    return Agenda(positions, modes, frozenset(leaves), replay)

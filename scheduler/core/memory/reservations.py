@@ -1,0 +1,173 @@
+"""Who may take room on the last tier, so that the planned order can always go on.
+
+Rule. A recorded step in flight has a claim on what its planned order still needs there at once, one task at a time. A task ahead of that order, or a
+plain task younger than it, may make new data only if beside it
+
+    what outlives replays + temporaries made ahead of their time + the largest claim  <=  budget,
+
+where "what outlives replays" includes what the replays in flight will still make of that kind. The oldest task is never asked.
+
+Why that is enough. Whenever the tasks under way have ended, running the rest in planned order needs at each place at most what outlives replays, the
+temporaries of that place, and those made ahead that are not due yet: the left side. So if the budget is at least `StepPlan.minimum_bytes`, the oldest
+task finds room as soon as nobody else uses some, and the state stays so after it. Data that died ahead of its time only makes more room; so does a
+replay that ends, for all its temporaries are dead. A replay that starts may promise more than is free: then only the oldest task makes anything until
+those made ahead have become due. Scratch ends with its task, so the claim of the planned task that uses it is enough.
+
+Data that lies in a file takes nothing here before its first write: a task that reads it where the last tier is makes room for it as for scratch, by
+dropping what was read before, and the claim of the planned task that reads it is enough.
+
+Counts bytes, not holes: `compaction` moves replicas together when holes are what is missing. Knows nothing of replicas on other nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from ..errors import InvalidEvent
+from ..records import SCRATCH, HandleRecord, NodeId, R, Replay, Replica, SharedUse, Task, W
+from .coherence import wants_home
+from .eviction_policies import Horizon
+from .extents import MemoryNode
+
+
+class Claims:
+    """The books of the last tier.
+
+    Args:
+        node: the last tier.
+        node_id: its number.
+        horizon: where the recorded steps stand.
+
+    Attributes:
+        kept: bytes of data that outlives replays, promised data included.
+        ahead: bytes of temporaries that the planned order would not have made yet.
+    """
+
+    __slots__ = ("_homes_ahead", "_num_entered", "_promised", "_reserve", "ahead", "horizon", "kept", "node", "node_id")
+
+    def __init__(self, node: MemoryNode, node_id: NodeId, horizon: Horizon) -> None:
+        self.node = node
+        self.node_id = node_id
+        self.horizon = horizon
+        self.kept = 0
+        self.ahead = 0
+        self._reserve = 0  # at least the largest claim
+        self._promised: dict[HandleRecord, int] = {}  # by how many replays
+        self._homes_ahead: list[tuple[int, int, Replica]] = []  # (order of the maker, number, home)
+        self._num_entered = 0
+
+    def allow(self, task: Task) -> bool:
+        """Whether the task may take the room it needs on the last tier."""
+        replays = self.horizon.replays
+        if not replays:
+            return True
+        step = task.step
+        wanted = 0 if step is None else step.makes[task.position]
+        if step is not None and self.ahead + wanted <= self.node.budget - self.kept - self._reserve:
+            return True
+        order = self.horizon.order
+        if task.order <= order:
+            return True
+        missing = [handle for handle, mode in task.accesses if mode != SCRATCH and wants_home(handle, mode, self.node_id)]
+        if not missing:
+            return True
+        if step is None:
+            wanted = sum(handle.size for handle in missing if handle not in self._promised)
+        self._drop_due(order)
+        reserve = self._reserve = max([replay.peaks[replay.frontier] for replay in replays])
+        return self.kept + self.ahead + reserve + wanted <= self.node.budget
+
+    def enter(self, home: Replica, order: int) -> None:
+        """A replica on the last tier becomes its handle's home, for the task of that order."""
+        handle = home.handle
+        home.is_home = True
+        if not _is_temporary(handle):
+            if self._promised.pop(handle, None) is None:
+                self.kept += handle.size
+        elif order > self.horizon.order:
+            home.is_ahead = True
+            self.ahead += handle.size
+            self._num_entered += 1
+            self._drop_due(self.horizon.order)
+            heapq.heappush(self._homes_ahead, (order, self._num_entered, home))
+
+    def reenter(self, handle: HandleRecord, replay: Replay) -> None:
+        """A replay begins that will make `handle`, whose home is still in use from an earlier replay."""
+        self._drop_due(self.horizon.order)
+        home = handle.replicas.get(self.node_id)
+        if home is not None and handle.agenda is not None:
+            self.enter(home, replay.first_order + handle.agenda.positions[0])
+
+    def leave(self, home: Replica) -> None:
+        """A home is none any more. Data that was lost but outlives replays is a promise again of those in flight that may make it anew."""
+        handle = home.handle
+        home.is_home = False
+        if home.is_ahead:
+            home.is_ahead = False
+            self.ahead -= handle.size
+        elif not _is_temporary(handle):
+            replays = self.horizon.replays if handle.num_uses else ()
+            number = sum(any(use.handle is handle and self._is_to_make(use) for use in replay.shared) for replay in replays)
+            if number:
+                self._promised[handle] = number
+            else:
+                self.kept -= handle.size
+
+    def _drop_due(self, order: int) -> None:
+        """What was made ahead of its time and is due by now counts as in time."""
+        ahead = self._homes_ahead
+        while ahead and ahead[0][0] <= order:
+            home = heapq.heappop(ahead)[2]
+            if home.is_ahead:
+                home.is_ahead = False
+                self.ahead -= home.handle.size
+
+    def promise(self, replay: Replay) -> None:
+        """A replay begins: what it will make and leave behind counts from now on."""
+        promised = self._promised
+        for use in replay.shared:
+            handle = use.handle
+            if self._is_to_make(use):
+                if handle not in promised:
+                    self.kept += handle.size
+                promised[handle] = promised.get(handle, 0) + 1
+        self._reserve = max(self._reserve, replay.peaks[0])
+
+    def forget(self, replay: Replay) -> None:
+        """A replay has ended: what it promised and did not make, it never will."""
+        self._reserve = max([each.peaks[each.frontier] for each in self.horizon.replays], default=0)
+        for use in replay.shared if self._promised else ():
+            count = self._promised.get(use.handle, 0) if self._is_to_make(use) else 0
+            if count == 1:
+                del self._promised[use.handle]
+                self.kept -= use.handle.size
+            elif count:
+                self._promised[use.handle] = count - 1
+
+    def _is_to_make(self, use: SharedUse) -> bool:
+        """Whether a replay may still give a handle its home."""
+        return wants_home(use.handle, R if use.first_writer is None else W, self.node_id)
+
+    def validate(self, homes: Iterable[Replica]) -> None:
+        """Check the books against the homes on the last tier.
+
+        Raises:
+            InvalidEvent: they do not add up.
+        """
+        kept = sum(handle.size for handle in self._promised)
+        ahead = 0
+        for home in homes:
+            if not _is_temporary(home.handle):
+                kept += home.handle.size
+            elif home.is_ahead:
+                ahead += home.handle.size
+        if (kept, ahead) != (self.kept, self.ahead):
+            raise InvalidEvent(
+                f"node {self.node.name} keeps {kept} B and holds {ahead} B made ahead of their time, but {self.kept} and {self.ahead} were counted"
+            )
+
+
+def _is_temporary(handle: HandleRecord) -> bool:
+    """Whether the handle lives and dies within a replay."""
+    return handle.agenda is not None and handle.agenda.replay is not None

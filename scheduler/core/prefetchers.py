@@ -1,0 +1,65 @@
+"""Which nodes look ahead, and when: where something has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .dispatch import Dispatch
+from .events import Action, CopyFinished, Event, StepStarted, TaskFinished
+from .memory.prefetch import Lookahead
+from .memory.replicas import Replicas
+from .records import RAM, NodeId
+
+
+class Lookaheads:
+    """The lookahead of every node that has one, and when each looks.
+
+    Args:
+        enabled: whether anything is moved ahead at all.
+
+    Attributes:
+        by_node: each of them.
+        part_nodes: where the parts of a step run, if it has as many: equal devices, and nothing runs elsewhere.
+    """
+
+    def __init__(self, dispatch: Dispatch, replicas: Replicas, *, enabled: bool) -> None:
+        self.part_nodes: tuple[NodeId, ...] = ()
+        self._dispatch = dispatch
+        self._replicas = replicas
+        self._enabled = enabled
+        self.by_node: dict[NodeId, Lookahead] = {}
+
+    def settle(self) -> None:
+        """Decide which nodes look ahead, after a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
+        replicas, crew = self._replicas, self._dispatch.crew
+        places = sorted({each.node for each in crew})
+        kinds = {each.kind for each in crew}
+        is_parted = self._dispatch.policy.keeps_parts and len(places) > 1 and RAM not in places and len(kinds) == 1
+        self.part_nodes = tuple(places) if is_parted else ()
+        if self._enabled and replicas.has_several:
+            looking = [node for node in places if node != replicas.last or replicas.num_files]
+            looking = looking if is_parted or len(places) == 1 else []
+            self.by_node = {node: Lookahead(replicas, node, is_only=len(places) == 1) for node in looking}
+
+    def run(self, event: Event, actions: list[Action]) -> None:
+        """Let the node where something changed look ahead: all nodes when a step starts, the only one if memory was short or data is unread."""
+        nodes: Iterable[NodeId] = ()
+        if len(self.by_node) == 1:
+            replicas = self._replicas
+            nodes = self.by_node if replicas.num_evictions or replicas.wanted or any(replicas.copies.num_writing) else ()
+        elif isinstance(event, StepStarted):
+            nodes = self.by_node
+        elif isinstance(event, TaskFinished):
+            nodes = (event.task.node,)
+        elif isinstance(event, CopyFinished):
+            nodes = (event.target.node if event.target.node in self.by_node else event.source.node,)
+        ended = event.task if isinstance(event, TaskFinished) else None
+        for node in nodes:
+            lookahead = self.by_node.get(node)
+            if lookahead is not None:
+                lookahead.run(ended, actions, blocked=bool(self._dispatch.blocked[node]))
+
+    def rest(self) -> None:
+        """No replay is in flight: nothing is kept of the last one."""
+        for each in self.by_node.values():
+            each.rest()

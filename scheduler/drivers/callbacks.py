@@ -1,0 +1,160 @@
+"""Callbacks on finished tasks (`Runtime.on_task`), and the orderly stop of a run by an exception of the callback.
+
+A stop is orderly. The task that the callback saw has finished, and every task submitted before the program learns of the stop still runs. So each
+piece of data is whole, belongs to the end of a replay, and can be read and saved. No further task is accepted: `submit` and `replay` raise
+`RunStopped`, and so does `wait` once. The callback is not called again.
+
+A callback observes and must not call back into the runtime. The worker waits for the callback, so a call that waits for tasks, data or workers would
+wait for itself: such calls raise on the worker's thread, and if the callback does not catch the error, it stops the run like any other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import RunStopped, SchedulerError
+from ..core.records import SCRATCH, HandleRecord, Mode, Replica, Task
+
+Look = Callable[[Any, int, int], Any]
+"""(view, offset, bytes) -> a read-only view of a node's memory, made by a handle's `view`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTile:
+    """A piece of data that a finished task used.
+
+    Attributes:
+        name: name of the handle.
+        mode: access mode of the task: R, W or RW.
+        nbytes: exact size of the data in bytes.
+    """
+
+    name: str
+    mode: Mode
+    nbytes: int
+    _replica: Replica
+    _look: Look
+
+    @property
+    def data(self) -> Any:
+        """A read-only view of the data as the task left it, valid until the callback returns; copy it to keep it. Data on a GPU is copied to the
+        host."""
+        handle = self._replica.handle
+        return self._look(handle.view, self._replica.offset, handle.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTask:
+    """A task whose kernel has returned.
+
+    Attributes:
+        name: name of its codelet.
+        number: position of the task in the order of all tasks.
+        replay: number of its replay; None for a task outside recorded steps.
+        worker: name of the worker that ran it, such as "cpu:0".
+        node: name of the memory node of its data, such as "ram".
+        start_ns, end_ns: start and end of the kernel on the clock of `time.perf_counter_ns`.
+        tiles: the task's data in the order of the kernel's arguments, without scratch memory.
+    """
+
+    name: str
+    number: int
+    replay: int | None
+    worker: str
+    node: str
+    start_ns: int
+    end_ns: int
+    tiles: tuple[SeenTile, ...]
+
+
+OnTask = Callable[[FinishedTask], object]
+"""Callback with a finished task, on the thread of the worker that ran it; several workers may call it at once. An exception of it stops the run."""
+
+
+class Watch:
+    """The callback of a runtime, if any, and the stop that it has asked for, if any.
+
+    Attributes:
+        callback: the function that is called with finished tasks.
+        stop: the error that the program receives.
+        inside: identifiers of the threads that are in a callback.
+    """
+
+    __slots__ = ("_is_reported", "_lock", "callback", "inside", "stop")
+
+    def __init__(self) -> None:
+        self.callback: OnTask | None = None
+        self.stop: RunStopped | None = None
+        self.inside: set[int] = set()
+        self._is_reported = False
+        self._lock = threading.Lock()
+
+    def begin(self, callback: OnTask | None) -> None:
+        """Call `callback` with tasks from now on; an earlier stop ends."""
+        with self._lock:  # else an exception of the previous callback could still stop the run
+            self.stop, self._is_reported = None, False
+            self.callback = callback
+
+    def show(self, task: Task, worker: str, node: str, look: Look, start_ns: int, end_ns: int) -> None:
+        """Call the callback with a task; the first exception of a callback becomes the stop."""
+        callback = self.callback
+        if callback is None:
+            return
+        used: list[tuple[tuple[HandleRecord, Mode], Replica]] = list(zip(task.accesses, task.replicas, strict=True))
+        tiles = tuple(SeenTile(handle.name, mode, handle.nbytes, replica, look) for (handle, mode), replica in used if mode != SCRATCH)
+        number = None if task.step is None else task.step.number
+        me = threading.get_ident()
+        self.inside.add(me)
+        try:
+            callback(FinishedTask(task.name, task.order, number, worker, node, start_ns, end_ns, tiles))
+        except BaseException as error:  # a SystemExit too: the worker must survive it
+            with self._lock:
+                if self.callback is callback:  # else another worker's exception came first, or the program has replaced the callback
+                    self.callback = None
+                    self.stop = _stop(task, worker, error)
+        finally:
+            self.inside.discard(me)
+
+    def check(self) -> None:
+        """Raise the stop, if there is one; it counts as reported then.
+
+        Raises:
+            RunStopped: the callback has asked for the end of the run.
+        """
+        stop = self.stop
+        if stop is not None:
+            self._is_reported = True
+            raise stop
+
+    def refuse_inside(self, call: str) -> None:
+        """Refuse a call that might wait for the worker that waits for the callback.
+
+        Args:
+            call: the call, for the message.
+
+        Raises:
+            SchedulerError: the calling thread is in a callback.
+        """
+        if self.inside and threading.get_ident() in self.inside:
+            raise SchedulerError(
+                f"{call} was called inside a callback of on_task, and may wait for the very worker that waits for the callback; look at the task's "
+                "own tiles there, raise to stop the run, and leave everything else to the program's thread"
+            )
+
+    def unreported(self) -> RunStopped | None:
+        """The stop, if it has not been raised in the program yet; it counts as reported from now on."""
+        stop = None if self._is_reported else self.stop
+        self._is_reported = self._is_reported or stop is not None
+        return stop
+
+
+def _stop(task: Task, worker: str, error: BaseException) -> RunStopped:
+    stop = RunStopped(
+        f"the callback of on_task stopped the run at {task!r} on {worker}: {type(error).__name__}: {error}; every task submitted before runs to its "
+        "end and its data can be read and saved; on_task(None), or another callback, lets the runtime take on new ones"
+    )
+    stop.__cause__ = error
+    return stop

@@ -1,0 +1,462 @@
+"""The machine's side of the runtime: one lock around the state machine and the threads that carry out its actions (`pool`).
+
+Rules. Whoever brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and
+carries out its actions; nothing waits for a scheduler thread and nothing polls. Finalizers only append to an inbox that is drained at the next
+event, because a garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an
+interrupt inside it leaves it half advanced: either breaks the engine for good, and everybody who waits is woken with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from time import perf_counter, perf_counter_ns
+from typing import Any, Final
+
+from ..core.actions import carry_out
+from ..core.errors import DoesNotFit, RuntimeBroken, SchedulerError, TaskError, TierFailed
+from ..core.events import (
+    Action,
+    CopyFailed,
+    CopyFinished,
+    CopyTile,
+    DiscardExtent,
+    Event,
+    ForgetObject,
+    HandleReleased,
+    MoveTile,
+    ReportFailure,
+    ReportStepDone,
+    RunTask,
+    SourceAttached,
+    StepStarted,
+    TaskFailed,
+    TaskFinished,
+    WorkerJoined,
+)
+from ..core.machine import Machine
+from ..core.memory.extents import MemoryNode
+from ..core.performance_model import Models
+from ..core.policies import POLICIES, Placement
+from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..drivers.callbacks import Watch
+from ..drivers.disk import Source, readers_nbytes
+from ..drivers.gpu import Ended, Gpu
+from ..storage.performance_store import PerfStore, machine_fingerprint
+from ..storage.tier import DiskTier
+from .trace import Trace
+from .waiting import Waiter, WaiterSet
+from .workers import WorkerPool, worker_name
+
+WINDOW: Final = 8192
+"""Unrecorded tasks that may be unfinished before `submit` waits."""
+
+SWITCH_SECONDS: Final = 5e-4
+"""A thread that needs the interpreter for microseconds, to hand out the next task, waits at most so long for one that computes in Python."""
+
+ABANDONED: Final = object()
+"""Token of a program's task whose program was interrupted while it waited."""
+
+
+class Executor:
+    """The machine, and the pool of threads that carries out its actions.
+
+    Args:
+        budgets: (name, bytes) of each node that is memory, host memory first.
+        disk: the last tier and its size in bytes, if there is one.
+        gpus: those that the last of the budgets are for.
+        policy: name of the scheduling policy.
+        eviction: name of the eviction policy.
+        prefetch: whether data moves ahead of the tasks that ask for it.
+        trace: records what runs when; None for no tracing.
+        kernels: versions of what computes; durations that were measured with others are not used.
+
+    Attributes:
+        inbox: handles whose finalizer has run.
+        closing: whether workers should stop after the kernel they are in.
+        endings: what to call with the first error, or None, when a replay has ended.
+        tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source; `refusal` of a task that found no room.
+        watch: who sees finished tasks.
+        pool: memory and threads of the nodes.
+    """
+
+    def __init__(
+        self,
+        budgets: Sequence[tuple[str, int]],
+        disk: tuple[DiskTier, int | None] | None,
+        gpus: Sequence[Gpu],
+        *,
+        policy: str,
+        eviction: str,
+        prefetch: bool,
+        trace: Trace | None,
+        kernels: Mapping[str, str],
+    ) -> None:
+        self.trace = trace
+        self.watch = Watch()
+        self.inbox: deque[HandleRecord] = deque()
+        self.closing = False
+        self.waiters = WaiterSet()
+        num_host = len(budgets) - len(gpus)
+        nodes = [MemoryNode(name, budget, keeps_places=number >= num_host) for number, (name, budget) in enumerate(budgets)]
+        if disk is not None:
+            nodes.append(MemoryNode("disk", disk[1] or disk[0].free_bytes(), is_storage=True))
+        self.models = Models()
+        devices = [gpu.name for gpu in gpus]
+        self._store = PerfStore(machine_fingerprint(blas_threads=1, devices=devices, versions=kernels), [node.name for node in nodes])
+        self._store.load(self.models)
+        self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
+        self.models.memory = self.machine.memory
+        self._stalls = self.machine.stalls
+        self.kinds: set[WorkerKind] = set()
+        self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
+        self.tier_failure: TierFailed | None = None
+        self.source_failure: BaseException | None = None
+        self.refusal: DoesNotFit | None = None
+        self._lock = threading.Lock()
+        self._has_gpus = bool(gpus)
+        self.pool = WorkerPool(self, budgets, None if disk is None else disk[0], gpus)
+        self._drained: list[Waiter] = []
+        self._throttled: list[Waiter] = []
+        self._failure: BaseException | None = None
+        self._num_tasks = 0
+        self._started = perf_counter()
+
+    def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> None:
+        """Start the threads and let the workers join."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        memory = self.machine.memory
+        self.models.declare_links(len(memory.names), storage=memory.tier is not None, given=None if bandwidth is None else (0.0, bandwidth))
+        for worker in self.pool.start(cpu_workers, sim_gpus, bandwidth):
+            self.kinds.add(worker.kind)
+            self.bring(WorkerJoined(worker))
+
+    def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
+        """Advance the machine by a worker's event after so many seconds in a kernel, if that is known; return its next task, if it has one now."""
+        with self._lock:
+            task = event.task
+            if seconds is not None and (task.step is not None or task.model_key is not None):  # else no policy has asked about it
+                self.models.record(task, worker.kind, seconds)
+            if self.inbox:
+                self._drain_inbox()
+            return self._carry_out(self.machine.handle(event), worker.id)
+
+    def bring(self, event: Event, newcomer: Task | None = None, copied_seconds: float = 0.0) -> None:
+        """Advance the machine by an event of a thread that is not a worker.
+
+        Args:
+            newcomer: the task submitted, which gets its number here.
+            copied_seconds: what a copy took that has finished.
+
+        Raises:
+            SchedulerError: the runtime is broken or closed.
+        """
+        with self._lock:
+            if self.waiters.broken is not None:
+                raise self.waiters.broken
+            try:
+                if self.inbox:
+                    self._drain_inbox()
+                if type(event) is CopyFinished:
+                    source, target = event.source, event.target
+                    self.models.record_copy(source.node, target.node, source.handle.nbytes, copied_seconds)
+                elif newcomer is not None:
+                    newcomer.id = TaskId(self._num_tasks)
+                    newcomer.order = self._num_tasks
+                    self._num_tasks += 1
+                self._carry_out(self.machine.handle(event), None)
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
+        """A copy engine has carried out a copy."""
+        source, target = action.source, action.target
+        if self.trace is not None and self.trace.active:
+            self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns, source.handle.id)
+        if not self.closing:
+            self.bring(CopyFinished(source, target), copied_seconds=(end_ns - start_ns) * 1e-9)
+
+    def attach(self, handle: HandleRecord, source: Source) -> None:
+        """From now on the data of a handle is what the source reads.
+
+        Raises:
+            ValueError: a task uses the handle, or a recorded step has replayed with it.
+            DoesNotFit: host memory has no room for what readers need.
+            SchedulerError: the runtime is broken or closed.
+        """
+        with self._lock:
+            if self.waiters.broken is not None:
+                raise self.waiters.broken
+            if handle.num_uses or handle.agenda is not None:
+                raise ValueError(
+                    f"{handle!r} was attached to a source while a task uses it or after a recorded step has replayed with it; attach it before "
+                    "anything uses it"
+                )
+            try:
+                self._drain_inbox()
+                self._carry_out(
+                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=self._has_gpus))), None
+                )
+                self.pool.open_files()
+            except DoesNotFit:
+                raise  # nothing has changed
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def not_copied(self, action: CopyTile, error: BaseException) -> None:
+        """A file could not be read, or the disk tier not be written."""
+        if isinstance(error, TierFailed):
+            self.tier_failure = self.tier_failure or error
+        else:
+            self.source_failure = self.source_failure or error
+        if not self.closing:
+            self.bring(CopyFailed(action.source, action.target, error))
+
+    def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
+        """Record a task in the trace, if there is one."""
+        trace = self.trace
+        if trace is not None and trace.active:
+            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, task.accesses)
+            if end_ns >= trace.counters_due:
+                trace.add_counters(end_ns, [node.used for node in self.machine.memory.usage()], self.machine.num_ready)
+
+    def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
+        """A GPU has told how long tasks took."""
+        for task, start_ns, end_ns in tasks:
+            if self.trace is not None:
+                self.observe(worker, task, start_ns, end_ns)
+        with self._lock:
+            for task, start_ns, end_ns in tasks:
+                if task.step is not None or task.model_key is not None:
+                    self.models.record(task, worker.kind, (end_ns - start_ns) * 1e-9)
+
+    def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
+        """Show a finished task to who watches."""
+        node = worker.node
+        self.watch.show(task, worker_name(worker), self.machine.memory.name_of(node), self.pool.arenas[node].look, start_ns, end_ns)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine itself is broken: wake everybody with the reason."""
+        if not isinstance(error, SchedulerError):  # else a SystemExit of a worker's thread would end the program, and quietly
+            reason = f"the runtime broke in thread {threading.current_thread().name!r}: {type(error).__name__}: {error}; make a new one"
+            broken = RuntimeBroken(reason)
+            broken.__cause__ = error
+            error = broken
+        self.waiters.close(error)
+
+    def take_numbers(self, count: int) -> int:
+        """The first of `count` task numbers nobody else gets."""
+        with self._lock:
+            first = self._num_tasks
+            self._num_tasks = first + count
+        return first
+
+    def _drain_inbox(self) -> None:
+        inbox, machine = self.inbox, self.machine
+        while inbox:
+            self._carry_out(machine.handle(HandleReleased(inbox.popleft())), None)
+
+    def _carry_out(self, actions: Sequence[Action], me: WorkerId | None) -> Task | None:
+        """Do what the machine asks; returns the task for the calling worker instead of posting it."""
+        mine: Task | None = None
+        for action in actions:
+            if type(action) is RunTask and action.worker == me and mine is None:
+                mine = action.task
+            else:
+                carry_out(action, self)
+        if self._stalls.may_have_changed:
+            self._stalls.update(perf_counter_ns())
+        if self._drained or self._throttled:
+            remaining = self.machine.num_unfinished
+            if not remaining:
+                self._wake(self._drained)
+            if remaining <= WINDOW // 2:
+                self._wake(self._throttled)
+        return mine
+
+    def _wake(self, waiters: list[Waiter]) -> None:
+        for waiter in waiters:
+            self.waiters.wake(waiter)
+        waiters.clear()
+
+    def run_task(self, action: RunTask) -> None:
+        """Post a task to its worker, or let the program have the data that it asked for."""
+        if action.worker == HOST:
+            self._grant(action.task)
+        else:
+            self.pool.run(action.task)
+
+    def copy_tile(self, action: CopyTile) -> None:
+        """Post a copy to the engine of its link."""
+        self.pool.copy(action)
+
+    def move_tile(self, action: MoveTile) -> None:
+        """Move data within a node at once."""
+        self.pool.move(action)
+
+    def discard_extent(self, action: DiscardExtent) -> None:
+        """Return a part of the disk tier's file to the file system."""
+        self.pool.discard(action)
+
+    def forget_object(self, action: ForgetObject) -> None:
+        """Impossible: every node of the runtime has an arena."""
+        raise AssertionError(f"{action.handle!r} has no buffer of its own")
+
+    def report_step_done(self, action: ReportStepDone) -> None:
+        """Tell the ticket of a replay that it has ended."""
+        self.endings.pop(action.replay)(action.replay.failure)
+
+    def report_failure(self, action: ReportFailure) -> None:
+        """Keep the first failure for the next `wait`; a cancelled acquisition wakes its program."""
+        task, error = action.task, action.error
+        if isinstance(error, DoesNotFit):
+            self.refusal = self.refusal or error
+        if not isinstance(error, SchedulerError):
+            data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses)
+            named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data} raised {type(error).__name__}: {error}")
+            named.__cause__ = error
+            error = named
+        if task.step is not None:
+            if not isinstance(task.step.failure, SchedulerError):
+                task.step.failure = error
+        elif isinstance(task.token, Waiter):
+            task.token.refusal = error
+            self.waiters.wake(task.token)
+        elif self._failure is None and task.token is None:
+            self._failure = error
+
+    def start_replay(self, replay: Replay, ending: Callable[[BaseException | None], None]) -> None:
+        """Begin a replay."""
+        replay.first_order = self.take_numbers(len(replay.tasks))
+        self.endings[replay] = ending
+        self.bring(StepStarted(replay))
+
+    def failure_of(self, replay: Replay) -> BaseException | None:
+        """The first error of a task of a replay; behind whatever has lost data so far."""
+        with self._lock:
+            return replay.failure
+
+    def _grant(self, task: Task) -> None:
+        """Let the program use the data that it has acquired, or release it at once if the program was interrupted; or begin a task that needs no
+        worker."""
+        codelet = task.codelet
+        if codelet is not None:
+            views = [self.pool.view_of(replica) for replica in task.replicas]
+            codelet.host(partial(self._ended, task), *views, **task.constants)  # type: ignore[attr-defined]
+        elif isinstance(task.token, Waiter):
+            self.waiters.wake(task.token)
+        else:
+            self._give_back(task)
+
+    def _ended(self, task: Task, error: BaseException | None) -> None:
+        """What a task has begun is over. Nobody listens any more when the engine is closing or broken."""
+        if not self.closing and self.waiters.broken is None:
+            with contextlib.suppress(SchedulerError):  # it breaks just now: everybody who waits is told
+                self.bring(TaskFinished(task) if error is None else TaskFailed(task, error))
+
+    def _give_back(self, task: Task) -> None:
+        _, mode = task.accesses[0]
+        event = TaskFailed(task, KeyboardInterrupt("the program was interrupted before it wrote")) if mode == W else TaskFinished(task)
+        self._carry_out(self.machine.handle(event), None)
+
+    def abandon(self, task: Task) -> None:
+        """The program was interrupted while it waited for `task`: see that nobody waits for the program."""
+        with self._lock:
+            if self.waiters.broken is None:
+                task.token = ABANDONED
+                if task.state == "running":
+                    self._give_back(task)
+
+    def wait(self) -> BaseException | None:
+        """Sleep until no task is left; returns the first failure since the last wait, or the stop that nobody has been told of."""
+        self._sleep(self._drained, 0)
+        try:
+            self.pool.settle()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        failure, self._failure = self._failure, None
+        return failure or self.watch.unreported()
+
+    def throttle(self) -> None:
+        """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
+        if not self.machine.program.assigned:
+            self._sleep(self._throttled, WINDOW // 2)
+
+    def _sleep(self, waiters: list[Waiter], target: int) -> None:
+        waiter = self.waiters.enter()
+        try:
+            with self._lock:
+                if self.machine.num_unfinished <= target:
+                    return
+                waiters.append(waiter)
+            waiter.wait()
+        finally:
+            self.waiters.leave(waiter)
+
+    def stats(self, *, forget_recent_peak: bool) -> dict[str, Any]:
+        """What happened so far."""
+        memory, threads = self.machine.memory, self.pool.workers
+        with self._lock:
+            nodes = memory.usage()
+            self._stalls.update(perf_counter_ns())
+            result: dict[str, Any] = {
+                "tasks": sum(thread.num_tasks for thread in threads.values()),
+                "evictions": memory.num_evictions,
+                "hits": memory.num_hits,
+                "misses": memory.num_misses,
+                "moved_bytes": memory.moved_by_name(),
+                "resident_bytes": {node.name: node.used for node in nodes},
+                "peak_bytes": {node.name: node.peak for node in nodes},
+                "peak_bytes_by_class": {node.name: node.peak_by_class for node in nodes},
+                "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
+                "budget_bytes": {node.name: node.budget for node in nodes},
+                "pinned_bytes": self.pool.pinned_nbytes,
+                "stall_seconds": self._stalls.nanoseconds / 1e9,
+                "worker_stall_seconds": {
+                    worker_name(thread.worker): self._stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()
+                },
+                "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
+                "seconds": perf_counter() - self._started,
+            }
+            if forget_recent_peak:
+                memory.begin_recent_peaks()
+        return result
+
+    def explain(self, names: Collection[str], count: int) -> Sequence[Placement]:
+        """Write down the next placements of recorded tasks of these names; the list grows as they happen."""
+        with self._lock:
+            return self.machine.explain(self.models, names, count)
+
+    def validate(self) -> None:
+        """Check every invariant of the machine between two events, whatever is under way.
+
+        Raises:
+            InvalidEvent: one is broken.
+        """
+        with self._lock:
+            self.machine.validate()
+
+    def story(self, record: HandleRecord | None) -> str:
+        """The last events, or those that touched one handle."""
+        with self._lock:
+            return self.machine.story(record)
+
+    def close(self) -> None:
+        """Stop the threads after the kernels and copies they are in."""
+        if self.closing:
+            return
+        self.closing = True
+        self.pool.stop()
+        self._store.save(self.models)
+        self.waiters.close(SchedulerError("the runtime is closed"))
+        self.endings.clear()
+        for replica in self.machine.memory.replicas():
+            replica.view = None
+        self.pool.close()

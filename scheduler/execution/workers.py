@@ -1,0 +1,172 @@
+"""The hands of the runtime: the memory of its nodes, and the threads that compute and copy there.
+
+What they do is decided by the machine, and what comes of it goes back to it: by way of the `engine`, whose lock is around both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+from ..core.events import CopyTile, DiscardExtent, MoveTile
+from ..core.records import RAM, NodeId, Replica, Task, Worker, WorkerId, WorkerKind
+from ..drivers import cuda
+from ..drivers.cpu import WorkerThread, cores_for
+from ..drivers.cuda import CudaCopier, CudaThread
+from ..drivers.disk import DiskEngine
+from ..drivers.gpu import Gpu
+from ..drivers.sim import CopyEngine
+from ..storage.arena import HostArena
+from ..storage.device import Arena, DeviceArena, PinnedRange
+from ..storage.tier import DiskTier
+
+SIM_DEPTH: Final = 3
+"""Tasks admitted to a simulated device at a time: one runs while the data of the next ones arrives."""
+
+
+class PoolRuntime(cuda.CudaWorkerRuntime, Protocol):
+    """The part of the runtime that the threads of a pool use."""
+
+    def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
+        """A copy has been carried out."""
+
+    def not_copied(self, action: CopyTile, error: BaseException) -> None:
+        """A file could not be read, or the disk tier not be written."""
+
+
+class WorkerPool:
+    """The memory of the nodes, and the threads that compute and copy there.
+
+    Args:
+        engine: is told what happens.
+        budgets: (name, bytes) of each node that is memory, host memory first.
+        tier: the disk tier, if there is one.
+        gpus: those that the last of the budgets are for.
+
+    Attributes:
+        arenas: memory of each node that is memory.
+        workers: the threads that compute.
+    """
+
+    def __init__(self, engine: PoolRuntime, budgets: Sequence[tuple[str, int]], tier: DiskTier | None, gpus: Sequence[Gpu]) -> None:
+        self.gpus = list(gpus)
+        num_host = len(budgets) - len(gpus)
+        hosts = [HostArena(budget) for _, budget in budgets[:num_host]]
+        self.arenas: list[Arena] = [*hosts]
+        self._pinned = PinnedRange(self.gpus[0], hosts[RAM], budgets[RAM][1]) if self.gpus else None
+        self.arenas += [DeviceArena(gpu, budget, self._pinned) for gpu, (_, budget) in zip(self.gpus, budgets[num_host:], strict=True)]
+        self.workers: dict[WorkerId, WorkerThread] = {}
+        self._engine = engine
+        self._copiers: dict[tuple[NodeId, NodeId], CopyEngine | CudaCopier] = {}
+        self._tier = tier
+        self._files: DiskEngine | None = None
+        if tier is not None:
+            self.open_files()
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes of host memory that are locked in place."""
+        return 0 if self._pinned is None else self._pinned.nbytes
+
+    def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> Iterator[Worker]:
+        """Start the threads, one worker after another.
+
+        Args:
+            bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
+        """
+        num_devices = sim_gpus + len(self.gpus)
+        kind: WorkerKind = "cuda" if self.gpus else "sim"
+        nodes = [RAM, *(NodeId(1 + i) for i in range(num_devices))]
+        for source, target in itertools.permutations(nodes, 2):
+            copier = self._copiers[source, target] = self._copier(source, target, bandwidth)
+            copier.start()
+        workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
+        workers += [Worker(WorkerId(cpu_workers + i), kind, NodeId(1 + i), depth=SIM_DEPTH) for i in range(num_devices)]
+        for worker, core in zip(workers, cores_for(len(workers)), strict=True):
+            arena = self.arenas[worker.node]
+            about = (self._engine, worker, arena.memory, worker_name(worker), core)
+            thread = CudaThread(arena, *about) if isinstance(arena, DeviceArena) else WorkerThread(*about)
+            self.workers[worker.id] = thread
+            thread.start()
+            yield worker
+
+    def _copier(self, source: NodeId, target: NodeId, bandwidth: float | None) -> CopyEngine | CudaCopier:
+        """Who copies from one memory to another."""
+        name, engine = f"copy {source}->{target}", self._engine
+        for node in (target, source):
+            arena = self.arenas[node]
+            if isinstance(arena, DeviceArena):
+                return CudaCopier(self.arenas, arena.gpu, engine.copied, engine.fail, name)
+        hosts = [arena for arena in self.arenas if isinstance(arena, HostArena)]
+        return CopyEngine(hosts, engine.copied, engine.fail, bandwidth, name)
+
+    def open_files(self) -> None:
+        """Start the threads that read and write files, unless they run already."""
+        if self._files is None:
+            engine = self._engine
+            self._files = DiskEngine(self.arenas, self._tier, NodeId(len(self.arenas)), engine.copied, engine.not_copied, engine.fail)
+            self._files.start()
+
+    def run(self, task: Task) -> None:
+        """Let its worker run a task."""
+        self.workers[task.worker].mailbox.put(task)
+
+    def copy(self, action: CopyTile) -> None:
+        """Let data be copied to another node."""
+        copier = self._copiers.get((action.source.node, action.target.node)) or self._files
+        assert copier is not None  # the only links without an engine of their own are those of files
+        copier.put(action)
+
+    def move(self, action: MoveTile) -> None:
+        """Move data within a node before anything else happens there."""
+        arena = self.arenas[action.node]
+        if isinstance(arena, DeviceArena):
+            arena.flow.move(arena.address + action.offset, arena.address + action.source_offset, action.nbytes)
+        else:
+            arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
+
+    def discard(self, action: DiscardExtent) -> None:
+        """Nobody needs a part of the disk tier any more."""
+        assert self._tier is not None
+        self._tier.discard(action.offset, action.nbytes)
+
+    def view_of(self, replica: Replica) -> Any:
+        """The program's view of data in host memory."""
+        if replica.view is None:
+            replica.view = replica.handle.view(self.arenas[RAM].memory, replica.offset)  # type: ignore[operator]
+        return replica.view
+
+    def settle(self) -> None:
+        """Wait until GPUs have done what they were asked for.
+
+        Raises:
+            DeviceFailed: one has failed.
+        """
+        for thread in self.workers.values():
+            if isinstance(thread, CudaThread):
+                thread.drain()
+
+    def stop(self) -> None:
+        """End the threads after the kernels and copies they are in."""
+        threads: list[WorkerThread | CopyEngine | CudaCopier | DiskEngine] = [*self.workers.values(), *self._copiers.values()]
+        if self._files is not None:
+            threads.append(self._files)
+        for thread in threads:
+            thread.stop()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Give back what GPUs were asked for; their threads have ended."""
+        owners = [self._pinned, *(arena for arena in self.arenas if isinstance(arena, DeviceArena)), *self.gpus]
+        for owner in owners:
+            with contextlib.suppress(RuntimeError):  # a GPU that has failed takes nothing back
+                if owner is not None:
+                    owner.close()
+
+
+def worker_name(worker: Worker) -> str:
+    """A worker's name in reports: "cpu:0", "sim:1"."""
+    return f"cpu:{worker.id}" if worker.kind == "cpu" else f"{worker.kind}:{worker.node - 1}"

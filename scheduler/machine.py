@@ -1,0 +1,77 @@
+"""The words of the scheduling core for those who simulate, plan or drive a machine: events and actions, records, models of durations, policies.
+
+Programs that only submit and record tasks need the names of `scheduler` alone.
+"""
+
+from .core.actions import carry_out
+from .core.events import (
+    CopyFailed,
+    CopyFinished,
+    CopyTile,
+    DiscardExtent,
+    Event,
+    ForgetObject,
+    HandleAdopted,
+    HandleChanged,
+    HandleReleased,
+    MoveTile,
+    ReportFailure,
+    ReportStepDone,
+    RunTask,
+    TaskFinished,
+    TaskSubmitted,
+)
+from .core.machine import Machine
+from .core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
+from .core.memory.extents import PAGE, MemoryNode, rounded
+from .core.performance_model import DISK_LINK, KEPT_COPIES, MEMORY_LINK, LinkModel, Models, Rate, footprint
+from .core.policies import POLICIES, Candidate, Placement, choose
+from .core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
+from .core.step_plan import RecordedTask, StepPlan
+
+__all__ = [
+    "DEFAULT_EVICTION",
+    "DISK_LINK",
+    "EVICTION_POLICIES",
+    "FILE",
+    "KEPT_COPIES",
+    "MEMORY_LINK",
+    "PAGE",
+    "POLICIES",
+    "RAM",
+    "Candidate",
+    "CopyFailed",
+    "CopyFinished",
+    "CopyTile",
+    "DiscardExtent",
+    "Event",
+    "ForgetObject",
+    "HandleAdopted",
+    "HandleChanged",
+    "HandleId",
+    "HandleRecord",
+    "HandleReleased",
+    "LinkModel",
+    "Machine",
+    "MemoryNode",
+    "Models",
+    "MoveTile",
+    "NodeId",
+    "Placement",
+    "Rate",
+    "RecordedTask",
+    "ReportFailure",
+    "ReportStepDone",
+    "RunTask",
+    "StepPlan",
+    "Task",
+    "TaskFinished",
+    "TaskId",
+    "TaskSubmitted",
+    "WorkerId",
+    "WorkerKind",
+    "carry_out",
+    "choose",
+    "footprint",
+    "rounded",
+]

@@ -1,0 +1,324 @@
+"""The choice of the order in which a recorded step is planned: candidates, and a forecast of the cost of each within the memory budgets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Final, cast
+
+from ..core.machine import Machine
+from ..core.performance_model import Models
+from ..core.records import FILE, RAM, HandleRecord, NodeId, Task, WorkerKind
+from ..core.step_plan import RecordedTask, StepPlan
+from ..drivers.disk import THREADS
+from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, departures, forecast
+from .orders import Repetition, candidates, named, repetition
+
+AUTO: Final = "auto"
+SUBMISSION: Final = "submission"
+
+TaskSeconds = Callable[[RecordedTask, WorkerKind], float]
+
+WINDOW: Final = 256
+"""Scheduling window where memory is short: tasks beyond the oldest unfinished one that may run, per device."""
+
+EQUAL: Final = 1.02
+"""Orders whose seconds differ by less than this factor count as equally fast; of these the planner takes the one that moves the fewest bytes."""
+
+TILE: Final = 1 << 20
+"""Bytes of the copy whose forecast duration stands for the rate of a link."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOrder:
+    """The order in which a step executes, and the forecasts it was chosen by.
+
+    Attributes:
+        name: name of the order.
+        plan: the step's tasks in that order.
+        forecasts: cost of each order that was considered, and of the submission order, by name; empty when everything fits.
+        moves_least_of_equals: whether another order counts as equally fast and moves more bytes.
+    """
+
+    name: str
+    plan: StepPlan
+    forecasts: Mapping[str, Forecast]
+    moves_least_of_equals: bool = False
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that a step is expected to move; 0 where nothing was forecast."""
+        found = self.forecasts.get(self.name)
+        return 0 if found is None else found.total
+
+    @property
+    def seconds(self) -> float:
+        """Seconds a step is expected to take; 0 where nothing was forecast, or without a pace."""
+        found = self.forecasts.get(self.name)
+        return 0.0 if found is None else found.seconds
+
+
+def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
+    """Bytes that the last tier must hold for a program around a recorded step: the step's minimum, and a second set of inputs (for validation).
+
+    Args:
+        computes: whether tasks run on the last tier.
+    """
+    return plan.minimum_bytes(is_last=True, computes=computes) + sum(handle.size for handle in plan.uses if handle.kind == "input")
+
+
+def pace_of(
+    plan: StepPlan,
+    workers: Sequence[tuple[WorkerKind, NodeId]],
+    below: NodeId,
+    models: Models,
+    *,
+    channels: int,
+    task_seconds: TaskSeconds | None = None,
+    disk: tuple[NodeId, int] | None = None,
+) -> Pace:
+    """Rates at which a machine computes and copies during a step, according to its performance models.
+
+    Args:
+        plan: the step.
+        workers: kind and memory node of each worker.
+        below: the node that data is fetched from and evicted to. Where tasks run on no other node, the files are the tier below.
+        models: measured or rough durations of kernels and copies.
+        channels: copies from and to `below` that run at once on one shared link; 0 where each node has a link of its own in each direction.
+        task_seconds: duration of a task on a kind of worker, instead of the models' estimate.
+        disk: the node under `below`, which backs all data, and the capacity of `below` in bytes; None without such a node.
+    """
+    seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
+    kinds = [kind for kind, _ in workers]
+    seconds = {task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" else 0.0 for task in plan.tasks}
+    nodes = sorted({node for _, node in workers} - {below})
+    if not nodes and reads_files(plan):
+        nodes, below, channels = [below], FILE, THREADS
+    num_streams = channels or len(nodes)
+    read, write = inf, inf
+    if nodes:
+        read = num_streams * TILE / models.transfer_seconds(below, nodes[0], TILE)
+        write = inf if below == FILE else num_streams * TILE / models.transfer_seconds(nodes[0], below, TILE)
+    spill = None
+    if nodes and disk is not None:
+        node, capacity = disk
+        read_spill, write_spill = (THREADS * TILE / models.transfer_seconds(*ends, TILE) for ends in ((node, nodes[0]), (nodes[0], node)))
+        spill = Spill(capacity, read_spill, write_spill)
+    return Pace(seconds, read, write, duplex=not channels, spill=spill)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The memory where tasks of a real machine run, and its rates.
+
+    Attributes:
+        nodes: memory nodes of the workers.
+        memory: bytes of these nodes together, without the buffers of file readers.
+        pace: rates of the machine during a given plan.
+    """
+
+    nodes: frozenset[NodeId]
+    memory: int
+    pace: Callable[[StepPlan], Pace]
+
+
+def reach_of(machine: Machine, models: Models) -> Reach:
+    """The memory and rates of a real machine as it is now."""
+    memory = machine.memory
+    workers = [(worker.kind, worker.node) for worker in machine.workers]
+    nodes = frozenset(node for _, node in workers)
+    below = memory.last if RAM in nodes else RAM
+    channels = THREADS if below == memory.tier else 0
+    nbytes = sum(map(memory.budget, nodes)) - (memory.readers_bytes if RAM in nodes else 0)
+    disk = (memory.last, memory.budget(RAM) - memory.readers_bytes) if memory.last not in (RAM, below) else None
+    return Reach(nodes, nbytes, lambda plan: pace_of(plan, workers, below, models, channels=channels, disk=disk))
+
+
+def reads_files(plan: StepPlan) -> bool:
+    """Whether the step reads data that stays in files."""
+    return any(map(plan.stays_in_file, plan.uses))
+
+
+def plan_order(
+    plan: StepPlan,
+    order: str,
+    *,
+    memory: int,
+    last: int,
+    computes_on_last: bool,
+    num_devices: int = 1,
+    pace: Callable[[StepPlan], Pace] | None = None,
+) -> PlannedOrder:
+    """Choose the order of a step, and the device of each minibatch.
+
+    Several devices get equal numbers of minibatches where the count divides: weights travel, activations stay. Where memory is short, the
+    minibatches of all devices then pass through the step side by side.
+
+    Args:
+        plan: the step in submission order.
+        order: "auto", or the name of a candidate (`orders`).
+        memory: bytes of the memory where tasks run, all devices together.
+        last: bytes of the last tier, which must back all live data.
+        computes_on_last: whether tasks run on the last tier.
+        num_devices: D, the number of equal devices if tasks run nowhere else; or 1.
+        pace: rates of the machine during a plan, computed only where memory is short; orders are compared by seconds with it, by bytes without.
+
+    Raises:
+        ValueError: the step has no order of that name.
+    """
+    repeated = repetition(plan) if num_devices > 1 else None
+    if repeated is not None:
+        plan = StepPlan(plan.tasks, plan.owned, parts=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
+    fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
+    if order in (AUTO, SUBMISSION) and fits:
+        return PlannedOrder(SUBMISSION, plan, {})
+    found = candidates(plan, repeated) if order == AUTO else _asked_for(plan, order, repeated)
+    speed = None if pace is None else pace(plan)
+    only_files = computes_on_last and reads_files(plan)
+
+    def arranged(name: str) -> StepPlan:
+        devices = plan.parts if repeated is None else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
+        return _permuted(plan, found[name], devices, num_devices)
+
+    def assess(name: str) -> tuple[int, Forecast]:
+        each = arranged(name)  # one at a time: all of them together take more memory than the step itself
+        return last_tier_bytes(each, computes=computes_on_last), _forecast(each, memory, num_devices, speed, only_files)
+
+    if order == AUTO:
+        forecasts, considered = _considered(_pools(found, num_devices if plan.parts else 1), assess, last)
+    else:
+        forecasts, considered = {name: assess(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
+    least = min(forecasts[name].seconds for name in considered)
+    equal = [name for name in considered if forecasts[name].seconds <= EQUAL * least]
+    order = min(equal, key=lambda name: forecasts[name].total)
+    moves_least = any(forecasts[name].total > forecasts[order].total for name in equal)
+    chosen = arranged(order)
+    if not computes_on_last:  # the last tier has no tier below to write back to
+        _foresee(chosen, memory, num_devices)
+    return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])}, moves_least)
+
+
+def _considered(pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[int, Forecast]], last: int) -> tuple[dict[str, Forecast], list[str]]:
+    """Assess the submission order, then one pool of orders after another, until a pool has an order whose data the last tier holds.
+
+    Args:
+        assess: bytes of the last tier that the named order needs, and the order's forecast.
+        last: bytes of the last tier.
+
+    Returns:
+        Forecasts of all assessed orders, and the names to choose from: the orders of the last pool whose data the tier holds; if no pool has any,
+        the one order that needs the fewest bytes of the tier.
+    """
+    assessed = {SUBMISSION: assess(SUBMISSION)}
+    considered: list[str] = []
+    for names in pools:
+        assessed |= {name: assess(name) for name in names if name not in assessed}
+        considered = [name for name in names if assessed[name][0] <= last]
+        if considered:
+            break
+    return {name: forecast for name, (_, forecast) in assessed.items()}, considered or [min(assessed, key=lambda name: assessed[name][0])]
+
+
+def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[str, list[int]]:
+    """Positions of the named order, and of the submission order for comparison.
+
+    Raises:
+        ValueError: the step has no order of that name.
+    """
+    repeated = repetition(plan) if repeated is None else repeated
+    positions = named(plan, repeated, order)
+    if positions is None:
+        raise ValueError(f"this step has no order {order!r}; it has {', '.join(candidates(plan, repeated))}, and auto")
+    return {SUBMISSION: list(range(len(plan.tasks))), order: positions}
+
+
+def devices_of_tasks(plan: StepPlan, found: Repetition, num_devices: int, group: int | None = None) -> list[int]:
+    """For each task the device of its minibatch, from 0, or -1 outside all minibatches; empty if the minibatches are not a multiple of the devices.
+
+    Neighbouring minibatches of a group share a device, so a gradient that all of them add to travels from device to device once.
+
+    Args:
+        group: number of minibatches that pass a layer side by side, a multiple of the devices; 0 for all, None for as many as there are devices.
+    """
+    num = found.num_minibatches
+    if not num or num % num_devices:
+        return []
+    group = num_devices if group is None else group or num
+    device = [at % group * num_devices // min(group, num - at // group * group) for at in range(num)]
+    return [device[at] if at >= 0 and task.pin is None else -1 for task, at in zip(plan.tasks, found.minibatch, strict=True)]
+
+
+def _positions_of(plan: StepPlan, num_devices: int, device: int = 0) -> list[int]:
+    """Positions of the tasks that one device executes of a plan with parts: its own minibatches', and every D-th of the tasks outside all
+    minibatches."""
+    outside = itertools.count()
+    return [at for at, owner in enumerate(plan.parts) if owner == device or (owner < 0 and next(outside) % num_devices == device)]
+
+
+def _only(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
+    """A plan of some tasks of another."""
+    return StepPlan([plan.tasks[at] for at in positions], plan.owned)
+
+
+def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
+    """Note in the plan which data will leave the memory of equal devices before which use; for data that several devices use, departures from any."""
+    if not plan.parts:
+        plan.foresee(departures(plan, memory))
+        return
+    leaves: dict[HandleRecord, set[int]] = {}
+    for device in range(num_devices):
+        own = _positions_of(plan, num_devices, device)
+        for handle, positions in departures(_only(plan, own), memory // num_devices, SHARE_LEAVING).items():
+            leaves.setdefault(handle, set()).update(own[position] for position in positions)
+    plan.foresee(leaves)
+
+
+def _needed(plan: StepPlan, num_devices: int) -> int:
+    """Bytes of device memory, all devices together, with which data moves between devices only."""
+    return num_devices * _only(plan, _positions_of(plan, num_devices)).needed_bytes() if plan.parts else plan.needed_bytes()
+
+
+def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, only_files: bool) -> Forecast:
+    """The cost of a step within `memory` bytes: as one pool, or with parts as equal devices, whose copies from each other count as copies from
+    below."""
+    if not plan.parts:
+        return forecast(plan, memory, pace, only_files=only_files)
+    own = _only(plan, _positions_of(plan, num_devices))
+    if pace is not None:
+        pace = replace(pace, num_devices=num_devices)
+        if pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
+            excess = last_tier_bytes(plan, computes=False) - pace.spill.capacity
+            capacity = max(0, last_tier_bytes(own, computes=False) - excess // num_devices)
+            pace = replace(pace, spill=replace(pace.spill, capacity=capacity))
+    one = forecast(own, memory // num_devices, pace, share=SHARE_BESIDE)
+    return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
+
+
+def _pools(found: Iterable[str], num_devices: int) -> list[list[str]]:
+    """Names of candidates in pools, of which the first with a fitting order decides. On several devices, the first pool has the side-by-side
+    orders."""
+    pools: tuple[list[str], list[str]] = ([], [])
+    for name in found:
+        pools[not _is_side_by_side(name, num_devices)].append(name)
+    return [*pools]
+
+
+def _is_side_by_side(name: str, num_devices: int) -> bool:
+    """Whether the order takes a multiple of `num_devices` minibatches through each layer side by side; true of any order on one device."""
+    return num_devices == 1 or _group_of(name, num_devices) is not None
+
+
+def _group_of(name: str, num_devices: int) -> int | None:
+    """Number of minibatches that an order takes through each layer side by side, 0 for all of them; None unless it is a multiple of the devices."""
+    kind, _, size = name.partition(":")
+    group = int(size or 0) if kind == "layers" else -1
+    return group if group >= 0 and group % num_devices == 0 else None
+
+
+def _permuted(plan: StepPlan, positions: list[int], devices: Sequence[int], num_devices: int) -> StepPlan:
+    """The same tasks in another order. Every order that keeps conflicting accesses in sequence has the same dependencies."""
+    tasks = [plan.tasks[position] for position in positions]
+    devices = [devices[position] for position in positions] if devices else ()
+    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=devices, idle=plan.idle)

@@ -1,0 +1,193 @@
+"""Task fusion: neighbouring tasks of a recorded step that run on a GPU and move no data become one task, whose kernels start with one call.
+
+The machine spends as long on a task as a GPU computes on a small one, and a kernel start from Python has its own overhead. Where a step fits the
+memory of its devices nothing has to be decided between its tasks: neighbours in the planned order are fused, data that lives and dies inside a
+fused task becomes one piece of scratch memory, and edges, budgets and lifetimes hold for fused tasks as for any others. The kernels of a fused task
+are recorded as a CUDA graph when it runs the second time on the same addresses; later runs start the graph. The price: traces show fused tasks, and
+the inner data of a fused task is allocated for its whole duration.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from ..core.codelet import Codelet, Cost
+from ..core.records import RW, SCRATCH, HandleRecord, Mode, R
+from ..core.step_plan import RecordedTask, StepPlan
+from ..drivers.cuda import captured
+from ..storage.device import DeviceMemory
+from .choose_order import PlannedOrder
+
+MOST_TASKS: Final = 32
+"""Most tasks that are fused to one."""
+MOST_GRAPHS: Final = 16
+"""Most graphs of one fused task: one for each set of addresses, two sets for each GPU where addresses stay; the oldest graph is dropped."""
+
+
+class _Member(NamedTuple):
+    codelet: Codelet
+    arguments: tuple[int, ...]
+    constants: Mapping[str, Any]
+
+
+class ScratchView:
+    """The view of a fused task's inner data: the address where that data begins."""
+
+    def __call__(self, memory: DeviceMemory, offset: int) -> DeviceMemory:
+        """The memory at `offset` bytes from the beginning of a device's memory."""
+        return DeviceMemory(memory.address + offset)
+
+
+class FusedKernels:
+    """The kernels of fused tasks, as one kernel.
+
+    Args:
+        members: the fused tasks, each with the positions of its arguments: first those of the fused task, behind them the inner data.
+        inner: view of each piece of inner data, and its offset in the last argument; bytes.
+    """
+
+    def __init__(self, members: Sequence[_Member], inner: Sequence[tuple[Any, int]]) -> None:
+        self._members = members
+        self._inner = inner
+        self._graphs: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, *views: Any) -> None:
+        """Start the kernels: one by one the first time on these addresses, as a graph from the second time on."""
+        key = tuple([view.address for view in views])
+        start = self._graphs.get(key, self)
+        if start is self:  # the first run on these addresses
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs = dict(list(self._graphs.items())[1:])
+            self._graphs[key] = None
+            self._run(views)
+            return
+        if start is None:
+            start = self._graphs[key] = captured(lambda: self._run(views)) or False
+        if start:
+            try:
+                start()
+                return
+            except RuntimeError:  # no kernel has begun: starting them one by one works, or raises the cause
+                self._graphs[key] = False
+        self._run(views)
+
+    def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
+        """Floating-point operations and bytes of all fused tasks together."""
+        views = [*(views[:-1] if self._inner else views), *(view for view, _ in self._inner)]
+        flops = nbytes = 0.0
+        for codelet, arguments, own in self._members:
+            if codelet.cost is not None:
+                found = codelet.cost([views[position] for position in arguments], own)
+                flops, nbytes = flops + found.flops, nbytes + found.nbytes
+        return Cost(flops, nbytes)
+
+    def _run(self, views: Sequence[Any]) -> None:
+        if self._inner:
+            *views, scratch = views
+            views += [view(scratch, offset) for view, offset in self._inner]
+        for codelet, arguments, constants in self._members:
+            assert codelet.cuda is not None
+            codelet.cuda(*[views[position] for position in arguments], **constants)
+
+
+def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Callable[[int, ScratchView], HandleRecord]) -> PlannedOrder:
+    """A step in its planned order with its tasks fused, if it fits its devices and leaves bytes for inner data; else the order as it was.
+
+    Args:
+        budgets: bytes of each device.
+        make: as in `fuse`.
+    """
+    budget = min(budgets)
+    scratch = (budget - found.plan.needed_bytes() // len(budgets)) // 4
+    if found.forecasts or scratch <= 0:
+        return found
+    return PlannedOrder(found.name, fuse(found.plan, scratch, budget // 4, make), {})
+
+
+def fuse(plan: StepPlan, scratch: int, budget: int, make: Callable[[int, ScratchView], HandleRecord]) -> StepPlan:
+    """The same step with neighbouring tasks fused.
+
+    Args:
+        scratch: most bytes of the inner data of a fused task.
+        budget: most bytes of all data of a fused task.
+        make: creates the record of a piece of scratch memory from its bytes and its view.
+    """
+    tasks: list[RecordedTask] = []
+    devices: list[int] = []
+    owned = dict(plan.owned)
+    first = 0
+    while first < len(plan.tasks):
+        end = _end_of(plan, first, scratch, budget)
+        tasks.append(plan.tasks[first] if end == first + 1 else _join(plan, first, end, make, owned))
+        devices.append(plan.parts[first] if plan.parts else -1)
+        first = end
+    return StepPlan(tasks, owned, window=plan.window, parts=devices if plan.parts else (), idle=plan.idle)
+
+
+def _end_of(plan: StepPlan, first: int, scratch: int, budget: int) -> int:
+    """One past the last task that is fused with the task at `first`."""
+    handles: set[HandleRecord] = set()
+    inner = total = 0
+    for position in range(first, min(first + MOST_TASKS, len(plan.tasks))):
+        task = plan.tasks[position]
+        new = [handle for handle, _ in task.accesses if handle not in handles]
+        handles.update(new)
+        total += sum(handle.size for handle in new)
+        inner += sum(handle.size for handle in new if plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position)
+        is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.parts or plan.parts[position] == plan.parts[first])
+        if not is_alike or inner > scratch or total > budget:
+            return max(position, first + 1)
+    return min(first + MOST_TASKS, len(plan.tasks))
+
+
+def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, ScratchView], HandleRecord], owned: dict[HandleRecord, bool]) -> RecordedTask:
+    """Tasks [first, end) as one fused task; its scratch memory is added to `owned`."""
+    modes: dict[HandleRecord, Mode] = {}
+    inner: dict[HandleRecord, None] = {}
+    joined = plan.tasks[first:end]
+    for handle, mode in (access for task in joined for access in task.accesses):
+        before = modes.get(handle)
+        if before is None:
+            uses = plan.uses[handle].positions
+            if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
+                modes[handle] = SCRATCH
+                inner[handle] = None
+            else:
+                modes[handle] = mode
+        elif before == R and mode != R:
+            modes[handle] = RW
+    accesses: list[tuple[HandleRecord, Mode]] = [(handle, mode) for handle, mode in modes.items() if handle not in inner]
+    offsets, nbytes = _packed([(handle.size, plan.uses[handle].positions[0], plan.uses[handle].positions[-1]) for handle in inner])
+    arguments = {handle: position for position, handle in enumerate([*(handle for handle, _ in accesses), *inner])}
+    if inner:
+        scratch = make(nbytes, ScratchView())
+        owned[scratch] = False
+        accesses.append((scratch, SCRATCH))
+    members = []
+    for task in joined:
+        assert isinstance(task.codelet, Codelet)
+        members.append(_Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants))
+    whole = FusedKernels(members, [(handle.view, offset) for handle, offset in zip(inner, offsets, strict=True)])
+    name = f"{joined[0].name} and {len(joined) - 1} more"
+    return RecordedTask(Codelet(name, cuda=whole, cost=whole.cost), name, ("cuda",), tuple(accesses), {}, joined[0].priority)
+
+
+def _packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Offsets for pieces of (size, first use, last use), sorted by first use, such that no two live pieces overlap; and the bytes of all. First
+    fit."""
+    offsets: list[int] = []
+    alive: list[tuple[int, int, int]] = []  # (offset, end, last use), sorted
+    most = 0
+    for size, begin, last in spans:
+        alive = [piece for piece in alive if piece[2] >= begin]
+        offset = 0
+        for start, stop, _ in alive:
+            if start - offset >= size:
+                break
+            offset = stop
+        insort(alive, (offset, offset + size, last))
+        offsets.append(offset)
+        most = max(most, offset + size)
+    return offsets, most

@@ -1,0 +1,5 @@
+"""Virtual time: recorded steps on imaginary machines, without data or kernels."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

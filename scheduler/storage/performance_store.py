@@ -1,0 +1,177 @@
+"""Performance models between runs: one JSON file per machine, under ``$XDG_CACHE_HOME/nntask/perf`` or ``~/.cache/nntask/perf``.
+
+A machine is identified by the facts that durations depend on: processor, cores, BLAS threads, devices, versions of Python and of the libraries whose
+kernels run. The file is named by a hash of these facts. It holds them in plain text, the latest samples of every series of kernel durations, and
+those of every link under the names of its ends.
+
+Guarantees: a file is replaced as a whole (written aside, then renamed), so a reader never sees half of one, even after a kill. Of two writers the
+last wins, and keeps the series that only the file had. An unreadable or nonsensical file is ignored: models are a cache, and a broken cache must not
+stop a run. For the same reason `save` never raises on a full or read-only disk; it returns whether it has written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ..core.performance_model import KEPT, KEPT_COPIES, Key, LinkModel, Models, Series
+from ..core.records import FILE, FILE_NAME, NodeId
+
+VERSION: Final = 2
+"""Version of the file format; files of another version are ignored."""
+
+LONGEST_SECONDS: Final = 1e6
+"""Longest credible sample; seconds."""
+
+MOST_BYTES: Final = 1 << 50
+"""Largest credible copy; bytes."""
+
+
+def default_directory() -> Path:
+    """The directory of the stored models."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "nntask" / "perf"
+
+
+def machine_fingerprint(*, blas_threads: int, devices: Sequence[str] = (), versions: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The facts besides the task that durations depend on, by name.
+
+    Args:
+        blas_threads: number of BLAS threads per worker.
+        devices: names of the devices, in order.
+        versions: version of each library whose kernels run, besides Python.
+    """
+    return {
+        "processor": _processor(),
+        "cores": str(os.cpu_count() or 1),
+        "blas_threads": str(blas_threads),
+        "devices": ", ".join(devices),
+        "python": platform.python_version(),
+        **{f"version of {name}": version for name, version in sorted((versions or {}).items())},
+    }
+
+
+def _processor() -> str:
+    """The processor's name."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+class PerfStore:
+    """The stored models of one machine.
+
+    Args:
+        machine: the machine's `machine_fingerprint`.
+        names: names of the memory nodes, by id. Links are stored under names, since ids differ from run to run.
+        directory: the directory of the file; `default_directory()` unless given.
+    """
+
+    def __init__(self, machine: Mapping[str, str], names: Sequence[str], directory: Path | None = None) -> None:
+        self.machine = dict(machine)
+        self.names = {**{NodeId(at): name for at, name in enumerate(names)}, FILE: FILE_NAME}
+        canonical = json.dumps(self.machine, sort_keys=True).encode()
+        self.path = (directory or default_directory()) / f"{zlib.crc32(canonical):08x}.json"
+
+    def load(self, models: Models) -> int:
+        """Add the samples of earlier runs to the models; measurements of this run are added to them.
+
+        Returns:
+            Number of series and links read; 0 if the file is absent or nonsensical.
+        """
+        tasks, links = self._read()
+        for key, samples in tasks.items():
+            models.history.series[key] = Series(samples)
+        num_links = 0
+        ids = {name: node for node, name in self.names.items()}
+        for (source, target), copies in links.items():
+            if source in ids and target in ids:
+                link = LinkModel()
+                link.remember(copies)
+                link.fit()
+                models.links[ids[source], ids[target]] = link
+                num_links += 1
+        return len(tasks) + num_links
+
+    def save(self, models: Models) -> bool:
+        """Replace the file by the models' samples, merged with the series that only the file has.
+
+        Returns:
+            Whether the file was written.
+        """
+        tasks, links = self._read()
+        for key, series in models.history.series.items():
+            if series.samples:
+                tasks[key] = list(series.samples)
+        for (source, target), link in models.links.items():
+            if link.samples and source in self.names and target in self.names:
+                links[self.names[source], self.names[target]] = link.samples
+        content = {
+            "version": VERSION,
+            "machine": self.machine,
+            "tasks": [[*key, samples] for key, samples in sorted(tasks.items())],
+            "links": [[*link, copies] for link, copies in sorted(links.items())],
+        }
+        return self._write(json.dumps(content))
+
+    def _write(self, text: str) -> bool:
+        """Write aside, then rename."""
+        aside = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, aside = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            os.replace(aside, self.path)
+        except OSError:
+            if aside is not None:
+                with suppress(OSError):
+                    os.unlink(aside)
+            return False
+        return True
+
+    def _read(self) -> tuple[dict[Key, list[float]], dict[tuple[str, str], list[tuple[int, float]]]]:
+        """The series and links of the file; empty if it is absent, of another version or machine, or not in the format of `save`."""
+        try:
+            content = json.loads(self.path.read_text())
+            if content["version"] != VERSION or content["machine"] != self.machine:
+                return {}, {}
+            tasks = {(str(name), int(number), str(kind)): _seconds(samples) for name, number, kind, samples in content["tasks"]}
+            links = {(str(source), str(target)): _copies(copies) for source, target, copies in content["links"]}
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return {}, {}
+        return tasks, links
+
+
+def _seconds(samples: Any) -> list[float]:
+    """Durations of one series, in seconds.
+
+    Raises:
+        ValueError: a duration is not credible.
+    """
+    found = [float(seconds) for seconds in samples][-KEPT:]
+    if not found or not all(math.isfinite(seconds) and 0.0 <= seconds <= LONGEST_SECONDS for seconds in found):
+        raise ValueError(f"durations must be 0 to {LONGEST_SECONDS:g} s, got {found[:3]}")
+    return found
+
+
+def _copies(samples: Any) -> list[tuple[int, float]]:
+    """(bytes, seconds) of the copies over one link.
+
+    Raises:
+        ValueError: a sample is not credible.
+    """
+    found = [(int(nbytes), float(seconds)) for nbytes, seconds in samples][-2 * KEPT_COPIES :]
+    if not found or not all(0 < nbytes <= MOST_BYTES and 0.0 < seconds <= LONGEST_SECONDS for nbytes, seconds in found):
+        raise ValueError(f"copies must have up to 2**50 bytes and take up to {LONGEST_SECONDS:g} s, got {found[:3]}")
+    return found

@@ -1,0 +1,176 @@
+"""Words: no class name stands for two things, and names of the product are those of the field.
+
+A coined word names a thing that has a term in the field already. Such words do not come back in names of classes, functions, arguments and
+attributes. Local variables and prose are left to the reader's eye.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PACKAGES: Final = ("scheduler", "tiles", "nntask", "wrappers")
+
+DOUBLE: Final[Mapping[str, str]] = {
+    "Attention": "each model family is one file with layers of its own, under the names of its paper",
+    "Block": "each model family is one file with layers of its own, under the names of its paper",
+    "MLP": "each model family is one file with layers of its own, under the names of its paper",
+    "DoesNotFit": "the scheduler's refusal, and the trainer's of the same name with an exit code, which users catch by either",
+    "Dropout": "the layer, and the arguments of the dropout inside attention",
+}
+"""Class names that stand for two things, each with the reason why that reads well."""
+
+DOUBLE_SO_FAR: Final[Mapping[str, str]] = {
+    "Source": "a handle's data in a file; the source text of CUDA kernels",
+    "_Recorded": "a recorded training step; a recorded step of generation",
+    "_Stopped": "a stopped timing; a stopped measurement of tiles",
+}
+"""Class names that still stand for two things, with what these are; to be emptied."""
+
+COINED: Final[Mapping[str, str]] = {
+    "agenda": "next-use schedule",
+    "band": "layer group",
+    "bands": "layer groups",
+    "carrier": "transport, channel",
+    "carriers": "transports, channels",
+    "claim": "reservation; run lock",
+    "claims": "reservations",
+    "crew": "workers",
+    "doomed": "to cancel",
+    "due": "next use",
+    "dues": "next uses",
+    "hire": "start",
+    "home": "backing store",
+    "homeless": "without backing store",
+    "homes": "backing store",
+    "horizon": "scheduling window",
+    "imagined": "machine model",
+    "lend": "borrow",
+    "lends": "borrow",
+    "lent": "borrowed",
+    "offer": "eviction candidate",
+    "offers": "eviction candidates",
+    "part": "shard; partition; the thing itself",
+    "parts": "shards; partitions; the things themselves",
+    "place": "memory node; offset; file extent; to pin",
+    "places": "memory nodes; offsets; positions",
+    "rescue": "force-admit",
+    "riddle": "unexplained failure",
+    "room": "free bytes; staging buffer; scratch; waiters",
+    "rooms": "staging buffers; scratch",
+    "settle": "to reach quiescence; to drain",
+    "shadow": "layout",
+    "shelf": "eviction candidates",
+    "shelves": "eviction candidates",
+    "sketch": "dry capture",
+    "stretch": "fused tasks",
+    "stretches": "fused tasks",
+}
+"""Coined words, each with the field's."""
+
+KEPT: Final[Mapping[str, Mapping[str, str]]] = {
+    "scheduler/api": {"place": "the public method of a runtime that pins tasks, as its messages call it"},
+    "wrappers/torch": {"lend_tile": "a public function, which programs of users call"},
+}
+"""By folder, names with a coined word that stay, each with the reason."""
+
+EXPECTED_LATER: Final[Mapping[str, str]] = {
+    "nntask/engine": "part",
+    "nntask/hardware": "largest_place parts places",
+    "nntask/inference": "check_room",
+    "nntask/io": "_put_in_place",
+    "nntask/optim": "parts_of",
+    "nntask/planning": "Sketch sketch",
+    "nntask/telemetry": "places_in_steps",
+    "nntask/training": "Claim _due claim sketch",
+    "scheduler/core": (
+        "Agenda Claims Horizon Shelf _agenda _claims _crew _drop_due _find_room _home _homes_ahead _horizon _make_homes _missing_homes "
+        "_num_offers _offers _place_anywhere _places _room _settle _take_offers agenda claim claims crew doomed due dues home homes horizon "
+        "is_at_home is_home keeps_parts keeps_places make_home make_room num_parts offer part part_nodes parts place place_cheaply places "
+        "places_of_parts rescue settle settle_in shelf shelves unmake_home wants_home"
+    ),
+    "scheduler/execution": "counters_due settle",
+    "scheduler/simulation": "_agenda",
+    "scheduler/testing": "parts",
+    "tiles/kernels": "_Rooms _lent _place _room _rooms _thin_part part parts places room rooms",
+    "tiles/ops": "part parts parts_of_squares",
+    "wrappers/dask": "Part _check_room parts",
+}
+"""By folder, names with a coined word that are still to be renamed; a name that is gone from its folder leaves the list."""
+
+
+def trees(package: str) -> Iterator[tuple[Path, ast.Module]]:
+    """The parsed modules of a package."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """Names that a module gives to classes, functions, arguments and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+            yield from (each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def coined_names() -> dict[str, set[str]]:
+    """By folder (a package's room, or the package), the names with a coined word."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for package in PACKAGES:
+        for path, tree in trees(package):
+            folder = "/".join(path.relative_to(ROOT).parent.parts[:2])
+            found[folder].update(name for name in names_in(tree) if not COINED.keys().isdisjoint(words_of(name)))
+    return {folder: names for folder, names in found.items() if names}
+
+
+def terms_for(name: str) -> str:
+    """The field's terms for the coined words of a name."""
+    return "; ".join(f"{word}: {COINED[word]}" for word in words_of(name) if word in COINED)
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name in lower case: those between underscores or capitals."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def test_a_name_is_split_into_words() -> None:
+    """By underscores and by capitals, abbreviations kept whole."""
+    assert words_of("_make_room2") == ["make", "room"]
+    assert words_of("WaitingRoom") == ["waiting", "room"]
+    assert words_of("MLPBlock") == ["mlp", "block"]
+    assert words_of("MOST_PARTS") == ["most", "parts"]
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    """Two classes of one name need a reason in the list, and a name that is no longer double leaves the list."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for package in PACKAGES:
+        for path, tree in trees(package):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    found[node.name].append(str(path.relative_to(ROOT)))
+    double = {name: files for name, files in found.items() if len(files) > 1}
+    listed = DOUBLE.keys() | DOUBLE_SO_FAR.keys()
+    assert not (double.keys() - listed), {name: double[name] for name in double.keys() - listed}
+    assert not (listed - double.keys()), f"no longer double: {sorted(listed - double.keys())}"
+
+
+def test_names_use_no_coined_words() -> None:
+    """Classes, functions, arguments and attributes have the field's words; exceptions are listed one by one, and none is listed in vain."""
+    found = coined_names()
+    listed = {folder: {*KEPT.get(folder, ()), *EXPECTED_LATER.get(folder, "").split()} for folder in {*found, *KEPT, *EXPECTED_LATER}}
+    new = [f"{folder}: {name} ({terms_for(name)})" for folder, names in sorted(found.items()) for name in sorted(names - listed[folder])]
+    assert not new, "use the field's terms:\n" + "\n".join(new)
+    gone = {folder: sorted(names - found.get(folder, set())) for folder, names in listed.items() if names - found.get(folder, set())}
+    assert not gone, f"renamed, so no longer to be listed: {gone}"

@@ -1,0 +1,82 @@
+"""Rotary scaling in configurations of LLaMA: read where transformers finds it, written so that it reads it back. The rest: `test_config`."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from nntask.errors import UsageError
+from nntask.models.llama import rotary_frequencies
+from nntask.models.llama_config import LlamaConfig, RopeScaling
+
+SMALL = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, None),
+        ({"rope_type": "default"}, None),
+        ({"type": "linear", "factor": 2}, RopeScaling(rope_type="linear", factor=2.0)),
+        ({"type": "dynamic", "factor": 4.0}, RopeScaling(rope_type="dynamic", factor=4.0)),
+        (LLAMA3, RopeScaling(**LLAMA3)),
+        (
+            {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"},
+            RopeScaling(**{**LLAMA3, "original_max_position_embeddings": 131072}),
+        ),
+    ],
+)
+def test_both_formats_of_rotary_scaling_are_read(given, found):
+    """rope_scaling of transformers 4 and rope_parameters of transformers 5; what is written, transformers reads back the same."""
+    old = LlamaConfig.from_dict({**SMALL, "rope_theta": 500000.0, "rope_scaling": given})
+    new = LlamaConfig.from_dict({**SMALL, "rope_parameters": {**(given or {"rope_type": "default"}), "rope_theta": 500000.0}})
+    assert old == new
+    assert old.rope_scaling == found
+    theirs = transformers.LlamaConfig(**old.to_dict())
+    back = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
+    assert back == replace(old, num_key_value_heads=32, head_dim=64)
+
+
+def test_scaling_made_in_python_obeys_the_same_rules():
+    """No way around the checks."""
+    with pytest.raises(UsageError, match="lacks low_freq_factor"):
+        LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="llama3", factor=2.0))
+    with pytest.raises(UsageError, match="rope_type"):
+        LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+        {"rope_theta": 500.0, "rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"original_max_position_embeddings": 8, "rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if not key.startswith("original")}},
+    ],
+)
+def test_numbers_are_found_where_transformers_finds_them(values):
+    """A base within the scaling, an empty scaling beside parameters, both alike, a first length beside them."""
+    found = LlamaConfig.from_dict({**SMALL, **values})
+    config = transformers.LlamaConfig(**json.loads(json.dumps({**SMALL, **values})))
+    config.standardize_rope_params()  # as a model does
+    theirs = config.rope_parameters
+    assert found.rope_theta == theirs["rope_theta"]
+    assert found.rope_scaling is not None
+    assert found.rope_scaling.to_dict() == {key: value for key, value in theirs.items() if key in RopeScaling.__dataclass_fields__}
+
+
+def test_scaling_made_in_python_is_as_if_read():
+    """Whole numbers and a first length that is left out: the same config, whose frequencies can be computed."""
+    given = {key: int(value) for key, value in LLAMA3.items() if key not in ("rope_type", "original_max_position_embeddings")}
+    made = LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="llama3", **given))
+    assert made == LlamaConfig.from_dict({**SMALL, "rope_scaling": {"rope_type": "llama3", **given}})
+    assert rotary_frequencies(made).shape == (32,)

@@ -1,0 +1,70 @@
+"""The command as a process or in this one: what it prints, what a run leaves, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from wrappers.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*argv: str, script: str = "", **options: Any) -> subprocess.Popen[str]:
+    """The command as a process of its own; `script` runs before it, `options` are those of Popen."""
+    code = f"{script}\nimport sys\nfrom wrappers.cli import main\nsys.exit(main({list(argv)!r}))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    """Read the process's output until it prints `step`."""
+    wait_for_line(process, f"step {step}/")
+
+
+def wait_for_line(process: subprocess.Popen[str], beginning: str) -> None:
+    """Read the process's output until a line begins so."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"no line {beginning}: {process.stderr.read() if process.stderr else ''}")
+
+
+def same_state(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same bits and the same place in the data."""
+    cursors = [json.loads((p / "state.json").read_text())["cursor"] for p in (one, other)]
+    files = ("model.safetensors", "optimizer.safetensors")
+    return cursors[0] == cursors[1] and all((one / f).read_bytes() == (other / f).read_bytes() for f in files)
+
+
+def numbers(run: Path) -> list[tuple[int, float, float, float]]:
+    """Step, loss, gradient norm and learning rate of every line, all digits."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
+
+
+KILL = """
+import os, signal, sys
+def hook(event, args):
+    if event == "os.rename" and "step-000010" in str(args[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+"""
+
+
+def refuse(capsys, argv: list[str]) -> tuple[int, str]:
+    """Run a command line that must be refused; returns exit code and message."""
+    begin = time.process_time()
+    code = main(argv)
+    seconds = time.process_time() - begin
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert seconds < 2
+    return code, err

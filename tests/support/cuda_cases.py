@@ -1,0 +1,70 @@
+"""Arguments for CUDA kernels: which stay fp32 where activations are bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from support.kernel_cases import CASES, Maker
+
+from tiles.kernels.catalog import operations
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+FLOATS = {
+    "adam": (1, 2, 3),
+    "add_rows_backward": (1,),
+    "attention": (4, 5, 6),
+    "attention_apply": (1,),
+    "attention_backward": (4, 5),
+    "attention_delta": (2,),
+    "attention_lse": (1, 2, 3),
+    "cached_attention": (5, 6),
+    "column_sums": (1,),
+    "embedding_backward": (2,),
+    "head_backward": (5, 8, 9),
+    "head_forward": (5, 6, 7),
+    "layer_norm": (4, 5),
+    "layer_norm_backward": (2, 3, -2, -1),
+    "norm_apply": (1, 2),
+    "norm_backward_apply": (2, 3, 5, 6, 9, 10),
+    "norm_backward_sums": (2, 3, 5, 6),
+    "residual_layer_norm": (6, 7),
+    "residual_rms_norm": (5,),
+    "rms_norm": (3,),
+    "rms_norm_backward": (2, -1),
+    "rotary": (1, 2),
+    "row_dots": (2,),
+    "row_squares": (1, 2),
+    "row_sums": (1,),
+    "sgd": (1, 3, 4),
+    "softmax_apply": (1, 2),
+    "softmax_backward_apply": (2,),
+    "softmax_sums": (1, 2),
+}
+"""Arguments that stay fp32 where activations and parameters are bf16: statistics, gradients of weights, moments, masters."""
+
+ONLY_FLOATS = {"head_finish", "norm_finish", "rotary_angles", "rotary_angles_at", "sum_scalars"}
+
+LOOSE = {"rotary_angles": 2e-4, "rotary_angles_at": 2e-4}
+"""Angles of late positions are rounded in fp32 before their cosine is taken."""
+
+
+def all_cases(skipped: set[str]) -> list[tuple[str, int]]:
+    """(operation, number of its case)."""
+    return [(op, number) for op in operations("cuda") if op not in skipped for number in range(len(CASES[op]))]
+
+
+def arguments(op: str, number: int, short: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Arguments of a case, pure outputs full of NaN, and its constants."""
+    args, outputs, constants = CASES[op][number](Maker(np.float32))
+    kept = {place % len(args) for place in FLOATS.get(op, ()) if place < len(args)}
+    if constants.get("stored"):
+        kept.discard(4)  # stored weights are like activations
+    for place, arg in enumerate(args):
+        if short and arg.dtype == np.float32 and place not in kept:
+            args[place] = arg.astype(BF16)
+    for place in outputs:
+        args[place].fill(np.nan)
+    return args, constants

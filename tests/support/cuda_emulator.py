@@ -1,0 +1,98 @@
+"""A CUDA device on the CPU: kernel sources compiled by g++ with `emulation.hpp`, products by NumPy. Slow, exact, for tests without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scheduler.testing import FakeGpu, FakeStream
+from tiles.kernels.cuda.array import DeviceArray
+from tiles.kernels.cuda.launch import ROOM_NBYTES, SOURCES, Arguments, use
+
+COMPILER = shutil.which("g++")
+_running = threading.Lock()
+"""Of a kernel: a library has one set of threads, whoever loads it."""
+
+EMULATION = Path(__file__).with_name("emulation.hpp")
+
+
+class Emulator(FakeGpu):
+    """Answers `launch.Device` for kernels and `Gpu` for the scheduler; kernels and copies run late, and streams in an order chosen by chance.
+
+    Args:
+        folder: where libraries are built.
+
+    Attributes:
+        backwards: whether threads of a block run from the last to the first.
+    """
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        super().__init__("emulated", **more)
+        self.backwards = False
+        self._folder = folder
+        self._libraries: dict[tuple[str, str], ctypes.CDLL] = {}
+        self._room = np.empty(ROOM_NBYTES, np.uint8)
+
+    def enter(self, stream: FakeStream) -> None:
+        super().enter(stream)
+        use(self)
+
+    @property
+    def room(self) -> DeviceArray:
+        return on_device(self._room)
+
+    def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
+        function = getattr(self._library(source, element), f"emulate_{kernel}")
+        dimensions, kept = (ctypes.c_int * 6)(*grid, threads, shared, self.backwards), arguments.copy()
+
+        def run() -> None:
+            with _running:
+                function(dimensions, ctypes.c_void_p(kept.address))
+
+        self.later(run)
+
+    def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
+        self.later(lambda: self._multiply(*arrays, **options))
+
+    @staticmethod
+    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):
+        target, right = on_host(out), on_host(b).astype(np.float32)
+        width = a.shape[1]
+        left = on_host(a.at(a.dtype, (a.shape[0] - 1) * (stride_a or width) + width))
+        left = np.lib.stride_tricks.as_strided(left, a.shape, ((stride_a or width) * a.dtype.itemsize, a.dtype.itemsize)).astype(np.float32)
+        product = np.float32(alpha) * ((left.T if trans_a else left) @ (right.T if trans_b else right))
+        target[...] = target.astype(np.float32) + product if accumulate else product
+
+    def _library(self, source: str, element: str) -> ctypes.CDLL:
+        found = self._libraries.get((source, element))
+        if found is None:
+            path = self._folder / f"{source}_{element}.so"
+            if path.exists():
+                self._libraries[source, element] = ctypes.CDLL(str(path))
+                return self._libraries[source, element]
+            flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATED", f"-DELEMENT={element}", "-include", str(EMULATION)]
+            command = [COMPILER or "g++", *flags, "-x", "c++", str(SOURCES / f"{source}.cu"), "-o"]
+            own = path.with_suffix(f".{os.getpid()}")
+            subprocess.run([*command, str(own)], check=True, capture_output=True, text=True)
+            own.replace(path)
+            found = self._libraries[source, element] = ctypes.CDLL(str(path))
+        return found
+
+
+def on_device(array: np.ndarray) -> DeviceArray:
+    """A view of host memory; the array must live on."""
+    assert array.flags.c_contiguous
+    return DeviceArray(array.ctypes.data, array.shape, array.dtype)
+
+
+def on_host(array: DeviceArray) -> np.ndarray:
+    """The same, back."""
+    memory = (ctypes.c_char * array.nbytes).from_address(array.address)
+    return np.ndarray(array.shape, array.dtype, buffer=memory)

@@ -1,0 +1,106 @@
+"""Nodes that train together in one process, connected as on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nntask.config.resolution import resolve
+from nntask.config.run_config import RunConfig
+from nntask.config.settings import TrainSettings
+from nntask.data import Batch
+from nntask.engine.recorded import RecordedEngine, outcome_of
+from nntask.models.gpt2_config import GPT2Config
+from nntask.optim.sharded import shares
+from scheduler import Runtime
+from wrappers.dask.training.exchange import PeerComms
+from wrappers.dask.training.transports import ByteTransport, MessageTransport
+
+CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+BATCH, LENGTH = 8, 16
+
+
+def run_of(lanes: int, *, clip: float = 0.0, dtype: str = "fp32", minibatch: int = 1, **resources: object) -> RunConfig:
+    """A little training."""
+    asked = TrainSettings()
+    asked = replace(
+        asked,
+        tiling=replace(asked.tiling, batch=BATCH, minibatch=minibatch, lanes=lanes, vocab_tile=64, embd_tile=16),
+        model=replace(asked.model, dtype=dtype, seq_len=LENGTH),  # type: ignore[arg-type]
+        optimizer=replace(asked.optimizer, lr=1e-2, grad_clip=clip, weight_decay=0.1),
+        resources=replace(asked.resources, **resources),  # type: ignore[arg-type]
+    )
+    return resolve(asked, CONFIG)
+
+
+@contextmanager
+def nodes(count: int, transports: Callable[[int], ByteTransport] = lambda rank: MessageTransport()) -> Iterator[list[PeerComms]]:
+    """Connected nodes, with transports by rank."""
+    comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", transport=transports(rank)) for rank in range(count)]
+    try:
+        addresses = [each.listen() for each in comms]
+        for rank in range(count):  # a node waits for those above it, which connect to those below
+            comms[rank].begin_to_connect(addresses)
+        for each in comms:
+            each.wait_connected()
+        yield comms
+    finally:
+        for each in comms:
+            each.close()
+
+
+@dataclass
+class Result:
+    """What training leaves."""
+
+    outcomes: list[tuple[float, float]]
+    weights: dict[str, bytes]
+    sent: list[int]
+    state_bytes: list[int]
+
+
+def train(
+    count: int,
+    run: RunConfig,
+    *,
+    steps: int = 2,
+    ram: int = 1 << 26,
+    workers: int = 1,
+    transports: Callable[[int], ByteTransport] = lambda rank: MessageTransport(),
+) -> Result:
+    """Train on `count` nodes."""
+    rng = np.random.default_rng(0)
+    batches = [Batch(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
+    size = run.step.minibatch
+    every = shares(BATCH // size, run.step.lanes, count)
+    with nodes(count, transports) as comms:
+        runtimes = [Runtime(workers, lanes=run.step.lanes, ram=ram) for _ in range(count)]
+        try:
+            engines = [
+                RecordedEngine(run, runtime, share=share, transport=each if count > 1 else None)
+                for runtime, share, each in zip(runtimes, every, comms, strict=True)
+            ]
+            outcomes = []
+            for number, batch in enumerate(batches, 1):
+                rows = [[m * size + row for m in share.minibatches for row in range(size)] for share in every]
+                flights = [
+                    engine.start(number, 1e-2, Batch(batch.tokens[own], batch.targets[own])) for engine, own in zip(engines, rows, strict=True)
+                ]
+                parts = [flight.part() for flight in flights]
+                losses = {m: loss for share, (found, _) in zip(every, parts, strict=True) for m, loss in zip(share.minibatches, found, strict=True)}
+                squares = parts[0][1]
+                assert squares is not None
+                outcome = outcome_of([losses[m] for m in range(BATCH // size)], squares)
+                outcomes.append((outcome.loss, outcome.grad_norm))
+            weights = [{name: tensor.read().tobytes() for name, tensor in engine.model_tensors().items()} for engine in engines]
+            assert all(each == weights[0] for each in weights)
+            state = [runtime.stats()["peak_bytes_by_class"]["ram"].get("optimizer", 0) for runtime in runtimes]
+            return Result(outcomes, weights[0], [sum(each.sent_bytes.values()) for each in comms], state)
+        finally:
+            for runtime in runtimes:
+                runtime.close()

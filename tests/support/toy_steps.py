@@ -1,0 +1,66 @@
+"""Steps of chains of layers, built by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+from scheduler.core.records import HandleId, HandleRecord, Kind, Mode
+from scheduler.core.step_plan import RecordedTask, StepPlan
+
+PAGE = 4096
+
+
+class Sketch:
+    """Builds plans by hand."""
+
+    def __init__(self) -> None:
+        self.tasks: list[RecordedTask] = []
+        self.owned: dict[HandleRecord, bool] = {}
+        self._ids = itertools.count()
+
+    def tile(self, name: str, kind: Kind = "temporary", pages: int = 2) -> HandleRecord:
+        """A tile; temporaries belong to the step."""
+        size = pages * PAGE
+        record = HandleRecord(HandleId(next(self._ids)), size, size, None, name, kind, "activations")
+        if kind == "temporary":
+            self.owned[record] = False
+        return record
+
+    def task(self, name: str, *accesses: tuple[HandleRecord, Mode]) -> None:
+        """The next task."""
+        self.tasks.append(RecordedTask(None, name, ("cpu",), accesses, {}, 0))
+
+    def plan(self) -> StepPlan:
+        """What has been built."""
+        return StepPlan(self.tasks, self.owned)
+
+
+def toy_step(layers: int = 3, minibatches: int = 4, recompute: bool = False) -> StepPlan:
+    """Forward, backward and update of a chain of layers, one minibatch after the other."""
+    sketch = Sketch()
+    weights = [sketch.tile(f"w{at}", "persistent", 8) for at in range(layers)]
+    moments = [sketch.tile(f"m{at}", "persistent", 8) for at in range(layers)]
+    gradients = [sketch.tile(f"d{at}", pages=8) for at in range(layers)]
+    for minibatch in range(minibatches):
+        data, copy = sketch.tile("data", "input"), sketch.tile("copy")
+        sketch.task("copy input", (data, "R"), (copy, "W"))
+        x = [copy]
+        for weight in weights:
+            x.append(sketch.tile("x"))
+            sketch.task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
+        dx = sketch.tile("dx")
+        sketch.task("loss", (x[-1], "R"), (dx, "W"))
+        for at in reversed(range(layers)):
+            if recompute:
+                again = sketch.tile("again")
+                sketch.task("forward", (x[at], "R"), (weights[at], "R"), (again, "W"))
+                x[at + 1] = again
+            sketch.task("backward weight", (x[at], "R"), (x[at + 1], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
+            before, dx = dx, sketch.tile("dx")
+            sketch.task("backward input", (before, "R"), (weights[at], "R"), (dx, "W"))
+    norms = [sketch.tile("norm", pages=1) for _ in range(layers)]
+    for gradient, norm in zip(gradients, norms, strict=True):
+        sketch.task("squares", (gradient, "R"), (norm, "W"))
+    for weight, moment, gradient in zip(weights, moments, gradients, strict=True):
+        sketch.task("adam", (weight, "RW"), (moment, "RW"), (gradient, "R"))
+    return sketch.plan()

@@ -1,0 +1,119 @@
+"""From an operation over tile handles to one task: the codelet of its kernels, and fp32 copies around kernels that know no 16-bit floats.
+
+Arrays of 16-bit floats do not reach a kernel written for fp32: a task that touches any is given fp32 copies in scratch memory declared to the
+scheduler, and its outputs are rounded back. Where an operation has a kernel for bf16 tiles as they are (`kernels.registry.register_bf16`) and
+oneDNN and the processor can multiply bf16, that one is used instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from scheduler import SCRATCH, Access, Codelet, Cost, Mode, TaskRuntime, W
+
+from .kernels.catalog import bf16_kernel, has_cuda, kernel
+from .kernels.registry import BF16, NARROW, Kernel, Native, own_activation, registered, registered_flops
+from .view import TileView
+
+_ALIGNMENT: Final = 64
+
+
+def codelet(op: str) -> Codelet:
+    """The codelet of operation `op`; the same object as long as its kernels are the same."""
+    return _codelet(op, kernel(op, "cpu"), registered(op, "cuda"))
+
+
+@cache
+def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None) -> Codelet:
+    return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op))
+
+
+@cache
+def _widening_codelet(op: str, cpu: Kernel, modes: tuple[Mode, ...]) -> Codelet:
+    return Codelet(op, cpu=_widened(cpu, modes), cost=_cost(op))
+
+
+def _cost(op: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Cost]:
+    def cost(views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
+        count = registered_flops(op)
+        return Cost(count(views, constants) if count else 0.0, float(sum(view.nbytes for view in views)))
+
+    return cost
+
+
+def _widened(kernel: Kernel, modes: tuple[Mode, ...]) -> Kernel:
+    """`kernel` behind fp32 copies of its 16-bit arrays; its last argument is the scratch they live in."""
+
+    def run(*arrays: Any, **constants: Any) -> None:
+        from .kernels.cpu.elementwise import convert
+
+        *tiles, scratch = arrays
+        wide, offset = [], 0
+        for array, mode in zip(tiles, modes, strict=False):
+            if array.dtype in NARROW:
+                copy = np.ndarray(array.shape, np.float32, buffer=scratch, offset=offset)
+                offset += _aligned(copy.nbytes)
+                if mode != W:
+                    convert(array, copy)
+                wide.append(copy)
+            else:
+                wide.append(array)
+        # a REDUX access that does not accumulate has garbage in its copy, which the kernel overwrites
+        kernel(*wide, **constants)
+        for array, copy, mode in zip(tiles, wide, modes, strict=False):
+            if array is not copy and mode != "R":
+                convert(copy, array)
+
+    return run
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
+    """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel for them or are widened around the kernel.
+
+    Where there are GPUs, kernels for them take fp32 and bf16 tiles as they are. Activations that the program has registered run on the CPU.
+    """
+    views: list[Any] = [handle.view for handle, _ in accesses]
+    narrow = [view for view in views if view.dtype in NARROW]
+    own = runtime.has_gpus and own_activation(constants.get("kind", "")) is not None
+    if not narrow:
+        runtime.submit(_codelet(op, kernel(op, "cpu"), None) if own else codelet(op), accesses, constants, priority=priority)
+        return
+    if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
+        runtime.submit(_codelet(op, None, kernel(op, "cuda")), accesses, constants, priority=priority)
+        return
+    native = native_for(op, views, constants)
+    if native is None:
+        nbytes = sum(_aligned(4 * prod(view.shape)) for view in narrow)
+        found = _widening_codelet(op, kernel(op, "cpu"), tuple(mode for _, mode in accesses))
+    else:
+        nbytes = native.scratch_nbytes(views, constants)
+        found = _codelet(op, native.kernel, None)
+    if nbytes:
+        accesses = [*accesses, (scratch(runtime, nbytes), SCRATCH)]
+    runtime.submit(found, accesses, constants, priority=priority)
+
+
+def native_for(op: str, views: Sequence[Any], constants: Mapping[str, Any]) -> Native | None:
+    """The kernel that takes these tiles as they are, if there is one and this machine can run it."""
+    native = bf16_kernel(op)
+    if native is None or any(view.dtype == np.float16 for view in views) or not native.takes(views, constants):
+        return None
+    if own_activation(constants.get("kind", "")) is not None:
+        return None
+    from .kernels.cpu.onednn import library as onednn
+
+    return native if onednn.has_bf16_products() else None
+
+
+def scratch(runtime: TaskRuntime, nbytes: int) -> Any:
+    """A handle of `nbytes` bytes of working memory for one task: pass it with mode SCRATCH; the kernel gets a uint8 array."""
+    return runtime.handle(nbytes, TileView((nbytes,), np.dtype(np.uint8)), name="scratch", data_class="scratch")

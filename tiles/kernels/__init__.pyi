@@ -1,0 +1,34 @@
+from .catalog import bf16_operations, kernel, operations
+from .cpu import kernel_versions
+from .cpu.attention import attention_scratch_nbytes
+from .cpu.blas import fp32_products, gemm, set_blas_threads
+from .cpu.loss import loss_scratch_nbytes
+from .cpu.onednn.library import bf16_products, has_bf16_products
+from .cuda.compiling import KernelBuildError
+from .cuda.device import SPARE_NBYTES, CudaDevice
+from .cuda.launch import ROOM_NBYTES
+from .cuda.products import WORKSPACE_NBYTES
+from .reference.attention import Pair
+from .registry import BF16, NARROW
+
+__all__ = [
+    "BF16",
+    "NARROW",
+    "ROOM_NBYTES",
+    "SPARE_NBYTES",
+    "WORKSPACE_NBYTES",
+    "CudaDevice",
+    "KernelBuildError",
+    "Pair",
+    "attention_scratch_nbytes",
+    "bf16_operations",
+    "bf16_products",
+    "fp32_products",
+    "gemm",
+    "has_bf16_products",
+    "kernel",
+    "kernel_versions",
+    "loss_scratch_nbytes",
+    "operations",
+    "set_blas_threads",
+]

@@ -1,0 +1,1 @@
+"""Products and attention of bf16 tiles by oneDNN, where the library and the processor can multiply bf16."""

@@ -1,0 +1,243 @@
+"""Attention over bf16 tiles: products by oneDNN, scores and sums in fp32, weights rounded to bf16 before they meet the values.
+
+Blocks of `QUERIES` queries of a group of heads. The output of a block is summed in fp32 and rounded once; so are a task's gradients of keys and
+values, over all its blocks.
+
+Ladder (1024 positions, 12 heads of 64, causal, one core, forward / backward): on fp32 copies 26 / 54 ms; here head by head, read in place, in
+blocks of 64 queries 20 / 42 ms, of 128 16 / 27 ms, of 256 17 / 28 ms; heads packed, in groups of 1 MiB of scores 14 / 25 ms, of 3 MiB 12 / 21 ms.
+On a later day 13.6 / 23 ms; weights in the compiled passes that fp32 tiles go through, head by head, 9.2 / 21 ms.
+For 512 queries and the 512 keys before them, alone / beside a second worker, backward: head by head 13.6 / 20 ms, in groups of 1 MiB 11.7 / 14 ms,
+of 6 MiB 10.8 / 13 ms, for a tile on the diagonal 11.5 / 31, 8.0 / 12 and 7.2 / 9.5 ms: every call is a turn at the interpreter, which two workers
+share. The scale as a factor of the product costs more than a pass over scores, and together with accumulation 7 s: oneDNN has only reference loops
+for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...reference.attention import Pair
+from ...registry import BF16, register_bf16
+from ..attention import QUERIES, Block, drop, slopes, weigh, weigh_again
+from ..elementwise import cut
+from .library import convert, gemm
+
+Array = npt.NDArray[Any]
+Views = Sequence[Any]
+Constants = Mapping[str, Any]
+
+GROUP_BYTES: Final = 3 << 20
+"""Scores of a group of heads that go through every pass together, and save calls."""
+
+
+class _Block(NamedTuple):
+    """Queries [first, last) of heads [h, g) of sequence `b`, the keys [0, num_keys) that any of them sees, and heads of queries in the tile."""
+
+    b: int
+    h: int
+    g: int
+    first: int
+    last: int
+    num_keys: int
+    num_heads: int
+
+    def by_head(self) -> Iterator[tuple[int, Block]]:
+        """(place in the group, the same queries of one head)."""
+        for h in range(self.h, self.g):
+            yield h - self.h, Block(self.b, h, self.first, self.last, self.num_keys, self.num_heads)
+
+    @property
+    def heads(self) -> slice:
+        """Their places among the heads."""
+        return slice(self.h, self.g)
+
+    @property
+    def queries(self) -> slice:
+        """Their rows in a tile."""
+        return slice(self.first, self.last)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the scores."""
+        return self.g - self.h, self.last - self.first, self.num_keys
+
+
+def _most_heads(num_heads: int, num_queries: int, num_keys: int) -> int:
+    return max(1, min(num_heads, GROUP_BYTES // (4 * num_queries * num_keys)))
+
+
+def _blocks(b: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[_Block]:
+    for first in range(0, tq, QUERIES):
+        last = min(first + QUERIES, tq)
+        seen = min(tk, at.q_start + last - at.k_start) if at.causal else tk
+        if seen > 0:
+            for heads in cut(num_heads, _most_heads(num_heads, last - first, seen)):
+                yield _Block(b, heads.start, heads.stop, first, last, seen, num_heads)
+
+
+class _Rooms:
+    """Arrays of garbage, cut from one task's scratch memory in order."""
+
+    def __init__(self, scratch: Array) -> None:
+        self._scratch, self._used = scratch, 0
+
+    def take(self, dtype: Any, *shape: int) -> Array:
+        array: Array = np.ndarray(shape, dtype, buffer=self._scratch, offset=self._used)
+        self._used += array.nbytes
+        return array
+
+
+def _heads(x: Array, size: int) -> Array:
+    """A (t, H * D) matrix as heads  # (H, t, D), a view."""
+    return x.reshape(x.shape[0], -1, size).transpose(1, 0, 2)
+
+
+def _packed(x: Array, size: int, room: Array) -> Array:
+    """A copy of a (t, G * D) matrix with each head's rows side by side, as often as heads of queries share it  # (H, t, D).
+
+    Products read it faster, and those of all heads are one call.
+    """
+    heads = _heads(x.view(np.uint16), size)
+    _groups(room.view(np.uint16), len(heads))[...] = heads[:, None]
+    return room
+
+
+def _groups(x: Array, num_heads: int) -> Array:
+    """(H, t, D) as groups of heads that share one of G  # (G, H / G, t, D), a view."""
+    return x.reshape(num_heads, -1, *x.shape[1:])
+
+
+def _scores(q: Array, k: Array, s: Array, block: _Block, at: Pair) -> None:
+    """s = scores of packed heads, those of later keys too."""
+    gemm(q[block.heads, block.queries], k[block.heads, : block.num_keys], s, trans_b=True)
+    s *= np.float32(at.scale)
+
+
+def _sizes(views: Views, at: Pair) -> tuple[int, int, int, int]:
+    """(query rows, key rows, elements of a row, most scores in a block)."""
+    (_, tq, width), (_, tk, _) = views[0].shape, views[1].shape
+    most = min(QUERIES, tq)
+    return tq, tk, width, max(most * tk, min(GROUP_BYTES // 4, most * tk * (width // at.head_size)))
+
+
+def _takes_forward(views: Views, constants: Constants) -> bool:
+    return all(view.dtype == BF16 for view in views[:4])
+
+
+def _forward_scratch(views: Views, constants: Constants) -> int:
+    """q, k and v packed, a block of scores in fp32 and of weights in bf16, and a block of the output in fp32."""
+    tq, tk, width, scores = _sizes(views, constants["at"])
+    return int(2 * width * (tq + 2 * tk) + 6 * scores + 4 * min(QUERIES, tq) * width)
+
+
+@register_bf16("attention", takes=_takes_forward, scratch_nbytes=_forward_scratch)
+def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch, scratch."""
+    *extra, scratch, own = rest
+    key = extra[-1] if at.p else None
+    size = at.head_size
+    tq, tk, width, most = _sizes((q, k), at)
+    rooms, num_heads = _Rooms(own), width // size
+    room_s, room_out = rooms.take(np.float32, most), rooms.take(np.float32, min(QUERIES, tq) * width)
+    packed, room_short = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk)], rooms.take(BF16, most)
+    for b in range(q.shape[0]):
+        hq, hk, hv = (_packed(x[b], size, room) for x, room in zip((q, k, v), packed, strict=True))
+        for block in _blocks(b, num_heads, tq, tk, at):
+            place, seen = (block.heads, block.queries), slice(0, block.num_keys)
+            s, short = _cut(room_s, block.shape), _cut(room_short, block.shape)
+            target = _heads(o[b], size)[place]
+            out = _cut(room_out, target.shape)
+            _scores(hq, hk, s, block, at)
+            if not first:
+                convert(target, out)
+            for n, head in block.by_head():
+                weigh(s[n], out[n], peak[b, head.h, block.queries], total[b, head.h, block.queries], head, at, first)
+                if key is not None:
+                    drop(s[n], key, scratch, head, at)
+            convert(s, short)
+            gemm(short, hv[block.heads, seen], out, accumulate=not first)
+            if last:
+                out /= total[b][place][..., None]
+            convert(out, target)
+    if last:
+        np.log(total, out=extra[0])
+        extra[0][...] += peak
+
+
+def _cut(room: Array, shape: tuple[int, ...]) -> Array:
+    """The beginning of a flat array in another shape."""
+    return room[: prod(shape)].reshape(shape)
+
+
+def _takes_backward(views: Views, constants: Constants) -> bool:
+    return not constants["stored"] and all(view.dtype == BF16 for view in (*views[:4], *views[6:9]))
+
+
+def _backward_scratch(views: Views, constants: Constants) -> int:
+    """q, k, v and do packed, gradients of keys and values in fp32, and two blocks of scores in fp32 and in bf16."""
+    tq, tk, width, scores = _sizes(views, constants["at"])
+    return int(4 * width * (tq + tk) + 8 * width * tk + 12 * scores)
+
+
+@register_bf16("attention_backward", takes=_takes_backward, scratch_nbytes=_backward_scratch)
+def attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    lse: Array,
+    delta: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *rest: Array,
+    at: Pair,
+    stored: bool,
+    first_k: bool,
+    first_q: bool,
+) -> None:
+    """One pair's share of dq, dk, dv; `first_k`: first to write dq, `first_q`: dk and dv. `rest` is [key,] scratch, scratch."""
+    *keys, scratch, own = rest
+    size = at.head_size
+    tq, tk, width, most = _sizes((q, k), at)
+    rooms, num_heads = _Rooms(own), width // size
+    rooms_s = rooms.take(np.float32, 2, most)
+    sums = [rooms.take(np.float32, num_heads, tk, size) for _ in range(2)]
+    packed = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
+    rooms_short = rooms.take(BF16, 2, most)
+    if first_k:
+        dq.view(np.uint16).fill(0)  # queries that see none of these keys
+    for b in range(q.shape[0]):
+        hq, hk, hv, hdo = (_packed(x[b], size, room) for x, room in zip((q, k, v, do), packed, strict=True))
+        for total, target in zip(sums, (dk, dv), strict=True):
+            heads = _heads(target[b], size)
+            if first_q or len(heads) < num_heads:
+                total.fill(0)
+            if not first_q:
+                convert(heads, _groups(total, len(heads))[:, 0])
+        for block in _blocks(b, num_heads, tq, tk, at):
+            place, seen = (block.heads, block.queries), (block.heads, slice(0, block.num_keys))
+            s, ds = (_cut(room, block.shape) for room in rooms_s)
+            short, dshort = (_cut(room, block.shape) for room in rooms_short)
+            _scores(hq, hk, s, block, at)
+            gemm(hdo[place], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
+            for n, head in block.by_head():
+                weigh_again(s[n], lse[b, head.h, block.queries], head, at)
+                slopes(s[n], ds[n], delta[b, head.h, block.queries], keys[0] if keys else None, scratch, head, at)
+            ds *= np.float32(at.scale)
+            convert(s, short)
+            convert(ds, dshort)
+            gemm(short, hdo[place], sums[1][seen], trans_a=True, accumulate=True)
+            gemm(dshort, hk[seen], _heads(dq[b], size)[place], accumulate=not first_k)
+            gemm(dshort, hq[place], sums[0][seen], trans_a=True, accumulate=True)
+        for total, target in zip(sums, (dk, dv), strict=True):
+            heads = _heads(target[b], size)
+            groups = _groups(total, len(heads))
+            for member in range(1, groups.shape[1]):
+                groups[:, 0] += groups[:, member]
+            convert(groups[:, 0], heads)

@@ -1,0 +1,249 @@
+"""``nntask compare``: two kinds of workers on the same training steps; the first task whose results differ."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ..options.help import parse
+
+if TYPE_CHECKING:
+    from nntask.config import ResourceSettings, RunConfig, TrainSettings
+    from nntask.inference import ModelSource
+    from nntask.models import ModelConfig
+    from nntask.training import Comparison
+
+DIFFERENT: Final = 1
+"""Exit code where results differ, because one kind of workers has a bug."""
+DEFAULT_LENGTH: Final = 256
+"""Most tokens of a sequence where neither a flag nor a run sets the length."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSettings:
+    """Run training steps on two kinds of workers, one worker each, on the same random tokens, and name the first task whose results differ.
+
+    MODEL is a preset, a config (JSON file), a run directory or checkpoint, or a model directory of Hugging Face. Exit code 0: equal; 1: different.
+    """
+
+    a: Literal["cpu", "sim"] = "cpu"
+    """one kind of workers"""
+    b: Literal["cpu", "sim"] = "sim"
+    """the other kind; sim is a simulated device, with memory of its own"""
+    rtol: float = 1e-5
+    """relative tolerance: elements differ where |a - b| > atol + rtol |b|"""
+    atol: float = 1e-8
+    """absolute tolerance; 0 for both asks for equal numbers"""
+    steps: int = 1
+    """optimizer steps"""
+    batch: int | None = None
+    """sequences per step, in one minibatch (default: the run's, else 1)"""
+    seq_len: int | None = None
+    """tokens per sequence (default: the run's, else at most 256)"""
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """arithmetic (auto: the run's, else fp32)"""
+    seed: int = 0
+    """of tokens, dropout, and the weights of a preset or a config"""
+    ram: str = ""
+    """byte budget of each memory, of which there are three with sim, e.g. 2GiB (default: equal shares of what is free)"""
+    json: bool = False
+    """print JSON"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is run, and where the model's weights are; None for those of a new one."""
+
+    name: str
+    run: RunConfig
+    source: ModelSource | None
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compare two kinds of workers; returns 0 if all results are equal within the tolerance, else 1."""
+    settings, words = parse(CompareSettings, argv, "nntask compare", words=("MODEL",))
+    _check(settings)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from nntask.training import Comparison
+
+    subject = _subject(words[0], settings)
+    comparison = Comparison(settings.rtol, settings.atol)
+    _compare(settings, subject, comparison)
+    print(json.dumps(_figures(settings, subject, comparison), indent=1) if settings.json else "\n".join(_lines(settings, subject, comparison)))
+    return DIFFERENT if comparison.first is not None else 0
+
+
+def _check(settings: CompareSettings) -> None:
+    """Check the values of the flags.
+
+    Raises:
+        UsageError: the first value that breaks its rule.
+    """
+    from nntask import UsageError
+    from nntask.config import LARGEST, parse_size
+
+    if settings.a == settings.b:
+        other = "sim" if settings.a == "cpu" else "cpu"
+        raise UsageError(f"--a and --b must be two kinds of workers, got {settings.a} for both; for example --b {other}")
+    for flag, value, least in (("--steps", settings.steps, 1), ("--batch", settings.batch, 1), ("--seq-len", settings.seq_len, 1)):
+        if value is not None and value < least:
+            raise UsageError(f"{flag} must be at least {least}, got {value}; the nearest legal value is {least}")
+    for flag, tolerance in (("--rtol", settings.rtol), ("--atol", settings.atol)):
+        if not 0 <= tolerance < math.inf:
+            raise UsageError(f"{flag} must be 0 or more, and finite, got {tolerance}; the nearest legal value is 0")
+    if not 0 <= settings.seed <= LARGEST:
+        raise UsageError(f"--seed must be at least 0 and at most {LARGEST}, got {settings.seed}; the nearest legal value is 0")
+    if settings.ram:
+        parse_size(settings.ram, "--ram")
+
+
+def _subject(word: str, asked: CompareSettings) -> _Subject:
+    """What MODEL stands for.
+
+    Raises:
+        UsageError: it is nothing that is known, or a flag does not fit the model.
+        DataError: what it names is broken.
+    """
+    from nntask import PRESETS, UsageError
+    from nntask.config import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, resolve
+    from nntask.hardware import devices_of
+    from nntask.inference import ModelSource
+
+    from ..options.sources import model_config
+
+    path, source = Path(word), None
+    if word in PRESETS:
+        settings = TrainSettings(model=ModelSettings(model=word))
+    elif path.is_file():
+        settings = TrainSettings(model=ModelSettings(config_path=word))
+    elif path.is_dir():
+        source = ModelSource.open(path)
+        settings = replace(source.settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
+    else:
+        raise UsageError(f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run or a model directory, got {word!r}, which is none")
+    config = model_config(settings) if source is None else source.config
+    settings = _with_flags(settings, asked, config, is_new=source is None or source.checkpoint is None)
+    devices = devices_of(settings.resources, settings.model.dtype, checks=False)  # of the run; each side has its own
+    return _Subject(word, resolve(settings, config, machine=devices), source)
+
+
+def _with_flags(settings: TrainSettings, asked: CompareSettings, config: ModelConfig, *, is_new: bool) -> TrainSettings:
+    """The settings with the values of the flags; one minibatch a step where neither a flag nor a run sets its size."""
+    model, tiling = settings.model, settings.tiling
+    length, batch = asked.seq_len, asked.batch
+    if is_new:
+        length, batch = length or min(config.n_positions, DEFAULT_LENGTH), batch or 1
+    if length is not None:
+        model = replace(model, seq_len=length)
+        tiling = replace(tiling, seq_tile=None)
+    if batch is not None:
+        tiling = replace(tiling, batch=batch, minibatch=-1, minibatch_tile=None)
+    if asked.dtype != "auto":
+        model = replace(model, dtype=asked.dtype)
+    return replace(settings, model=model, tiling=tiling, data=replace(settings.data, seed=asked.seed))
+
+
+def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) -> None:
+    """Run both sides.
+
+    Raises:
+        DoesNotFit: a budget is too small, or not to be had.
+    """
+    import scheduler
+    from nntask import DoesNotFit, NntaskError
+    from nntask.hardware import machine_of, runtime_for
+    from nntask.training import run_side_by_side
+    from scheduler import Runtime
+    from scheduler.storage import memory_budgets
+
+    share = asked.ram or str(memory_budgets(None, None, 2)[0])
+
+    def side(kind: str) -> Runtime:
+        return runtime_for(subject.run.on(machine_of(_resources(kind, share), subject.run.model.dtype)))
+
+    try:
+        run_side_by_side(comparison, (lambda: side(asked.a), lambda: side(asked.b)), lambda runtime: _train(runtime, asked, subject))
+    except scheduler.DoesNotFit as error:
+        story = str(error).partition("; raise the budget")[0]
+        raise DoesNotFit(f"{story}; raise --ram (now {asked.ram or 'equal shares of what is free'}), or lower --batch or --seq-len") from error
+    except scheduler.TaskError as error:
+        if isinstance(error.__cause__, NntaskError):  # weights that cannot be read
+            raise error.__cause__ from error
+        raise
+
+
+def _resources(kind: str, share: str) -> ResourceSettings:
+    """One worker of a kind, and the memory it may use."""
+    from nntask.config import ResourceSettings
+
+    order = "submission"  # of both sides, so that a task has one number
+    if kind == "cpu":
+        return ResourceSettings(ncpu=1, ram=share, order=order)
+    return ResourceSettings(ncpu=0, sim_gpu=1, ram=share, gpu_memory=share, order=order)
+
+
+def _train(runtime: Any, asked: CompareSettings, subject: _Subject) -> None:
+    """Build the model and take its steps; every call submits the same tasks."""
+    import numpy as np
+
+    from nntask.data import Batch
+    from nntask.engine import RecordedEngine, build_model
+
+    run, source = subject.run, subject.source
+    model = build_model(run.model, runtime) if source is None else source.build(runtime, run.model.tiling, asked.dtype)
+    engine = RecordedEngine(run, runtime, model)
+    size = (run.step.batch, run.model.seq_len + 1)
+    for step in range(1, asked.steps + 1):
+        tokens = np.random.Generator(np.random.PCG64([asked.seed, step])).integers(0, run.model.config.vocab_size, size, np.int32)
+        engine.start(step, run.optimizer.lr, Batch(tokens[:, :-1], tokens[:, 1:])).result()
+
+
+def _figures(asked: CompareSettings, subject: _Subject, found: Comparison) -> dict[str, Any]:
+    """The figures of --json; infinities and NaN, which JSON does not have, become texts."""
+    return {
+        "equal": found.first is None,
+        "model": subject.name,
+        "a": asked.a,
+        "b": asked.b,
+        "rtol": asked.rtol,
+        "atol": asked.atol,
+        "steps": asked.steps,
+        "tasks": found.num_tasks,
+        "tiles": found.num_tiles,
+        "largest_difference": _finite(found.largest),
+        "first": None if found.first is None else _finite(asdict(found.first)),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines(asked: CompareSettings, subject: _Subject, found: Comparison) -> Iterator[str]:
+    """The result as lines of text."""
+    run = subject.run
+    yield (
+        f"{subject.name}: {asked.steps} step{'' if asked.steps == 1 else 's'} of {run.step.batch} x {run.model.seq_len} tokens; "
+        f"{found.num_tasks} tasks on {asked.a} and on {asked.b}, {found.num_tiles} tiles compared"
+    )
+    first = found.first
+    if first is None:
+        yield f"equal within rtol {asked.rtol:g} and atol {asked.atol:g}; largest difference {found.largest:g}"
+        return
+    when = "before the first step" if first.replay is None else f"of step {first.replay + 1}"
+    yield f"the first task that differs: {first.name}, task {first.number} {when}"
+    yield f"it reads {', '.join(first.reads) or 'nothing'}"
+    for tile in first.tiles:
+        yield (
+            f"{tile.name} {list(tile.shape)} {tile.dtype}: largest difference {tile.largest:g} at {list(tile.index)}, {tile.a:.9g} on {asked.a} and "
+            f"{tile.b:.9g} on {asked.b}; {tile.num_beyond:,} of {tile.num_elements:,} elements beyond rtol {asked.rtol:g} and atol {asked.atol:g}"
+        )

@@ -1,0 +1,70 @@
+"""``nntask export``: a run or a checkpoint as a model directory for transformers, or its adapters as a directory for PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from ..options.help import parse
+
+if TYPE_CHECKING:
+    from nntask.checkpoints import Checkpoint
+    from nntask.data import Tokenizer
+
+LARGEST_SHARD: Final = "5GB"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """Write a model as transformers' from_pretrained reads it, or the adapters of a run that trained some as PEFT's does. RUN is a run directory or
+    one of its checkpoints, DIR a new directory."""
+
+    dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """element type of the weights; auto: the one they are stored in"""
+    merge: bool = False
+    """of a run with adapters, write the whole model, what they add merged into it"""
+    shard_size: str = ""
+    """most bytes of weights in one file, e.g. 500MB (default 5GB)"""
+    tokenizer_path: str = ""
+    """directory with tokenizer.json, for a run that was trained on token ids without one"""
+    force: bool = False
+    """replace DIR if it is a model directory"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the directory and print its contents; returns 0."""
+    settings, words = parse(ExportSettings, argv, "nntask export", words=("RUN", "DIR"))
+    from nntask import UsageError
+    from nntask.checkpoints import find_checkpoint
+    from nntask.config import format_size, parse_size
+    from nntask.export import export, export_adapters
+
+    shard_nbytes = parse_size(settings.shard_size or LARGEST_SHARD, "--shard-size")
+    checkpoint = find_checkpoint(words[0])
+    has_adapters = checkpoint.state.get("base") is not None
+    if settings.merge and not has_adapters:
+        raise UsageError(f"--merge is about adapters, and {checkpoint.path} holds a whole model; drop it")
+    if settings.shard_size and has_adapters and not settings.merge:
+        raise UsageError(f"--shard-size {settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge")
+    tokenizer = _tokenizer(checkpoint, settings.tokenizer_path)
+    target = Path(words[1])
+    if has_adapters and not settings.merge:
+        done = export_adapters(checkpoint, target, dtype=settings.dtype, tokenizer=tokenizer, force=settings.force)
+    else:
+        done = export(checkpoint, target, dtype=settings.dtype, shard_nbytes=shard_nbytes, tokenizer=tokenizer, force=settings.force)
+    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
+    what = "adapter weights" if has_adapters and not settings.merge else "weights"
+    print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
+    if tokenizer is None:
+        print("the run was trained on token ids without a tokenizer, so there is none; --tokenizer-path DIR adds it")
+    return 0
+
+
+def _tokenizer(checkpoint: Checkpoint, path: str) -> Tokenizer | None:
+    from nntask.inference import ModelSource
+
+    if checkpoint.state.get("tokenizer") is None and not path:
+        return None
+    return ModelSource.open(checkpoint.path).tokenizer(path)

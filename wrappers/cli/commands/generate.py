@@ -1,0 +1,229 @@
+"""``nntask generate``: texts from a run, a checkpoint or a model directory.
+
+A single text is printed as it grows. The texts of --prompt-file are printed in the order of the file, each under a line ``--- N`` with the number of
+its line; the first incomplete text is printed as it grows. With --json each complete text is printed as a JSON object on one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from nntask.config import MachineSettings
+
+from ..options.help import parse
+from ..options.runtime_flags import machine_from, runtime_of
+
+if TYPE_CHECKING:
+    from nntask.inference import Generator, Sampling, TextIds
+
+_HALF: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """What is written."""
+
+    prompt: str = ""
+    """beginning of the text (default: the beginning of a new one)"""
+    prompt_file: str = ""
+    """file of beginnings, one a line; texts come in its order, each under a line --- N"""
+    batch: int = 8
+    """texts of --prompt-file that are written side by side"""
+    max_new_tokens: int = 100
+    """tokens to add, fewer when the text ends or the model's context is full"""
+    temperature: float = 0.8
+    """scores are divided by it; 0 takes the best token always"""
+    top_k: int = 0
+    """only the k best tokens; 0 for all"""
+    top_p: float = 1.0
+    """only the best tokens that together have this probability"""
+    seed: int = 0
+    """of the draws"""
+    cache: bool = True
+    """keep keys and values; --no-cache computes every token from the whole text again, for comparison"""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """element type of weights and cache; auto: the run's own, fp32 for a model directory"""
+    tokenizer_path: str = ""
+    """directory with tokenizer.json, for a model that came without one"""
+    json: bool = False
+    """one JSON object a line and text: number, prompt, text, tokens, end (stop, length or context)"""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """Continue prompts with a trained model. MODEL is a run directory, one of its checkpoints, or a model directory of transformers."""
+
+    text: TextSettings = field(default_factory=TextSettings)
+    machine: MachineSettings = field(default_factory=MachineSettings)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write texts and print them as they grow; returns 0."""
+    settings, words = parse(GenerateSettings, argv, "nntask generate", words=("MODEL",))
+    check(settings.text)
+    machine = machine_from(settings.machine)
+    prompts = prompts_of(settings.text)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from nntask.inference import Generator, ModelSource, Sampling, check_room
+    from nntask.tiling import generation_tiling
+
+    asked = settings.text
+    source = ModelSource.open(words[0])
+    ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
+    how = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+    tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
+    batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
+    if asked.cache and longest <= source.context:
+        length = min(source.context, longest + asked.max_new_tokens - 1)
+        check_room(source, tiling, asked.dtype, machine, batch=batch, length=length, prompt_length=longest)
+    with runtime_of(machine, "--batch" if batch > 1 else "") as runtime:
+        model = source.build(runtime, tiling, asked.dtype)
+        generator = Generator(model, runtime, source.context, use_cache=asked.cache)
+        generator.check(begins)
+        for first in range(0, len(prompts), asked.batch):
+            batch_of = slice(first, first + asked.batch)
+            _write(generator, ids, prompts[batch_of], begins[batch_of], first, asked, how)
+    return 0
+
+
+def check(asked: TextSettings) -> None:
+    """Check the values of the flags.
+
+    Raises:
+        UsageError: the first value that breaks its rule.
+    """
+    from nntask import UsageError
+    from nntask.config import LARGEST, check_prompt
+
+    rules = (
+        ("--batch", asked.batch, asked.batch >= 1, "at least 1", "1"),
+        ("--max-new-tokens", asked.max_new_tokens, 1 <= asked.max_new_tokens <= LARGEST, "at least 1", "1"),
+        ("--temperature", asked.temperature, 0 <= asked.temperature < float("inf"), "0 or more", "0"),
+        ("--top-k", asked.top_k, asked.top_k >= 0, "0 or more", "0"),
+        ("--top-p", asked.top_p, 0 < asked.top_p <= 1, "above 0 and at most 1", "1"),
+        ("--seed", asked.seed, 0 <= asked.seed <= LARGEST, f"at least 0 and at most {LARGEST}", "0" if asked.seed < 0 else str(LARGEST)),
+    )
+    for flag, value, ok, rule, near in rules:
+        if not ok:
+            raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+    check_prompt(asked.prompt)
+    if asked.prompt and asked.prompt_file:
+        raise UsageError(f"--prompt and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them")
+
+
+def prompts_of(asked: TextSettings) -> list[str]:
+    """The beginnings of the texts.
+
+    Raises:
+        DataError: the file cannot be read, or one of its lines is empty.
+    """
+    from nntask import DataError
+
+    if not asked.prompt_file:
+        return [asked.prompt]
+    try:
+        with open(asked.prompt_file, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise DataError(f"--prompt-file {asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompt-file {asked.prompt_file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it") from None
+    lines = text.removesuffix("\n").split("\n")  # splitlines() would end prompts at form feeds and the like as well
+    if not text:
+        raise DataError(f"--prompt-file {asked.prompt_file} is empty; write one prompt a line")
+    if "" in lines:
+        raise DataError(f"line {lines.index('') + 1} of --prompt-file {asked.prompt_file} is empty; write one prompt a line, or remove it")
+    return lines
+
+
+class _Text:
+    """One text as it grows."""
+
+    def __init__(self, number: int, prompt: str, begin: list[int], ids: TextIds) -> None:
+        self.number, self.prompt = number, prompt
+        self.new: list[int] = []
+        self.is_complete = False
+        self._tokenizer, self._begin, self._num_given = ids.tokenizer, [int(i) for i in ids.tokenizer.encode([prompt])[0]], len(begin)
+        self._from = self._shown = 0  # ids before _shown are printed; those from _from on are the context that decides how the next ids are spelled
+
+    @property
+    def text(self) -> str:
+        """The whole text, the prompt included."""
+        return self._tokenizer.decode(self._tail(0))
+
+    def _tail(self, first: int) -> list[int]:
+        """The ids of the text from number `first` on."""
+        count = len(self._begin)
+        return [*self._begin[first:], *self.new[max(first - count, 0) :]]
+
+    def news(self) -> str:
+        """The characters since the last call; an incomplete character waits for its remaining bytes, unless the text is complete."""
+        tail = self._tail(self._from)
+        text = self._tokenizer.decode(tail)
+        if text.endswith(_HALF) and not self.is_complete:
+            return ""
+        found = text[len(self._tokenizer.decode(tail[: self._shown - self._from])) :]
+        if found:  # else the same context is still needed
+            self._from, self._shown = self._shown, self._from + len(tail)
+        return found
+
+    def end(self, context: int, count: int) -> str:
+        """The reason why the text is complete: "context", "length" or "stop"."""
+        if self._num_given + len(self.new) > context:
+            return "context"
+        return "length" if len(self.new) == count else "stop"
+
+
+def _write(
+    generator: Generator, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], first: int, asked: TextSettings, how: Sampling
+) -> None:
+    """Write the texts of one batch, whose prompts have the ids `begins`; `first` is the number of texts before it."""
+    texts = [_Text(first + row + 1, prompt, begin, ids) for row, (prompt, begin) in enumerate(zip(prompts, begins, strict=True))]
+    printer = _Printer(texts, asked, generator.context)
+    for tokens in generator.stream(begins, asked.max_new_tokens, how, vocab_size=ids.vocab_size, stop=ids.stop, first=first):
+        for text, token in zip(texts, tokens, strict=True):
+            if token is None:
+                text.is_complete = True
+            else:
+                text.new.append(token)
+        printer.show()
+    for text in texts:
+        text.is_complete = True
+    printer.show()
+
+
+class _Printer:
+    """Prints a batch of texts in their order, each as soon as those before it are complete."""
+
+    def __init__(self, texts: list[_Text], asked: TextSettings, context: int) -> None:
+        self._left, self._asked, self._context = texts, asked, context
+        self._begun = False
+
+    def show(self) -> None:
+        """Print as much as is complete, or growing in first place."""
+        while self._left and (self._left[0].is_complete or not self._asked.json):
+            text = self._left[0]
+            if self._asked.json:
+                print(json.dumps(self._facts(text), ensure_ascii=False))
+            else:
+                if self._asked.prompt_file and not self._begun:
+                    print(f"--- {text.number}")
+                self._begun = True
+                sys.stdout.write(text.news())
+                if not text.is_complete:
+                    break
+                sys.stdout.write("\n")
+                if text.end(self._context, self._asked.max_new_tokens) == "context":
+                    which = f"text {text.number}" if self._asked.prompt_file else "the text"
+                    print(f"nntask: {which} ends here because the model's context of {self._context} tokens is full", file=sys.stderr)
+            self._left, self._begun = self._left[1:], False
+        sys.stdout.flush()
+
+    def _facts(self, text: _Text) -> dict[str, Any]:
+        end = text.end(self._context, self._asked.max_new_tokens)
+        return {"number": text.number, "prompt": text.prompt, "text": text.text, "tokens": len(text.new), "end": end}

@@ -1,0 +1,189 @@
+"""``nntask plan``: memory, traffic and time that a training run would need, without running it. It takes the flags of ``nntask train`` and its
+own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Final
+
+from nntask.config import ResourceSettings, TrainSettings
+
+from ..options.help import show_help
+from ..options.sources import naming, request
+
+OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str}
+"""Flags of ``nntask plan`` beside those of ``nntask train``, with their types."""
+_OF_DEVICES: Final = {"sim-gpu": 0, "sim-bandwidth": "", "ngpu": 0, "split-gpu": 1, "gpu-memory": "", "restrict": "none"}
+"""Flags for devices of this machine, each with its neutral value."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanHelp:
+    """Say what a training run would need and cost. All flags of nntask train; nothing is computed or written."""
+
+    train: TrainSettings = field(default_factory=TrainSettings)
+    config: str = ""
+    """TOML file with any of these flags; the environment and the command line are stronger"""
+    devices: str = ""
+    """plan for an imaginary machine of devices, [COUNTx]MEMORY[@FLOPS], e.g. 8x80GiB@150TF; --ram and --disk (a SIZE) are then imaginary too"""
+    link: str = ""
+    """bytes per second between host memory and each imaginary device, in each direction, e.g. 55GB/s (default 25GB/s)"""
+    disk_rate: str = ""
+    """bytes per second of the imaginary --disk, all its requests in flight and both directions together, e.g. 6GB/s (default 1.6GB/s)"""
+    json: bool = False
+    """print JSON"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the plan; returns 0.
+
+    Raises:
+        UsageError: a flag or value is wrong.
+        DoesNotFit: the run would not fit; the message says with which changes it would.
+    """
+    if any(token in ("-h", "--help") for token in argv):
+        show_help(PlanHelp, "nntask plan")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    asked = request(argv, os.environ, extra=OWN_FLAGS)
+    from nntask import DoesNotFit, UsageError
+    from nntask.config import open_tiles, sized
+    from nntask.hardware import devices_of, imaginary_machine
+    from nntask.planning import plan_run
+    from nntask.training import check_disk
+
+    devices, link, disk_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate"))
+    if link and not devices:
+        raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
+    if disk_rate and not devices:
+        raise UsageError(
+            f"--disk-rate {disk_rate} is about the disk of an imaginary machine, and this one's is measured; add --devices 8x80GiB@150TF, or drop it"
+        )
+    if dask := asked.settings.cluster.dask:
+        raise UsageError(
+            f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
+        )
+    settings = asked.settings
+    with naming(asked.sources):
+        if asked.resumed is not None:
+            sized(settings, asked.config, asked.resumed, devices_of(settings.resources, settings.model.dtype, checks=False))
+        if devices:
+            settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
+        else:
+            check_disk(settings.resources.disk)
+        if settings.tiling.auto_tile == "measured" and open_tiles(settings):
+            raise UsageError(
+                "--auto-tile measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with "
+                "nntask train --dry-run --auto-tile measured"
+            )
+        target = imaginary_machine(devices, settings.resources, link, disk_rate) if devices else None
+        figures = plan_run(settings, asked.config, target)
+    print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
+    if not figures["feasible"]:
+        raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")
+    return 0
+
+
+def _of_another_machine(resources: ResourceSettings, stated: Collection[str], devices: str) -> ResourceSettings:
+    """Resources without the devices and directories of this machine, which the environment or a resumed run may have set.
+
+    Args:
+        resources: the resources.
+        stated: names of the flags on the command line or in the TOML file; there they are mistakes.
+        devices: value of --devices, for the message.
+
+    Raises:
+        UsageError: one of these flags has a value.
+    """
+    from nntask import UsageError
+    from nntask.config import has_size
+
+    for name, nothing in _OF_DEVICES.items():
+        value = getattr(resources, name.replace("-", "_"))
+        if name in stated and value not in (nothing, None):
+            raise UsageError(
+                f"--{name} {value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
+                "--devices, the rate of their links with --link, or drop it"
+            )
+    disk = resources.disk if "disk" in stated or has_size(resources.disk) else ""
+    return replace(resources, sim_gpu=0, sim_bandwidth="", ngpu=None, split_gpu=1, gpu_memory="", restrict="none", disk=disk)
+
+
+def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """The plan as lines of text."""
+    from nntask.config import format_least, format_size
+    from nntask.hardware import BOUNDLESS, DISK
+
+    yield f"parameters          {figures['parameters']:,}"
+    if figures["trained_parameters"] != figures["parameters"]:
+        yield f"trained             {figures['trained_parameters']:,} weights of adapters"
+    yield f"tasks per step      {figures['tasks_per_step']:,}"
+    yield "tiles               " + ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
+    yield (
+        "workers             "
+        + ", ".join(f"{sum(figures['workers'][one] for one in each)} x {name}" for name, each in _alike(figures["workers"]).items())
+        + f"; policy {figures['policy']}"
+    )
+    if figures["link_bytes_per_second"] is not None:
+        disk = figures["disk_bytes_per_second"]
+        text = f"{figures['link_bytes_per_second'] / 1e9:.3g} GB/s between RAM and each device, in each direction"
+        yield f"rates               {text}" + (f"; disk {disk / 1e9:.3g} GB/s, all requests together" if disk is not None else "")
+    yield (
+        f"needed              {format_size(figures['needed_bytes'])} at once where nothing moves, in order {figures['order']}; most of each kind "
+        + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
+    )
+    least = figures["minimum_budget_bytes"]
+    for name, nodes in _alike({node: (budget, least[node]) for node, budget in figures["budget_bytes"].items()}).items():
+        budget, nbytes = figures["budget_bytes"][nodes[0]], least[nodes[0]]
+        shown = "boundless" if budget == BOUNDLESS else format_size(budget)
+        peaks = [figures["peak_bytes"][node] for node in nodes if node in figures["peak_bytes"]] if figures["feasible"] else []
+        word = "reserved" if name == DISK else "peak"
+        yield (
+            f"{name:19} budget {shown}, at least {format_least(nbytes)} ({nbytes:,} B)"
+            + (f", {word}{' at most' if len(peaks) > 1 else ''} {format_size(max(peaks))}" if peaks else "")
+        )
+    why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
+    mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
+    for name, nbytes in (figures["forecast_bytes"] or {}).items():
+        about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
+        yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] else "")
+    if figures["forecast_bytes"] == {}:
+        places = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
+        yield f"order               {figures['order']}: everything fits{places}"
+    for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
+        yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
+    if figures["seconds_per_step"] is not None:
+        pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
+        yield f"seconds per step    {pace}, simulated"
+    if figures["largest_minibatch"] is not None:
+        more = ", or more in larger ones: a step may have no more tasks" if figures["largest_minibatch_is_of_tasks"] else ""
+        yield f"largest minibatch   {figures['largest_minibatch']:,} sequences at once, with these tiles{more}"
+    if figures["largest_model"] is not None:
+        shape = f"with --batch {figures['batch']} --seq-len {figures['seq_len']} or less"
+        yield f"largest --model     {figures['largest_model']}, {shape}" + ("" if figures["feasible"] else ", in tiles of its own, would fit instead")
+    if figures["feasible"]:
+        yield "feasible            yes"
+    else:
+        yield "feasible            no: " + figures["refusal"]
+        for change in figures["advice"]:
+            yield f"it would fit with   {change}"
+
+
+def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
+    """Neighbouring names of one kind (``gpu:0``) with equal values, grouped under one name (``gpu:0..7``)."""
+    groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
+    return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
+
+
+def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:
+    """Bytes by link; where there are many links, by link between kinds of memory."""
+    if len(moved) <= 6:
+        return moved
+    found: Counter[str] = Counter()
+    for link, nbytes in moved.items():
+        found["->".join(end.partition(":")[0] for end in link.split("->"))] += nbytes
+    return found

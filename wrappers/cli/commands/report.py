@@ -1,0 +1,57 @@
+"""``nntask report``: a run as one self-contained HTML page, drawn by Bokeh (extra `dashboard`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..options.help import parse
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSettings:
+    """Draw a run: its steps, memory, links, workers, codelets, and how far it is from its bounds."""
+
+    output: str = ""
+    """the HTML file (default RUN/report.html)"""
+    trace: str = ""
+    """a trace of the run, instead of the one that it has"""
+    steps: str = ""
+    """A:B, the traced steps to draw, both included (default: as many of the first ones as the page has room for)"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the report of a run; returns 0.
+
+    Raises:
+        UsageError: a flag is wrong, or Bokeh is not installed.
+        DataError: there is no run, it has finished no step, or one of its files is broken.
+        StorageError: the page cannot be written.
+    """
+    from nntask import StorageError, UsageError
+    from nntask.config import trace_range
+
+    settings, words = parse(ReportSettings, argv, "nntask report", words=("RUN",))
+    steps = trace_range(settings.steps, "--steps")
+    from wrappers.report.figures import traced_steps
+    from wrappers.report.records import read_run
+
+    directory = Path(words[0])
+    found = read_run(directory, Path(settings.trace) if settings.trace else None)
+    try:
+        from wrappers.report.page import page
+    except ImportError as error:
+        raise UsageError(f"nntask report needs the bokeh package ({error}); pip install -e '.[dashboard]'") from error
+    if steps is not None:
+        traced = traced_steps(found.nodes)
+        if not any(steps[0] <= step <= steps[1] for step in traced):
+            what = f"steps {traced[0]} to {traced[-1]} were" if traced else "none was"
+            raise UsageError(f"--steps must name steps that were traced, got {settings.steps}, and {what}; change or drop it")
+    target = Path(settings.output) if settings.output else directory / "report.html"
+    try:
+        target.write_text(page(found, steps), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror}; choose another file with --output") from None
+    print(target)
+    return 0

@@ -1,0 +1,3 @@
+from .sources import request
+
+__all__ = ["request"]

@@ -1,0 +1,54 @@
+"""The machine of the commands that use a trained model: checks of its flags, and the runtime they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nntask.config import MachineSettings
+    from nntask.hardware import MachineSpec
+    from scheduler import Runtime
+
+
+def machine_from(asked: MachineSettings) -> MachineSpec:
+    """Where to compute.
+
+    Raises:
+        UsageError: the first value that breaks its rule.
+        DoesNotFit: a budget is above what this process may use.
+    """
+    from nntask.config import ResourceSettings, TrainSettings, check_values
+    from nntask.hardware import machine_of
+    from nntask.training import check_disk, warn_of_disk
+
+    resources = ResourceSettings(**asdict(asked))
+    check_values(TrainSettings(resources=resources))
+    check_disk(asked.disk)
+    machine = machine_of(resources)
+    warn_of_disk(machine.disk)
+    return machine
+
+
+@contextmanager
+def runtime_of(machine: MachineSpec, lower: str) -> Iterator[Runtime]:
+    """The runtime of a machine; its refusals name the flags that help.
+
+    Args:
+        lower: flags that make tasks smaller when they are lowered; "" where the command has none.
+
+    Raises:
+        DoesNotFit: a budget is too small, or not to be had.
+        StorageError: the disk tier failed.
+        NntaskError: weights could not be read.
+    """
+    from nntask.hardware import FAILURES, open_runtime, told
+
+    runtime = open_runtime(machine)
+    try:
+        with runtime:
+            yield runtime
+    except FAILURES as error:
+        raise told(error, runtime, machine, "name another directory with --disk", lower=lower) from error

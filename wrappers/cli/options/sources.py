@@ -1,0 +1,173 @@
+"""Sources of training settings, weakest first: defaults, the resumed run, a TOML file, the environment, the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from .flags import Flag, Table, build, from_toml, merge, scan, table_of
+
+if TYPE_CHECKING:
+    from nntask.checkpoints import Checkpoint
+    from nntask.config import TrainSettings
+    from nntask.models import ModelConfig
+
+CONFIG: Final = "config"
+_ASKED_ANEW: Final = ("cluster", "observe")
+"""Groups of settings that a resumed run does not keep."""
+_OF_A_START: Final = ("resume", "run-dir", "load-checkpoint", "load-optimizer")
+"""Flags that say where a run begins, which a resumed run does not keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The parsed command line of a training run.
+
+    Args:
+        settings: all settings; unset ones are None.
+        config: configuration of the model, with --dropout applied.
+        resumed: the checkpoint to continue from; None for a new run.
+        extra: values of flags beside the settings.
+        sources: for each flag that was not typed, the variable or key that set it, in words.
+        stated: names of the flags on the command line or in the TOML file.
+    """
+
+    settings: TrainSettings
+    config: ModelConfig
+    resumed: Checkpoint | None
+    extra: Mapping[str, Any]
+    sources: Mapping[str, str]
+    stated: frozenset[str]
+
+
+@contextmanager
+def naming(sources: Mapping[str, str]) -> Iterator[None]:
+    """Let an error that begins with a flag begin with the variable or key that has set the flag."""
+    from nntask import NntaskError
+
+    try:
+        yield
+    except NntaskError as error:
+        flag, space, rest = str(error).partition(" ")
+        if flag.removeprefix("--") not in sources:
+            raise
+        raise type(error)(sources[flag.removeprefix("--")] + space + rest) from error
+
+
+def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
+    """Settings and model config of a command line.
+
+    Args:
+        argv: the words of the command line.
+        environ: the environment variables.
+        extra: further flags of the command: switches (bool) and texts (str). With `devices`, the machine is an imaginary one.
+
+    Raises:
+        UsageError: a flag or value is wrong.
+        DataError: a named file is missing or broken.
+    """
+    from nntask import UsageError
+    from nntask.config import TrainSettings, check_values, flags_from, unknown_variables
+
+    table = table_of(TrainSettings)
+    extra = extra or {}
+    known: Table = {**table, CONFIG: Flag(CONFIG, "", CONFIG, str), **{name: Flag(name, "", name, kind) for name, kind in extra.items()}}
+    typed, _ = scan(argv, known)
+    file = typed.pop(CONFIG, "")
+    besides = {name: typed.pop(name, kind()) for name, kind in extra.items()}
+    explicit: dict[str, Any] = _read_config(file, table) if file else {}
+    sources = {name: f"{name.replace('-', '_')} in {file}" for name in explicit}
+    stated = {*explicit, *typed}
+    for name, (text, variable) in flags_from(environ).items():
+        stated -= {name} - typed.keys()
+        explicit[name] = table[name].convert(text, variable)
+        sources[name] = variable
+    for sentence in unknown_variables(environ):
+        print(f"nntask: {sentence}", file=sys.stderr)
+    explicit = merge(explicit, typed)
+    sources = {name: source for name, source in sources.items() if name not in typed}
+    with naming(sources):
+        resumed = _resumed(explicit)
+        stored = _stored(resumed, table) if resumed else {}
+        begin = explicit.get("init-from", "")
+        if resumed and begin not in ("", stored.get("init-from", "")):
+            raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
+        values = merge(stored, explicit)
+        settings = build(TrainSettings(), values, table)
+        check_values(settings, is_imaginary=bool(besides.get("devices")))
+        return Request(settings, model_config(settings, explicit, resumed), resumed, besides, sources, frozenset(stated))
+
+
+def _read_config(file: str, table: Table) -> dict[str, Any]:
+    from nntask import DataError
+
+    try:
+        return from_toml(Path(file).read_text(encoding="utf-8"), file, table)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or error}; give an existing TOML file") from None
+
+
+def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
+    """The checkpoint of --resume; None without the flag."""
+    resume = explicit.get("resume", "")
+    if not resume:
+        return None
+    from nntask.checkpoints import find_checkpoint
+    from nntask.training import newest_run
+
+    if resume == "auto":
+        resume = explicit.get("run-dir") or newest_run()
+    return find_checkpoint(resume)
+
+
+def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
+    """Settings of the resumed run as flags, without those for its start and its observation."""
+    from nntask.checkpoints import STATE
+    from nntask.config import from_dict
+
+    settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    values: dict[str, Any] = {}
+    for flag in table.values():
+        value = getattr(getattr(settings, flag.group), flag.field)
+        if value is not None and flag.group not in _ASKED_ANEW and flag.name not in _OF_A_START:
+            values[flag.name] = value
+    return values
+
+
+def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> ModelConfig:
+    """The config of the model that the settings name, with --dropout applied; a resumed run has its own config, unless a flag names another.
+
+    Raises:
+        UsageError: there is no such preset.
+        DataError: the config cannot be read.
+    """
+    import difflib
+
+    from nntask import PRESETS, UsageError
+    from nntask.models import config_from_json
+
+    model = settings.model
+    config: ModelConfig
+    if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
+        config = resumed.config
+    elif settings.checkpoints.init_from:
+        from nntask.hf import read_config
+
+        config = read_config(Path(settings.checkpoints.init_from))
+    elif model.config_path is not None:
+        config = config_from_json(model.config_path)
+    else:
+        name = model.model or "tiny"
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, 1)
+            raise UsageError(
+                f"--model must be one of {', '.join(PRESETS)}, got {name!r}" + (f"; did you mean {near[0]}?" if near else "; or use --config-path")
+            )
+        config = PRESETS[name]
+    if model.dropout is not None:
+        config = config.with_dropout(model.dropout)
+    return config

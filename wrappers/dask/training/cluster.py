@@ -1,0 +1,385 @@
+"""The connection to a Dask cluster: a client of its scheduler, its usable workers, and the reasons why it cannot be used.
+
+Each mistake of a user is one sentence here: an address that does not answer or answers in TLS, other versions on the workers, too few workers.
+`cluster_engine` trains on the workers, and notices when they change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final
+
+from nntask import ClusterError
+from nntask.config import ClusterSettings, local_nodes
+from nntask.training import Interrupts
+
+from .local_workers import signals_blocked
+
+ANSWER_SECONDS: Final = 5.0
+"""Time limit of a scheduler's first answer."""
+
+BUSY_SECONDS: Final = 30.0
+"""Time limit of an answer of a scheduler with an open connection."""
+
+PING_SECONDS: Final = 3.0
+"""Time limit of an answer of a worker's event loop."""
+
+WAIT_SECONDS: Final = 30.0
+"""Time limit for requested workers to appear."""
+
+_MUST_AGREE: Final = ("python", "nntask", "numpy", "dask", "distributed")
+"""Software whose versions must be the same on the client and on every worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterWorker:
+    """A Dask worker.
+
+    Attributes:
+        address: address of the worker.
+        host: name of the machine that it runs on.
+        busy: whether it belongs to another training.
+    """
+
+    address: str
+    host: str
+    busy: bool
+
+
+class Connection:
+    """A client of a Dask cluster, and the cluster itself where it is local.
+
+    Args:
+        settings: address of the cluster.
+        say: prints a line.
+
+    Raises:
+        ClusterError: the cluster does not answer.
+    """
+
+    def __init__(self, settings: ClusterSettings, say: Callable[[str], None]) -> None:
+        self.address = settings.dask
+        self._cluster: Any = None
+        self.client: Any = None
+        with Interrupts() as interrupts:  # Python's own handlers would raise in the middle of Dask's code
+            try:
+                self._open(say)
+            except ClusterError:
+                if not interrupts.pending():
+                    raise
+            if interrupts.pending():
+                self.close()
+        if interrupts.pending():
+            say("interrupted before the cluster was there; nothing was begun, so there is nothing to continue")
+            raise SystemExit(interrupts.exit_code)
+
+    def _open(self, say: Callable[[str], None]) -> None:
+        _silence()
+        number = local_nodes(self.address)
+        if number is not None:
+            say(f"dask: starting {number} worker{'s' if number > 1 else ''} on this machine")
+            self._cluster = local_cluster(number)
+        try:
+            self.client = _connect(self._cluster or self.address)
+        except BaseException:
+            self._close_cluster()
+            raise
+
+    def close(self) -> None:
+        """Leave the cluster, and end it if it is local. A first signal does not interrupt this, a second one does."""
+        with Interrupts() as interrupts:
+            interrupts.what_there_is = lambda: "what was saved is whole"
+            with contextlib.suppress(Exception):  # the client may be closed already
+                self.client.close(timeout=2)
+            self._close_cluster()
+
+    def _close_cluster(self) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is None:
+            return
+        with contextlib.suppress(Exception):
+            cluster.shutdown_on_close = False  # else Dask tries once more while Python ends
+            cluster.close(timeout=10)
+            return
+        for nanny in list(getattr(cluster, "workers", {}).values()):  # Python would wait for these processes, which block its SIGTERM
+            with contextlib.suppress(Exception):
+                os.kill(nanny.pid, signal.SIGKILL)
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """The scheduler's information on each worker, by address.
+
+        Raises:
+            ClusterError: the scheduler is gone.
+        """
+        deadline = monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                identity = self.client.sync(self.client.scheduler.identity, n_workers=-1, callback_timeout=ANSWER_SECONDS)
+            except Exception as error:
+                if isinstance(error, TimeoutError) and self.client.status == "running" and monotonic() < deadline:
+                    continue  # still connected: the scheduler is busy
+                raise ClusterError(f"the Dask scheduler at {self.address} is gone ({type(error).__name__})") from error
+            found: dict[str, dict[str, Any]] = identity["workers"]
+            return found
+
+    def usable_workers(self, wanted: int | None, unusable: Mapping[str, str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
+        """Workers that can train, sorted by address; waits until there are enough.
+
+        Args:
+            wanted: number of workers to wait for; None for all present workers, at least one.
+            unusable: address -> reason of workers to leave out.
+            refused: as in `ask`.
+
+        Raises:
+            ClusterError: there are fewer workers, or a worker runs other software and `refused` is None.
+        """
+        deadline = monotonic() + WAIT_SECONDS
+        while True:
+            addresses = [address for address in self.workers() if address not in unusable and address not in (refused or ())]
+            found = self.ask(addresses, refused) if addresses and (len(addresses) >= (wanted or 1) or monotonic() > deadline) else []
+            free = [machine for machine in found if not machine.busy]
+            if free and len(free) >= (wanted or 1):
+                return free
+            if monotonic() > deadline:
+                raise ClusterError(self._too_few(wanted, len(free), len(found) - len(free), {**unusable, **(refused or {})}))
+            with contextlib.suppress(Exception):  # asked again above
+                self.client.wait_for_workers(max(len(addresses) + 1, wanted or 1), timeout=1)
+
+    def silent(self, addresses: Sequence[str]) -> list[str]:
+        """The addresses whose workers do not answer at once."""
+        client = self.client
+
+        async def ask(address: str) -> None:
+            await asyncio.wait_for(client.rpc(address).identity(), PING_SECONDS)
+
+        async def ask_all() -> list[str]:
+            answers = await asyncio.gather(*map(ask, addresses), return_exceptions=True)
+            return [address for address, answer in zip(addresses, answers, strict=True) if isinstance(answer, BaseException)]
+
+        found: list[str] = client.sync(ask_all)
+        return found
+
+    def _too_few(self, wanted: int | None, num_free: int, num_busy: int, unusable: Mapping[str, str]) -> str:
+        others = [f"{num_busy} belong to another training"] if num_busy else []
+        others += [f"{address} {why}" for address, why in unusable.items()]
+        there = f"{num_free} can be used after {WAIT_SECONDS:g} s" + (f" ({', '.join(others)})" if others else "")
+        if wanted is None:
+            return f"the cluster at {self.address} must have a worker, and {there}; start one with: dask worker {self.address}"
+        return f"--nodes {wanted} asks for {wanted} workers of {self.address}, and {there}; start more with dask worker, or lower --nodes"
+
+    def ask(self, addresses: list[str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
+        """The workers that answer, sorted by address.
+
+        Args:
+            addresses: addresses of the workers.
+            refused: takes address -> reason of workers that run other software, without which a started run continues; None to raise instead.
+
+        Raises:
+            ClusterError: a worker runs other software than the client, and `refused` is None.
+        """
+        own, silent = versions(), set(self.silent(addresses))  # a hung worker would block the probe below
+        addresses = [address for address in addresses if address not in silent]
+        found = []
+        for address, said in self._probe(addresses).items():
+            if isinstance(said, OSError):  # the worker is shutting down
+                continue
+            problem = _difference(said, own)
+            if problem is None:
+                found.append(ClusterWorker(address, said["host"], said["busy"]))
+            elif refused is None:
+                raise ClusterError(f"worker {address} {problem}")
+            else:
+                refused[address] = problem
+        return sorted(found, key=lambda machine: machine.address)
+
+    def _probe(self, addresses: list[str]) -> Mapping[str, Any]:
+        if not addresses:  # Dask would run the probe on all workers
+            return {}
+        try:
+            found: Mapping[str, Any] = self.client.run(_probe_function(), workers=addresses, on_error="return")
+        except Exception as error:
+            raise ClusterError(f"the workers of {self.address} cannot be asked what they are: {type(error).__name__}: {error}") from error
+        return found
+
+
+def _difference(said: Any, own: Mapping[str, str]) -> str | None:
+    """The reason why a worker cannot train with this client, from the worker's answer; None if it can."""
+    if not isinstance(said, dict):
+        return f"cannot say what it is: {type(said).__name__}: {said}; install the same nntask there as here"
+    theirs = said["versions"]
+    for name in _MUST_AGREE:
+        if theirs.get(name) != own.get(name):
+            return f"has {name} {theirs.get(name) or 'not installed'} and this client {own.get(name)}; install the same versions on every machine"
+    return None
+
+
+def _probe_function() -> Callable[..., dict[str, Any]]:
+    """The function that is run on each worker. A nested function travels as code, so workers without nntask can run it, too."""
+
+    def probe(dask_worker: Any) -> dict[str, Any]:
+        import platform
+        import socket
+        from importlib import metadata
+
+        found: dict[str, Any] = {"python": ".".join(platform.python_version_tuple()[:2])}
+        for name in ("nntask", "numpy", "dask", "distributed"):
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = ""
+        busy = False
+        try:
+            from .node import is_claimed
+
+            found["nntask"] = found["nntask"] or "in the source tree"
+            busy = is_claimed(dask_worker.address)
+        except ImportError:
+            found["nntask"] = ""
+        return {"versions": found, "host": socket.gethostname(), "busy": busy}
+
+    return probe
+
+
+def versions() -> dict[str, str]:
+    """Versions of this process, under the names of `_MUST_AGREE`."""
+    from importlib import metadata
+
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in _MUST_AGREE[1:]:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "in the source tree"
+    return found
+
+
+def _silence() -> None:
+    """Silence Dask's loggers: a cluster in trouble is reported in one sentence instead."""
+    import distributed  # noqa: F401 - sets the levels of its loggers
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "distributed":
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def local_cluster(number: int) -> Any:
+    """A cluster of processes on this machine, which end with this process and divide its cores among them.
+
+    Dask's memory monitor of workers is off, since budgets replace it, and so is its profiler: with it, idle workers take a fifth of the processor
+    time.
+
+    Raises:
+        ClusterError: a worker does not start.
+    """
+    import dask
+    from distributed import LocalCluster
+
+    from scheduler import usable_cores
+
+    try:
+        with dask.config.set({"distributed.worker.profile.enabled": False, "distributed.admin.tick.interval": "500ms"}), signals_blocked():
+            return LocalCluster(
+                n_workers=number,
+                threads_per_worker=max(usable_cores() // number, 1),
+                memory_limit=0,
+                processes=True,
+                dashboard_address=":0",
+                silence_logs=logging.CRITICAL,
+            )
+    except Exception as error:
+        raise ClusterError(f"--dask local:{number} could not start its workers: {type(error).__name__}: {error}") from error
+
+
+def _connect(cluster: Any) -> Any:
+    """A client of a cluster, or of the scheduler at an address.
+
+    Raises:
+        ClusterError: no scheduler answers there.
+    """
+    from distributed import Client
+
+    if isinstance(cluster, str):
+        _check_scheduler(cluster)
+    try:
+        return Client(cluster, timeout=ANSWER_SECONDS, direct_to_workers=True, set_as_default=False)
+    except Exception as error:
+        where = f"Dask scheduler at {cluster}" if isinstance(cluster, str) else "local cluster"
+        raise ClusterError(f"the {where} does not answer: {type(error).__name__}: {error}") from error
+
+
+def _check_scheduler(address: str) -> None:
+    """Check that a scheduler answers at an address, on a connection of its own.
+
+    Dask's client waits without limit for a peer that accepts connections and then is silent, such as an HTTP server, and a half-made client keeps the
+    process from ending.
+
+    Raises:
+        ClusterError: no scheduler answers there.
+    """
+    import dask
+    from distributed import Security, rpc
+
+    scheme, _, location = address.rpartition("://")
+    if scheme == "inproc" or dask.config.get("distributed.client.security-loader"):  # only the client knows the certificates of the latter
+        return
+    keys = "distributed.comm.tls.ca-file, distributed.comm.tls.client.cert and distributed.comm.tls.client.key in Dask's configuration"
+    try:
+        certificates = Security().get_connection_args("client")
+    except Exception as error:
+        raise ClusterError(f"--dask {address} cannot be reached with the certificates that are named: {error}; see {keys}") from error
+    if scheme in ("tls", "wss") and certificates["ssl_context"] is None:
+        raise ClusterError(f"--dask {address} speaks TLS, which takes certificates, and none are named; set {keys}")
+
+    async def ask() -> Any:
+        peer = rpc(address, connection_args=certificates)
+        try:
+            return await asyncio.wait_for(peer.identity(), ANSWER_SECONDS)
+        finally:
+            await peer.close_rpc()
+
+    try:
+        identity = asyncio.run(ask())
+    except Exception as error:
+        raise ClusterError(_why_not(address, scheme, location, error)) from error
+    if identity["type"] != "Scheduler":
+        scheduler = identity.get("scheduler", "tcp://HOST:8786")
+        raise ClusterError(f"--dask {address} is a Dask {identity['type'].lower()}; give the address of its scheduler, --dask {scheduler}")
+
+
+def _why_not(address: str, scheme: str, location: str, error: Exception) -> str:
+    """The reason why a scheduler's address does not answer, with a remedy."""
+    host, _, port = location.rpartition(":")
+    if scheme not in ("tls", "wss") and _speaks_tls(host, int(port)):
+        return (
+            f"the Dask cluster at {address} speaks TLS and --dask is in plain text; use --dask tls://{location}, with the certificates named in "
+            "Dask's configuration (distributed.comm.tls)"
+        )
+    if isinstance(error, RuntimeError | TypeError | ImportError):
+        return f"--dask {address} cannot be used: {error}"
+    return (
+        f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s; check that it runs (dask scheduler), that this machine reaches it, and "
+        "that the port is the scheduler's (8786 by default) and not its dashboard's (8787)"
+    )
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    """Whether a server at an address begins a TLS handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=2) as plain, context.wrap_socket(plain):
+            return True
+    except ssl.SSLError as error:
+        return "WRONG_VERSION" not in str(error) and "UNEXPECTED_EOF" not in str(error) and "RECORD_LAYER" not in str(error)
+    except OSError:
+        return False

@@ -1,0 +1,398 @@
+"""One node of a training on a Dask cluster: the actor on a Dask worker, with a runtime, the model, and its shard of the optimizer's state.
+
+The client makes one `TrainingNode` per worker, lets each listen, connects them, lets each open its shard, and calls `step` once per step. `step` is a
+coroutine on the worker's event loop, so that two steps can be under way; long work runs on the node's own threads. If the client or the scheduler
+ends, Dask drops the actor, and with it its connections, threads and memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from nntask.hardware import give_back_freed, reuse_freed_memory
+
+if TYPE_CHECKING:
+    from nntask.config import RunConfig, TrainSettings
+    from nntask.data import Cursor
+    from nntask.optim import Share
+    from scheduler import Runtime
+
+    from .nccl import NcclTransport
+
+T = TypeVar("T")
+_CLAIMS: Final[dict[str, str]] = {}
+"""The training that each worker of this process belongs to: address of the worker -> job."""
+
+
+def is_claimed(worker: str) -> bool:
+    """Whether the worker at an address in this process belongs to a training."""
+    return worker in _CLAIMS
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a node is told when it opens.
+
+    Attributes:
+        run: the run, but for the machine, which each node has its own of.
+        share: what this node does of each step.
+        fingerprint: of the data, as the client has it.
+        on_host: nodes of this training that share the node's machine, this one included.
+        largest: bytes of the largest bucket that travels.
+        board: name of the run on the cluster's dashboard; "" for none.
+    """
+
+    run: RunConfig
+    share: Share
+    fingerprint: str
+    on_host: int
+    largest: int
+    board: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a node has to say of a step: its losses, their mean per token, the sum of squares of the gradient if it was told, and its counters so
+    far."""
+
+    losses: list[float]
+    loss: float
+    squares: float | None
+    stats: dict[str, Any]
+
+
+class TrainingNode:
+    """The actor of a node.
+
+    Args:
+        job: identifier of the training.
+        rank: rank of the node.
+
+    Raises:
+        ClusterError: the worker belongs to another training.
+    """
+
+    def __init__(self, job: str, rank: int) -> None:
+        from distributed import get_worker
+
+        self._closed = True  # until a resource exists that must be closed
+        self.job, self.rank = job, rank
+        self._worker = get_worker()
+        self._name = str(self._worker.address)
+        if _CLAIMS.setdefault(self._name, job) != job:
+            from nntask import ClusterError
+
+            from .failures import blaming
+
+            busy = f"worker {self._name} is busy with another training; wait for it, or name fewer workers with --nodes"
+            raise blaming(ClusterError(busy), self._name)
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        reuse_freed_memory()
+        self._starts = ThreadPoolExecutor(1, "nntask steps")  # one thread, so that steps start in order
+        self._results = ThreadPoolExecutor(2, "nntask results")
+        self._comms: Any = None
+        self._nccl: NcclTransport | None = None
+        self._runtime: Runtime | None = None
+        self._engine: Any = None
+        self._closed = False
+        self._last_end = 0.0
+        self._was_read = False  # whether a checkpoint was read since the last step
+
+    async def listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str, float]:
+        """Begin to listen for peers.
+
+        Returns:
+            The address; the identifier of NCCL's GPU on its machine, "" without NCCL; and the time limit of `connect` in seconds.
+        """
+        return await self._run(self._starts, self._listen, settings, num_nodes)
+
+    def _listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str, float]:
+        from nntask.config import parse_size
+        from nntask.hardware import gpus_of
+
+        from .exchange import PeerComms
+        from .nccl import open_nccl_transport
+
+        limit = settings.cluster.link_bandwidth
+        if settings.cluster.transport == "nccl":
+            self._nccl = open_nccl_transport(gpus_of(settings.resources, settings.model.dtype), self._name, self.rank, num_nodes)
+        scheme, _, place = self._name.partition("://")
+        host = place.rpartition(":")[0] if scheme != "inproc" else "127.0.0.1"
+        scheme = scheme if scheme != "inproc" else "tcp"
+        security = self._worker.security
+        self._comms = PeerComms(
+            self.job,
+            self.rank,
+            listen_on=f"{scheme}://{host}:0",
+            connect_args=security.get_connection_args("worker"),
+            listen_args=security.get_listen_args("worker"),
+            bandwidth=float(parse_size(limit, "--link-bandwidth")) if limit else None,
+            transport=self._nccl,
+        )
+        return self._comms.listen(), "" if self._nccl is None else self._nccl.card, self._comms.connect_seconds
+
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the peers. This precedes `open`, because some nodes take minutes longer to open, and because budgets depend on the memory NCCL
+        takes."""
+        await self._run(self._starts, self._comms.connect, addresses)
+
+    async def open(self, order: Order) -> dict[str, Any]:
+        """Make runtime, model and data ready; returns the node's number of tasks and of trained weights, and its counters."""
+        return await self._run(self._starts, self._open, order)
+
+    def _open(self, order: Order) -> dict[str, Any]:
+        from nntask import DataError
+        from nntask.data import BatchStream, open_dataset
+        from nntask.engine import RecordedEngine
+        from nntask.hardware import devices_of, gpus_of, runtime_for, with_budgets, without_nccl
+        from nntask.training import model_to_start_from
+
+        run, share = order.run, order.share
+        self._order = order
+        dataset = open_dataset(run.data)
+        if dataset.fingerprint != order.fingerprint:
+            raise DataError(
+                f"worker {self._name} holds other data at {dataset.train.path} than the client; copy the same files to every worker, or use a place "
+                "that they share"
+            )
+        asked, dtype = run.settings.resources, run.model.dtype
+        resources = replace(asked, ncpu=self._num_cpu(asked), ram=self._ram(asked, order))
+        if self._nccl is not None:
+            resources = replace(resources, gpu_memory=without_nccl(gpus_of(asked, dtype), asked.split_gpu, self._nccl.taken_nbytes()))
+        run = self._run_config = run.on(with_budgets(devices_of(resources, dtype, checks=False)))
+        self._dataset, minibatch = dataset, run.step.minibatch
+        self._stream = BatchStream(
+            dataset.train,
+            run.model.seq_len,
+            run.step.batch,
+            seed=run.model.seed,
+            select=dataset.select_sequences,
+            rows=[m * minibatch + row for m in share.minibatches for row in range(minibatch)],
+        )
+        runtime = self._runtime = runtime_for(run)
+        start = model_to_start_from(run, runtime)
+        transport = self._comms if share.num_nodes > 1 else None
+        engine = self._engine = RecordedEngine(run, runtime, start, share=share, transport=transport)
+        num_tasks = engine.num_tasks
+        self._check_room()
+        runtime.wait()
+        give_back_freed()  # what reading weights and planning the step took
+        return {
+            "num_tasks": num_tasks,
+            "num_trained": engine.num_trained,
+            "stats": self._stats(),
+        }
+
+    async def describe(self) -> dict[str, Any]:
+        """The contents of this node's machine.json. The client calls all nodes at once, since nodes of one machine share what they measure."""
+        return await self._run(self._starts, self._describe)
+
+    def _describe(self) -> dict[str, Any]:
+        from nntask.training import machine_of
+
+        return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self._name}
+
+    def _check_room(self) -> None:
+        """Refuse a step that might wait for memory forever: below its minimum, arriving buckets might fill the memory that their receivers wait for.
+
+        Raises:
+            DoesNotFit: a budget of this node is too small.
+        """
+        from nntask import DoesNotFit
+        from nntask.hardware import this_machine
+        from nntask.planning import needs_of, shortage
+
+        target, needs = this_machine(self._run_config.machine), needs_of(self._engine.order.plan)
+        if not needs.fit(target):
+            smaller = "" if self._run_config.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
+            raise DoesNotFit(
+                f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, {smaller}add --disk DIR, "
+                "or use more nodes"
+            )
+
+    def _num_cpu(self, resources: Any) -> int:
+        """Number of CPU workers: the requested one, else the number of threads of the Dask worker."""
+        return int(self._worker.state.nthreads) if resources.ncpu is None else int(resources.ncpu)
+
+    def _ram(self, resources: Any, order: Order) -> str:
+        """Budget of host memory, without the bytes in flight between nodes, as a size.
+
+        The requested budget; else the memory limit of the Dask worker, or this node's share of the machine's memory.
+        """
+        from nntask import DoesNotFit
+        from nntask.config import parse_size
+        from scheduler.storage import default_ram_budget
+
+        from .peers import passing_bytes, window_for
+
+        if resources.ram:
+            nbytes = parse_size(resources.ram, "--ram")
+        else:
+            nbytes = default_ram_budget() // order.on_host
+            limit = self._worker.memory_manager.memory_limit
+            if limit:
+                import psutil
+
+                nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
+            nbytes //= 1 + resources.sim_gpu
+        passing = passing_bytes(order.share.num_nodes - 1, order.largest)
+        self._comms.window = window_for(order.largest)
+        if nbytes <= passing:
+            raise DoesNotFit(
+                f"on worker {self._name} the budget of RAM must hold the {passing:,} B that may be on their way between nodes, and the step "
+                f"besides, got {nbytes:,} B; raise --ram, or use fewer nodes"
+            )
+        return f"{nbytes - passing}B"
+
+    async def step(self, number: int, lr: float, begin: Cursor) -> Part:
+        """Compute this node's shard of step `number` (from 1), whose batch begins at `begin` in the data; at most two steps are under way."""
+        begun = perf_counter()
+        flight = await self._run(self._starts, self._start, number, lr, begin)
+        return await self._run(self._results, self._finish, flight, number, begun)
+
+    def _start(self, number: int, lr: float, begin: Cursor) -> Any:
+        if self._was_read:
+            self._was_read = False
+            give_back_freed()
+        self._stream.cursor = begin
+        return self._engine.start(number, lr, self._stream.next())
+
+    def _finish(self, flight: Any, number: int, begun: float) -> Part:
+        losses, squares = flight.part()
+        share, stats, now = self._order.share, self._stats(), perf_counter()
+        loss = sum(losses) * share.num_minibatches / len(losses)  # each is its part of the step's mean
+        seconds, self._last_end = now - max(begun, self._last_end), now
+        if self._order.board:
+            self._publish(number, loss, len(losses) * self._run_config.step.minibatch * self._stream.length / seconds, stats)
+        return Part(losses, loss, squares, stats)
+
+    def _publish(self, number: int, loss: float, tokens_per_second: float, stats: Mapping[str, Any]) -> None:
+        """Report the step to the dashboard without waiting; training does not depend on it."""
+        from ..dashboard.plugin import publish
+
+        figures = {
+            "loss": loss,
+            "tokens_per_second": tokens_per_second,
+            "resident_bytes": stats["resident_bytes"],
+            "budget_bytes": stats["budget_bytes"],
+        }
+        with contextlib.suppress(Exception):
+            publish(self._worker, {"job": self._order.board, "node": str(self.rank), "step": number, **figures})
+
+    def _stats(self) -> dict[str, Any]:
+        assert self._runtime is not None  # open() comes first
+        found = self._runtime.stats(forget_recent_peak=True)
+        found["sent_bytes"] = dict(self._comms.sent_bytes)
+        found["num_messages"] = self._comms.num_messages
+        return found
+
+    async def evaluate(self, tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> float:
+        """Sum of the token losses of a batch; changes nothing."""
+        from nntask.data import Batch
+
+        return await self._run(self._starts, lambda: float(self._engine.evaluate(Batch(tokens, targets))))
+
+    async def read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of tiles of a tensor of the model or the optimizer.
+
+        Args:
+            table: "model" or "optimizer".
+            name: name of the tensor.
+            numbers: numbers of the tiles.
+        """
+        return await self._run(self._results, self._read, table, name, numbers)
+
+    def _read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        self._was_read = True
+        tensor = self._table(table)[name]
+        found = []
+        for number in numbers:
+            with tensor.runtime.acquire(tensor.handles[number], "R") as view:
+                found.append(view.reshape(-1).view(np.uint8).copy())
+        return found
+
+    async def write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+        """Overwrite tiles of a tensor of the model or the optimizer."""
+        await self._run(self._starts, self._write, table, name, tiles)
+
+    def _write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+        tensor = self._table(table)[name]
+        for number, packed in tiles.items():
+            with tensor.runtime.acquire(tensor.handles[number], "W") as view:
+                view.reshape(-1).view(np.uint8)[:] = packed
+
+    def _table(self, table: str) -> Mapping[str, Any]:
+        return self._engine.model_tensors() if table == "model" else self._engine.optimizer_tensors()  # type: ignore[no-any-return]
+
+    async def reset_optimizer(self) -> None:
+        """Reset the optimizer's state; the weights stay."""
+        await self._run(self._starts, lambda: self._engine.optimizer.reset())
+
+    async def sample(self) -> str:
+        """The text at the end of the training."""
+        return await self._run(self._starts, self._sample)
+
+    def _sample(self) -> str:
+        from nntask.inference import sample_text
+
+        assert self._runtime is not None  # open() comes first
+        return sample_text(self._run_config, self._engine.model, self._runtime, self._dataset.tokenizer, self._stream.length, lambda: self._closed)
+
+    async def ping(self) -> int:
+        """The rank. The worker's event loop answers also while the node computes."""
+        return self.rank
+
+    async def close(self) -> None:
+        """End connections and threads, and free memory. Idempotent."""
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._comms is not None:
+            self._comms.close()
+        if self._runtime is not None:
+            with contextlib.suppress(Exception):  # the runtime may be broken
+                self._runtime.close()
+        self._engine = self._runtime = None
+        give_back_freed()
+        self._starts.shutdown(wait=False, cancel_futures=True)
+        self._results.shutdown(wait=False, cancel_futures=True)
+        if _CLAIMS.get(self._name) == self.job:
+            del _CLAIMS[self._name]
+
+    def __del__(self) -> None:
+        if not self._closed:  # Dask has dropped the actor of a lost client; the worker's event loop must not wait for its end
+            with contextlib.suppress(Exception):
+                threading.Thread(target=self._close, name="nntask end", daemon=True).start()
+
+    async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+        """Call a function on the node's own threads; errors leave without references to objects of this worker."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
+        except Exception as error:
+            from .failures import blaming, forget_frames, portable
+
+            forget_frames(error)
+            raise blaming(portable(self._told(error)), self._name) from None
+
+    def _told(self, error: Exception) -> Exception:
+        """The error for the user behind a failure of the runtime."""
+        from nntask.hardware import FAILURES, told
+
+        if self._runtime is None or not isinstance(error, FAILURES):
+            return error
+        lower = "" if self._run_config.is_continued else None  # a checkpoint has its tiling
+        return told(error, self._runtime, self._run_config.machine, "the last checkpoint is safe", lower=lower)

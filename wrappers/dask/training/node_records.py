@@ -1,0 +1,86 @@
+"""Step records of each node of a cluster, as `nntask report` reads them: RUN/nodes/<rank>/metrics.jsonl and machine.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nntask.engine import Outcome
+from nntask.optim import Share
+from nntask.telemetry import Journal, Meter
+from nntask.training import METRICS, NODES, write_machine
+
+from .node import Part
+
+
+class NodeRecords:
+    """The files of a team's nodes, created at the end of the first step.
+
+    Args:
+        run: the run directory.
+        first: number of steps done already; lines of later steps, of a team that was lost, are dropped.
+        all_shares: shard of each node.
+        tokens: number of tokens of a minibatch.
+        told: each node's answer to `open`.
+        machines: contents of each node's machine.json.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        first: int,
+        all_shares: Sequence[Share],
+        tokens: int,
+        told: Sequence[Mapping[str, Any]],
+        machines: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._run, self._first, self._shares, self._tokens, self._machines = run, first, all_shares, tokens, machines
+        self._meters = [Meter(self._counters(rank, each["stats"])) for rank, each in enumerate(told)]
+        self._journals: list[Journal] = []
+
+    def add(self, step: int, lr: float, outcome: Outcome, parts: Sequence[Part], seconds: float) -> None:
+        """Write the lines of a finished step.
+
+        Raises:
+            StorageError: the disk is full or failed.
+        """
+        if not self._journals:
+            self._open()
+        for rank, (journal, part) in enumerate(zip(self._journals, parts, strict=True)):
+            share = self._shares[rank]
+            tokens = len(share.minibatches) * self._tokens
+            line = {
+                "step": step,
+                "loss": part.loss,
+                "lr": lr,
+                "grad_norm": outcome.grad_norm,
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+            }
+            journal.add_line({**line, **self._meters[rank].lap(self._counters(rank, part.stats), seconds)})
+
+    def close(self) -> None:
+        """Close the files.
+
+        Raises:
+            StorageError: the disk is full or failed.
+        """
+        journals, self._journals = self._journals, []
+        for journal in journals:
+            journal.close()
+
+    def _open(self) -> None:
+        folders = [self._run / NODES / str(rank) for rank in range(len(self._machines))]
+        for folder, machine in zip(folders, self._machines, strict=True):
+            write_machine(folder, machine)
+        for gone in set((self._run / NODES).iterdir()) - set(folders):
+            Journal(gone / METRICS, self._first, run=self._run).close()
+        self._journals = [Journal(folder / METRICS, self._first, run=self._run) for folder in folders]
+
+    def _counters(self, rank: int, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """A node's counters, with its traffic to peers among its links."""
+        sent = {f"{rank}=>{peer}": nbytes for peer, nbytes in sorted(stats["sent_bytes"].items())}
+        links = {f"{rank}=>{peer}": 0 for peer in self._shares[rank].peers}
+        return {**stats, "moved_bytes": {**links, **stats["moved_bytes"], **sent}}
