@@ -67,10 +67,10 @@ def run_ours(side: str, sizes: dict[str, int], streams: Any, options: argparse.N
 
     from nntask import GPT2, AdamW, GPT2Config, default_tiling
     from scheduler import Runtime
-    from tiles.kernels.cpu import onednn
+    from tiles.kernels import bf16_products, has_bf16_products
 
-    if side == "ours" and not onednn.available():
-        raise SystemExit(f"this machine computes bf16 in fp32, so there is nothing to compare: {onednn.status()}")
+    if side == "ours" and not has_bf16_products():
+        raise SystemExit(f"this machine computes bf16 in fp32, so there is nothing to compare: {bf16_products()}")
     config = GPT2Config(
         vocab_size=sizes["vocab"],
         n_positions=sizes["positions"],

@@ -81,8 +81,8 @@ def _run(side: Side) -> Measurement:
 
 
 def model_flops(config: Any, length: int) -> float:
-    """Of one sequence: 6N + 12Ldn per token, N without positions (`nntask.trainer.flops`)."""
-    from nntask.trainer.flops import flop_counts_of
+    """Of one sequence: 6N + 12Ldn per token, N without positions (`nntask.hardware.flops`)."""
+    from nntask.hardware import flop_counts_of
 
     positions = config.n_positions * config.n_embd
     return flop_counts_of(config, length, flash=True).model - 6.0 * length * positions
@@ -94,7 +94,7 @@ def medians(rounds: Sequence[Measurement]) -> Measurement:
 
 
 def compare(what: str, unit: str, ours: float, peer: str, theirs: float, *, better: str, bar: str = "") -> dict[str, Any]:
-    """One row of the table in README.md.
+    """One row of a table of docs/results.
 
     Args:
         what: what was measured.
@@ -202,7 +202,7 @@ def finish(name: str, result: Mapping[str, Any], *, measured: bool = True) -> No
         verdict = f"  bar {row['bar']}: {row.get('verdict') or ('met' if row['met'] else 'NOT MET')}" if "bar" in row else ""
         print(f"{row['what']}: ours {row['ours']:,.4g} {row['unit']}, {row['peer']} {row['theirs']:,.4g}, ratio {row['ratio']:.3f}{verdict}")
     if name and measured:
-        print(f"wrote {write(name, result).relative_to(ROOT)}; python benchmarks/table.py puts it into README.md")
+        print(f"wrote {write(name, result).relative_to(ROOT)}; python benchmarks/table.py puts it into docs/results and README.md")
 
 
 def write(name: str, result: Mapping[str, Any]) -> Path:

@@ -36,7 +36,7 @@ EARLY, LATE, AROUND = 64, 960, 16
 
 def config_of(case: str) -> Any:
     """The preset's config."""
-    from nntask.models.config import PRESETS
+    from nntask import PRESETS
 
     return PRESETS["tiny" if case == "tiny" else "gpt2"]
 
@@ -48,9 +48,8 @@ def prompt_of(vocab: int) -> list[int]:
 
 def run_ours(case: str, workers: int) -> dict[str, float]:
     """Our side."""
-    from nntask.generation import Generator
-    from nntask.models.gpt2 import GPT2
-    from nntask.sampling import Sampling
+    from nntask import GPT2
+    from nntask.inference import Generator, Sampling
     from nntask.tiling import generation_tiling
     from scheduler import Runtime
 

@@ -40,14 +40,11 @@ LEAST_SECONDS: Final = 3.0
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Seconds of a step and its model flops, in this process."""
-    from nntask import GPT2Config
+    from nntask import PRESETS, GPT2Config
+    from nntask.config import ModelSettings, ResourceSettings, TilingSettings, TrainSettings, resolve
     from nntask.data import Batch
-    from nntask.models.config import PRESETS
-    from nntask.trainer.machine import open_runtime
-    from nntask.trainer.prepare import with_tiles
-    from nntask.trainer.recorded import RecordedEngine
-    from nntask.trainer.rules import resolve
-    from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+    from nntask.engine import RecordedEngine
+    from nntask.hardware import runtime_for
 
     batch, length = options.batch, options.length
     small = PRESETS["gpt2"]
@@ -60,11 +57,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         tiling=TilingSettings(batch=batch, minibatch=min(batch, max(1, MINIBATCH * options.most // length))),
         resources=ResourceSettings(ncpu=options.workers),
     )
-    settings, tiling = with_tiles(resolve(asked, config), config)
+    run = resolve(asked, config)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1)).astype(np.int32)
     data = Batch(ids[:, :-1], ids[:, 1:])
-    with open_runtime(settings) as runtime:
-        engine = RecordedEngine(config, tiling, runtime, settings)
+    with runtime_for(run) as runtime:
+        engine = RecordedEngine(run, runtime)
         engine.start(1, 1e-4, data).result()
         seconds: list[float] = []
         while len(seconds) < LEAST_STEPS or sum(seconds) < LEAST_SECONDS:

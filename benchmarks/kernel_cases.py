@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiles.kernels.cpu.attention import scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.loss import scratch_nbytes as head_scratch
-from tiles.kernels.reference.attention import Pair
-from tiles.kernels.registry import kernel
+from tiles.kernels import Pair, kernel
+from tiles.kernels import attention_scratch_nbytes as attention_scratch
+from tiles.kernels import loss_scratch_nbytes as head_scratch
 
 Array = npt.NDArray[Any]
 Set = dict[str, Any]

@@ -138,8 +138,7 @@ def tiles(tiny: bool) -> Any:
 
     if tiny:
         return Shape(tokens=64, width=32, inner=128, num_heads=2, vocab=96)
-    from nntask import default_tiling
-    from nntask.models.config import PRESETS
+    from nntask import PRESETS, default_tiling
 
     config = PRESETS["gpt2"]
     tiling = default_tiling(config, 4, 1024)

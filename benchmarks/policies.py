@@ -17,12 +17,9 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Final
 
-from scheduler.core.errors import SchedulerError
-from scheduler.core.memory import PAGE
-from scheduler.core.policies import POLICIES
-from scheduler.core.records import RW, HandleId, HandleRecord, Kind, Mode, NodeId, R, Task, W, WorkerKind
-from scheduler.core.steps import RecordedTask, StepPlan
-from scheduler.drivers.virtual import simulate
+from scheduler import RW, Kind, Mode, R, SchedulerError, W
+from scheduler.machine import PAGE, POLICIES, HandleId, HandleRecord, NodeId, RecordedTask, StepPlan, Task, WorkerKind
+from scheduler.simulation import simulate
 
 SPEEDS: Final[dict[WorkerKind, float]] = {"cpu": 1.0, "sim": 4.0, "host": math.inf}
 SECONDS_PER_PAGE: Final = (0.08, 0.3)

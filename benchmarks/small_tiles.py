@@ -35,7 +35,7 @@ def replays(extent: int, tile: int, number: int, workers: int, stack: ExitStack)
     """A recorded product of two square matrices in square tiles, on a runtime that `stack` closes; each call replays it so often, and waits."""
     from scheduler import Runtime
     from tiles import TileTensor
-    from tiles.ops.matmul import matmul
+    from tiles.ops import matmul
 
     runtime = stack.enter_context(Runtime(cpu_workers=workers))
     rng = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def replays(extent: int, tile: int, number: int, workers: int, stack: ExitStack)
     for tensor in (a, b):
         tensor.write(rng.standard_normal(shape, np.float32))
     with runtime.record() as step:
-        matmul(a, b, out=c)
+        matmul.matmul(a, b, out=c)
     step.replay().wait()
     if not np.allclose(c.read()[:8], a.read()[:8] @ b.read(), rtol=1e-3, atol=1e-3):
         raise SystemExit(f"the product in tiles of {tile} is wrong")
@@ -59,7 +59,7 @@ def replays(extent: int, tile: int, number: int, workers: int, stack: ExitStack)
 
 def large_products(extent: int, threads: int) -> Callable[[], None]:
     """One product per thread, all at once."""
-    from tiles.kernels.cpu.blas import gemm
+    from tiles.kernels import gemm
 
     rng = np.random.default_rng(0)
     operands = [tuple(rng.standard_normal((extent, extent), np.float32) for _ in range(3)) for _ in range(threads)]

@@ -8,7 +8,7 @@ A shape is a model and the sequences of its minibatch, ``gpt2:4``; sequences hav
 per tile and vocabulary rows per tile at a half, once and twice the table's, with every combination; and features per tile no more than n_embd, so
 that the feed-forward layer is cut.
 
-The figure is seconds of a training step (fp32, AdamW, dropout 0) as ``--auto-tile measured`` finds them (`nntask.trainer.autotile.measure`): models
+The figure is seconds of a training step (fp32, AdamW, dropout 0) as ``--auto-tile measured`` finds them (`nntask.training.autotune.measure`): models
 of more than two layers run with two, and the whole step's seconds follow from its kernels. Every side is a process of its own. Bar, for every shape:
 in the table's tiles at most 1.05 x the seconds in the best of the grid.
 """
@@ -32,7 +32,7 @@ TOY: Final = {"vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 3, 
 
 def shape_of(text: str, tiny: bool) -> tuple[Any, int]:
     """Config and sequences of a shape such as ``gpt2:4``."""
-    from nntask.models.config import PRESETS
+    from nntask import PRESETS
 
     model, _, sequences = text.partition(":")
     config = replace(PRESETS[model], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -57,15 +57,14 @@ def grid(text: str, tiny: bool) -> dict[str, tuple[int, int, int]]:
 
 def measure(text: str, tiny: bool, limits: tuple[int, int, int], workers: int) -> dict[str, float]:
     """Seconds of a step in the tiles that follow from `limits`."""
+    from nntask.config import ModelSettings, ResourceSettings, TilingSettings, TrainSettings, resolve
     from nntask.tiling import Limits, cut
-    from nntask.trainer.autotile import measure as seconds_of
-    from nntask.trainer.rules import resolve
-    from nntask.trainer.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
+    from nntask.training import measure as seconds_of
 
     config, sequences = shape_of(text, tiny)
     model = ModelSettings(model=text.partition(":")[0], seq_len=config.n_positions)
     asked = TrainSettings(model=model, tiling=TilingSettings(batch=sequences), resources=ResourceSettings(ncpu=workers))
-    seconds, _ = seconds_of(resolve(asked, config), config, cut(config, sequences, config.n_positions, Limits(*limits)))
+    seconds, _ = seconds_of(resolve(asked, config), cut(config, sequences, config.n_positions, Limits(*limits)))
     return {"seconds": seconds}
 
 

@@ -19,10 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
-from nntask.models.config import PRESETS
-from nntask.models.gpt2 import GPT2
-from nntask.optim import AdamW
-from nntask.tiling import default_tiling
+from nntask import GPT2, PRESETS, AdamW, default_tiling
 from scheduler import Runtime, Trace
 
 BATCH, LENGTH = 8, 256

@@ -9,7 +9,7 @@ A measurement is: build, warm-up steps, then `--steps` timed steps; tokens per s
 over everything. Peers are two models (transformers' GPT2LMHeadModel with sdpa attention, and the quicker hand-written one of `torch_gpt2`), eager or
 behind torch.compile, with fused AdamW, with malloc as it is or told to keep freed buffers ("kept"). All of them run once in a scouting round; those
 that bars are about, and the fastest of all, then alternate with ours for `--rounds` rounds. The rate of sgemm on all workers at once is measured in
-every round as well and counted in tokens: model flops are 6N + 12Ldn per token, N without positions (`nntask.trainer.flops`).
+every round as well and counted in tokens: model flops are 6N + 12Ldn per token, N without positions (`nntask.hardware.flops`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def sizes_of(case: Case) -> Any:
     """The preset's config without dropout."""
     from dataclasses import replace
 
-    from nntask.models.config import PRESETS
+    from nntask import PRESETS
 
     return replace(PRESETS[case.preset], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
@@ -100,7 +100,7 @@ def measure(side: str, case: Case, warmup: int, steps: int, workers: int) -> dic
 
 def peak_tokens(config: Any, length: int, workers: int) -> float:
     """Tokens per second that sgemm on every worker at once would allow, the best of a few tries."""
-    from nntask.trainer.flops import gemm_peak
+    from nntask.hardware import gemm_peak
 
     return max(gemm_peak(workers) for _ in range(PEAK_TRIES)) / (common.model_flops(config, length) / length)
 

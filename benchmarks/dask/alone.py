@@ -74,7 +74,7 @@ class Alone:
 
 def _own_part(engine: Any) -> Any:
     """An `Exchange` like the engine's that does a node's own part and leaves out what needs the other."""
-    from nntask.sharding import Exchange, Share, _Emission
+    from nntask.optim import Emission, Exchange, Share
 
     class Lonely(Share):
         """A share whose node knows no peers."""
@@ -83,7 +83,7 @@ def _own_part(engine: Any) -> Any:
         def peers(self) -> list[int]:
             return []
 
-    class Own(_Emission):
+    class Own(Emission):
         """Sums and updates of a node's own tiles."""
 
         def run(self) -> None:
@@ -111,33 +111,32 @@ def _own_part(engine: Any) -> Any:
 
 def main(rank: int, block: int, flags: list[str]) -> None:
     """One of the two processes: a block for each line that it is sent."""
-    from nntask.allocator import reuse_freed_memory
+    from nntask.config import resolve
     from nntask.data import BatchStream, open_dataset
-    from nntask.sharding import shares
-    from nntask.trainer.machine import open_runtime
-    from nntask.trainer.prepare import prepare
-    from nntask.trainer.recorded import RecordedEngine
-    from scheduler.storage.limits import default_ram_budget
-    from wrappers.cli.layers import request
+    from nntask.engine import RecordedEngine
+    from nntask.hardware import reuse_freed_memory, runtime_for
+    from nntask.optim import shares
+    from scheduler.storage import default_ram_budget
+    from wrappers.cli.options import request
 
     reuse_freed_memory()  # as nodes do
     asked = request(flags, {})
-    prepared = prepare(asked.settings, asked.config, None)
-    cut = prepared.settings.tiling
-    share = shares((cut.batch or 1) // cut.minibatch, cut.lanes or 1, 2)[rank]
-    settings = replace(prepared.settings, resources=replace(prepared.settings.resources, ram=f"{default_ram_budget() // 2}B"))
-    dataset = open_dataset(prepared.data)
+    resources = replace(asked.settings.resources, ram=f"{default_ram_budget() // 2}B")
+    run = resolve(replace(asked.settings, resources=resources), asked.config)
+    cut = run.step
+    share = shares(cut.num_minibatches, cut.lanes, 2)[rank]
+    dataset = open_dataset(run.data)
     stream = BatchStream(
         dataset.train,
-        settings.model.seq_len or prepared.config.n_positions,
-        cut.batch or 1,
-        seed=settings.data.seed,
+        run.model.seq_len,
+        cut.batch,
+        seed=run.model.seed,
         select=dataset.select_sequences,
         rows=[m * cut.minibatch + row for m in share.minibatches for row in range(cut.minibatch)],
     )
-    with open_runtime(settings) as runtime:
+    with runtime_for(run) as runtime:
         nobody: Any = object()
-        engine = RecordedEngine(prepared.config, prepared.tiling, runtime, settings, share=share, transport=nobody)
+        engine = RecordedEngine(run, runtime, share=share, transport=nobody)
         engine.exchange = _own_part(engine)
         print("ready", flush=True)
         number = 0

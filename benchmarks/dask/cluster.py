@@ -88,7 +88,7 @@ def same(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[s
 
 def traffic(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
     """Bytes that each node sends a step."""
-    from nntask.models.config import PRESETS
+    from nntask import PRESETS
 
     steps = 3 if arguments.tiny else 10
     model_bytes = 4 * PRESETS["tiny"].num_parameters
@@ -180,12 +180,11 @@ def _overlap(arguments: argparse.Namespace, folder: Path, name: str, own: list[s
     from alone import Alone
     from driving import Sides, interval, opened_team
 
-    from nntask.trainer.prepare import prepare
-    from wrappers.cli.layers import request
+    from wrappers.cli.options import request
 
     folder.mkdir()
     asked = request([*own, "--run-dir", str(folder / "asked")], {})
-    nbytes = 4 * prepare(asked.settings, asked.config, None).config.num_parameters  # half of the gradient, half of the parameters
+    nbytes = 4 * asked.config.num_parameters  # half of the gradient, half of the parameters
     together, computing = [], []
     with Alone(own, block, folder) as alone:
         computes = [alone.seconds() for _ in range(4)][1:]

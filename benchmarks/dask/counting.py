@@ -27,7 +27,7 @@ class counted_cluster:
     def __enter__(self) -> tuple[str, Callable[[], dict[str, int]]]:
         from distributed import Client
 
-        from wrappers.dask.cluster import local_cluster
+        from wrappers.dask import local_cluster
 
         self.cluster = local_cluster(self.workers)
         self.client = Client(self.cluster)

@@ -76,22 +76,21 @@ def opened_team(flags: Sequence[str], folder: Path) -> Iterator[tuple[Any, Any, 
     Args:
         flags: of `nntask train`.
     """
+    from nntask.config import resolve
     from nntask.data import BatchStream, open_dataset
-    from nntask.trainer.prepare import prepare
-    from wrappers.cli.layers import request
-    from wrappers.dask.cluster import Connection
-    from wrappers.dask.cluster_nodes import DaskCluster
+    from nntask.hardware import devices_of
+    from wrappers.cli.options import request
+    from wrappers.dask import Connection, DaskCluster
 
     asked = request([*flags, "--dask", "local:2", "--run-dir", str(folder / "driven"), "--steps", "1"], {})
-    prepared = prepare(asked.settings, asked.config, None)
-    settings, dataset = prepared.settings, open_dataset(prepared.data)
-    length = settings.model.seq_len or prepared.config.n_positions
-    stream = BatchStream(dataset.train, length, settings.tiling.batch or 1, seed=settings.data.seed, select=dataset.select_sequences, rows=())
-    prepared.run.mkdir(parents=True, exist_ok=True)
+    run = resolve(asked.settings, asked.config, machine=devices_of(asked.settings.resources, asked.settings.model.dtype))
+    cluster, dataset = asked.settings.cluster, open_dataset(run.data)
+    stream = BatchStream(dataset.train, run.model.seq_len, run.step.batch, seed=run.model.seed, select=dataset.select_sequences, rows=())
+    run.directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        connection = Connection(settings.cluster, _tell)
+        connection = Connection(cluster, _tell)
         stack.callback(connection.close)
-        _, engine = stack.enter_context(DaskCluster(connection, settings.cluster).open(prepared, None, dataset, _tell))
+        _, engine = stack.enter_context(DaskCluster(connection, cluster).open(run, dataset, _tell))
         yield connection.client, engine, stream
 
 

@@ -45,7 +45,7 @@ def measured_link() -> Link:
     """What a message costs here: two ends in one process over loopback, small ones and large ones."""
     import numpy as np
 
-    from wrappers.dask.exchange import PeerComms
+    from wrappers.dask import PeerComms
 
     ends = [PeerComms("link", rank, listen_on="tcp://127.0.0.1:0") for rank in range(2)]
     addresses = [end.listen() for end in ends]
@@ -103,7 +103,7 @@ def measured_call(workers: int = 2, count: int = 200) -> float:
     import psutil
     from distributed import Client
 
-    from wrappers.dask.cluster import local_cluster
+    from wrappers.dask import local_cluster
 
     with local_cluster(workers) as cluster, Client(cluster) as client:
         actors = [client.submit(Echo, actor=True, workers=[address], pure=False).result() for address in client.scheduler_info()["workers"]]
@@ -126,24 +126,22 @@ def measured_call(workers: int = 2, count: int = 200) -> float:
     return seconds / workers
 
 
-def captured_step(rank: int, nodes: int, settings: Any, tiling: Any) -> tuple[Any, Any]:
+def captured_step(rank: int, nodes: int, run: Any) -> tuple[Any, Any]:
     """The plan of a step of tiny on one of several nodes, and the buckets that they exchange."""
-    from nntask.models.config import PRESETS
-    from nntask.sharding import Exchange, shares
-    from nntask.trainer.recorded import build_model, build_optimizer, emit_training_step
-    from scheduler import Codelet
-    from scheduler.capture import CapturingRuntime
+    from nntask.engine import build_model, build_optimizer, emit_training_step
+    from nntask.optim import Exchange, shares
+    from scheduler import CapturingRuntime, Codelet
 
     class Nowhere:
         send = Codelet("send", host=lambda *_, **__: None)
         receive = Codelet("receive", host=lambda *_, **__: None)
 
-    runtime = CapturingRuntime(settings.tiling.lanes or 1)
-    model = build_model(PRESETS["tiny"], tiling, runtime, settings)
-    share = shares((settings.tiling.batch or 1) // settings.tiling.minibatch, settings.tiling.lanes or 1, nodes)[rank]
+    runtime = CapturingRuntime(run.step.lanes)
+    model = build_model(run.model, runtime)
+    share = shares(run.step.num_minibatches, run.step.lanes, nodes)[rank]
     exchange = Exchange([p for p in model.parameters() if p.trainable], share, Nowhere()) if nodes > 1 else None
-    optimizer = build_optimizer(model, settings, None if exchange is None else exchange.tiles_of)
-    inputs = [model.input_tensors(settings.tiling.minibatch, settings.model.seq_len) for _ in share.minibatches]
+    optimizer = build_optimizer(model, run.optimizer, None if exchange is None else exchange.tiles_of)
+    inputs = [model.input_tensors(run.step.minibatch, run.model.seq_len) for _ in share.minibatches]
     with runtime.record():
         kept = emit_training_step(model, optimizer, inputs, exchange)
     del kept
@@ -157,24 +155,21 @@ def predict(flags: Sequence[str], nodes: int, costs: Costs, *, cores: int | None
         flags: of the training, for one node and for those that share a machine.
         cores: of the machine that all of them share; None for machines of their own.
     """
-    from nntask.models.config import PRESETS
-    from nntask.trainer.places import durations, this_machine
-    from nntask.trainer.prepare import with_tiles
-    from nntask.trainer.rules import resolve
-    from scheduler.drivers.virtual import simulate
-    from wrappers.cli.layers import request
+    from nntask.config import resolve
+    from nntask.hardware import durations, this_machine
+    from scheduler.simulation import simulate
+    from wrappers.cli.options import request
 
     own = list(flags)
     if cores is None:  # a minibatch for each node, however many there are
         size = int(own[own.index("--minibatch") + 1])
         own += ["--batch", str(size * nodes), "--lanes", str(nodes)]
     asked = request(own, {})
-    settings, tiling = with_tiles(resolve(asked.settings, asked.config), PRESETS["tiny"])
-    target = this_machine(settings)
-
-    _, buckets = captured_step(0, nodes, settings, tiling)
+    run = resolve(asked.settings, asked.config)
+    target = this_machine(run.machine)
+    _, buckets = captured_step(0, nodes, run)
     loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(nodes)]
-    plan, _ = captured_step(max(range(nodes), key=lambda rank: loads[rank]), nodes, settings, tiling)
+    plan, _ = captured_step(max(range(nodes), key=lambda rank: loads[rank]), nodes, run)
     link = Link(costs.link.seconds, costs.link.bandwidth)  # which counts from zero
     kernels = durations(plan, target)
     found = simulate(

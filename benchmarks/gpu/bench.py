@@ -1,8 +1,8 @@
 """Training on a GPU beside torch on the same card, and what the runtime costs there; `make bench-gpu` begins no row after nine minutes.
 
-    python benchmarks/gpu/bench.py                     # all rows; writes benchmarks/gpu/results.json and the table in README.md
+    python benchmarks/gpu/bench.py                     # all rows; writes benchmarks/gpu/results.json and docs/results/gpu.md
     python benchmarks/gpu/bench.py --only launch copies
-    python benchmarks/gpu/bench.py --table             # the table alone, from what is there; --table --check fails when README.md shows another
+    python benchmarks/gpu/bench.py --table             # the page alone, from what is there; --table --check fails when it shows another
 
 Each training is `nntask train` in a process of its own on random tokens, read from its metrics.jsonl: the median over the steps after the first
 few. The peers are those of `peers`: the hand-written GPT-2 of `torch_gpt2` behind torch.compile, and under FSDP2 with all in host memory. Flops
@@ -32,9 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
 RESULTS: Final = Path(__file__).with_name("results.json")
-README: Final = common.ROOT / "README.md"
-BEGIN: Final = "<!-- GPU benchmarks: made by benchmarks/gpu/bench.py -->"
-END: Final = "<!-- end of GPU benchmarks -->"
+PAGE: Final = common.ROOT / "docs" / "results" / "gpu.md"
 COMMAND: Final = "`make bench-gpu`"
 BUDGET_SECONDS: Final = 540
 ROW_SECONDS: Final = 150
@@ -57,12 +55,18 @@ CLAIMS: Final = (
     ("parts", "two parts of one card: losses of one within rounding, both busy", "yes"),
     ("numerics", "bf16 loss against fp32 after 200 steps", "within 1 %"),
 )
+METHOD: Final = (
+    "Claims for one card, measured by `make bench-gpu` beside torch on the same card. Each training is `nntask train` in a process of its own on\n"
+    "random tokens, and counts the median of its steps after the first four. torch runs the hand-written GPT-2 of `benchmarks/torch_gpt2.py` behind\n"
+    "`torch.compile`, and under FSDP2 with everything in host memory. MFU: model flops, 6N + 12Ldn a token, over the card's dense bf16 peak."
+)
+"""The beginning of the page."""
 Row = dict[str, Any]
 
 
 def gpt2(size: str) -> Any:
     """A preset without dropout."""
-    from nntask.models.config import PRESETS
+    from nntask import PRESETS
 
     return replace(PRESETS[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
@@ -232,9 +236,7 @@ def offload(work: Work, card: str) -> Row:
 
     What our libraries take beside the budget is in torch's figure, so it is taken from ours. DeepSpeed is none of the development tools.
     """
-    from tiles.kernels.cuda.device import SPARE_NBYTES
-    from tiles.kernels.cuda.launch import ROOM_NBYTES
-    from tiles.kernels.cuda.products import WORKSPACE_NBYTES
+    from tiles.kernels import ROOM_NBYTES, SPARE_NBYTES, WORKSPACE_NBYTES
 
     config, batch = gpt2("gpt2-xl"), 32
     tried = [found for minibatch in (8, 32) if (found := peer("offloaded", config, 3, batch, minibatch, work.seconds)) is not None]
@@ -252,11 +254,10 @@ def offload(work: Work, card: str) -> Row:
 
 def copies(work: Work, card: str) -> Row:
     """Tiles of 16 MiB through the runtime, several under way at a time, against one large copy each way."""
-    from nntask.trainer.gpus import cards
-    from scheduler import Runtime, W
-    from scheduler.codelet import Codelet
+    from nntask.hardware import cards
+    from scheduler import Codelet, Runtime, W
     from scheduler.storage import HostArena
-    from tiles.tensor import TileView
+    from tiles import TileView
 
     facts = cards.choose(1)
     (gpu,) = cards.open([(facts[0], None)], tf32=False, dtype="fp32")
@@ -337,7 +338,7 @@ def _without_losses(run: Row) -> Row:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The table of README.md."""
+    """The claims with their bars and what was measured."""
     rows = results.get("rows", {})
     lines = ["| claim | bar | measured |", "|---|---|---|"]
     for name, claim, bar in CLAIMS:
@@ -347,21 +348,21 @@ def table(results: Mapping[str, Any]) -> str:
         else:
             met = {True: "met", False: "**not met**", None: "no verdict"}[row.get("met")]
             lines.append(f"| {claim} | {bar} | {row['measured']}: {met} |")
-    if rows:
-        versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-        lines += ["", f"{results['gpu']}, {results['date']}, commit {results['commit']}, {versions}."]
     return "\n".join(lines)
 
 
-def filled(text: str, results: Mapping[str, Any]) -> str:
-    """README.md with its table."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+def page(results: Mapping[str, Any]) -> str:
+    """The text of docs/results/gpu.md."""
+    if results.get("rows"):
+        versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+        stamp = f"{results['date']}, commit {results['commit']}; {results['gpu']}; {versions}. `benchmarks/gpu/results.json` has every figure."
+    else:
+        stamp = "No card has run these rows yet: what computes on GPUs is tested on emulated devices, which say nothing about speed."
+    return "\n\n".join(["# GPUs", METHOD, table(results), stamp]) + "\n"
 
 
 def main() -> int:
-    """Run rows, keep what was found, and fill in the table."""
+    """Run rows, keep what was found, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="*", choices=tuple(ROWS), default=tuple(ROWS))
     parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help="begin no row after so many")
@@ -370,13 +371,12 @@ def main() -> int:
     asked = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
     if asked.table:
-        text = README.read_text(encoding="utf-8")
         if asked.check:
-            return int(filled(text, results) != text)
-        README.write_text(filled(text, results), encoding="utf-8")
+            return int(PAGE.read_text(encoding="utf-8") != page(results))
+        PAGE.write_text(page(results), encoding="utf-8")
         return 0
-    from nntask.trainer.gpus import cards
-    from scheduler.drivers.cuda_cupy import NoGpu
+    from nntask.hardware import cards
+    from scheduler.drivers import NoGpu
 
     try:
         card = cards.choose(1)[0].name
@@ -400,7 +400,7 @@ def main() -> int:
             results |= {"gpu": card, "versions": common.versions("cupy-cuda12x", "cupy-cuda13x", "torch"), "settings": {"rounds": 1}}
             results |= {"date": common.datetime.date.today().isoformat(), "commit": common.commit(), "machine": common.machine()}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    README.write_text(filled(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
     return 0
 
 

@@ -27,16 +27,13 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from nntask import PRESETS
+from nntask.config import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings, resolve
 from nntask.data import Batch
-from nntask.models.config import PRESETS
-from nntask.trainer.engine import Pending
-from nntask.trainer.machine import open_runtime
-from nntask.trainer.metrics import Meter
-from nntask.trainer.planning import plan_run
-from nntask.trainer.prepare import with_tiles
-from nntask.trainer.recorded import RecordedEngine
-from nntask.trainer.rules import resolve
-from nntask.trainer.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.engine import Pending, RecordedEngine
+from nntask.hardware import runtime_for
+from nntask.planning import plan_run
+from nntask.telemetry import Meter
 from scheduler import Runtime
 
 SAMPLED_SECONDS: Final = 0.1
@@ -138,19 +135,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = PRESETS[args.model]
     if args.dropout is not None:
         config = config.with_dropout(args.dropout)
-    settings, tiling = with_tiles(resolve(settings_of(args), config), config)
+    asked = resolve(settings_of(args), config)
     watch = Watch()
     watch.start()
     rng = np.random.default_rng(0)
-    with open_runtime(settings) as runtime:
-        engine = RecordedEngine(config, tiling, runtime, settings)
+    with runtime_for(asked) as runtime:
+        engine = RecordedEngine(asked, runtime)
         order = engine.order
         runtime.wait()
         batches = [rng.integers(0, config.vocab_size, (args.batch, config.n_positions + 1)).astype(np.int32) for _ in range(args.steps)]
         losses, laps = train(runtime, engine, batches, tell=args.tell)
         stats = runtime.stats()
     resident = watch.stop()
-    predicted = {"plan": plan_run(settings, config, reach=False)} if args.predict else {}
+    predicted = {"plan": plan_run(asked.settings, config, reach=False)} if args.predict else {}
     return {
         **predicted,
         "losses": losses,

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common
 
-from nntask.models.config import PRESETS
-from nntask.sizes import parse_size
+from nntask import PRESETS
+from nntask.config import parse_size
 
 SLACK: Final = 250 << 20
 SAMPLED_SECONDS: Final = 0.02

@@ -1,4 +1,4 @@
-"""What the README says is true: its Python runs, its commands and flags exist, its tables show what they are made from."""
+"""What the README says is true: its Python runs, its commands and flags exist, its tables show what they are made from, and it is short."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.deadline import DEADLINE
 
-from nntask.environment import VARIABLES
-from nntask.models.config import PRESETS
-from nntask.trainer.settings import ModelSettings, TrainSettings
+from nntask.config.settings import ModelSettings, TrainSettings
+from nntask.models.gpt2_config import PRESETS
 from wrappers.cli import COMMANDS
-from wrappers.cli.flags import table_of
-from wrappers.cli.plan import OWN_FLAGS
+from wrappers.cli.commands.plan import OWN_FLAGS
+from wrappers.cli.options.flags import table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = sorted(ROOT.glob("*.md"))
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
 EXAMPLE = re.compile(r"# (examples/\w+\.py)\n")
 """First line of a block that shows a part of an example instead of a whole program."""
 BLOCKS = [
-    pytest.param(code, id=f"{page.name} {number}")
+    pytest.param(code, id=f"{page.relative_to(ROOT)} {number}")
     for page in (ROOT / "README.md", *DOCS)
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 OTHER_FLAGS = {
+    "code",
     "help",
     "check",
     "rounds",
@@ -87,7 +88,7 @@ def test_python_runs(code: str, tmp_path: Path) -> None:
         assert code[shown.end() :] in (ROOT / shown[1]).read_text()
         return
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "NNTASK_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -101,31 +102,19 @@ def test_commands_table() -> None:
     assert rows("Commands") == [[f"`nntask {name}`", text] for name, text in COMMANDS.items()]
 
 
-def test_models_are_named() -> None:
-    """The table of models and the help of --model name every preset, in order."""
-    named = [name for cells in rows("Models") for name in re.findall(r"`([a-z0-9-]+)`", cells[0])]
-    assert named == list(PRESETS)
+def test_help_names_the_models() -> None:
+    """The help of --model names every preset, in order."""
     assert f"preset: {', '.join(PRESETS)} (default" in inspect.getsource(ModelSettings)
 
 
-def test_environment_table() -> None:
-    """The table of environment variables is made from the registry."""
-    assert rows("Environment") == [[f"`{v.name}`", f"`--{v.flag}`" if v.flag else "", v.help] for v in VARIABLES]
+def test_the_front_page_is_short() -> None:
+    """At most 200 lines of at most 120 characters."""
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert [line for line in lines if len(line) > 120] == []
 
 
-def test_tiling_flags() -> None:
-    """The table of tile flags lists exactly the flags of that group."""
-    named = [flag for cells in rows("Tiles") for flag in re.findall(r"--([a-z-]+)", cells[0])]
-    assert sorted(named) == sorted(flag.name for flag in table_of(TrainSettings).values() if flag.group == "tiling")
-
-
-def test_flags_of_plan() -> None:
-    """The table of the flags of `nntask plan` lists those that only it takes."""
-    table = README.partition("| flag of `plan` | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `--([a-z-]+)` \|", table, re.MULTILINE) == [name for name in OWN_FLAGS if name != "json"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *DOCS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_exist(page: Path) -> None:
     """Flags a page names in code are flags that are accepted."""
     known = {*table_of(TrainSettings), *OWN_FLAGS, *OTHER_FLAGS, "config"}
@@ -138,7 +127,8 @@ def test_flags_exist(page: Path) -> None:
 def test_links_and_files_exist(page: Path) -> None:
     """Relative links, and paths in code that look like files of this repository, lead somewhere."""
     text = page.read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    links = [*re.findall(r"\]\(([^)#]+)\)", text), *re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)]
+    links = [link for link in links if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
     files = re.findall(r"`((?:nntask|tiles|scheduler|wrappers|examples|tests|benchmarks)/[\w/.]+\.(?:py|md|json))`", text)
     assert [name for name in files if not (ROOT / name).exists()] == []
@@ -147,19 +137,19 @@ def test_links_and_files_exist(page: Path) -> None:
 def test_make_targets() -> None:
     """`make X` anywhere in a page is a target of the Makefile."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in PAGES:
+    for page in (*PAGES, *DOCS):
         named = set(re.findall(r"`make ([a-z]+)", page.read_text())) | set(re.findall(r"^make ([a-z]+)", page.read_text(), re.MULTILINE))
         assert named <= targets, f"{page.name}: {sorted(named - targets)}"
 
 
-def test_benchmark_table_is_current() -> None:
-    """The benchmark table shows the committed results, losses included."""
+def test_results_are_current() -> None:
+    """docs/results, docs/images and the headlines of the README are made from the committed results."""
     done = subprocess.run([sys.executable, "benchmarks/table.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_gpu_table() -> None:
-    """README.md shows what benchmarks/gpu has measured, or that nothing has."""
+def test_gpu_page_is_current() -> None:
+    """docs/results/gpu.md shows what benchmarks/gpu has measured, or that nothing has."""
     assert subprocess.run([sys.executable, "benchmarks/gpu/bench.py", "--table", "--check"], cwd=ROOT).returncode == 0
 
 
@@ -170,4 +160,4 @@ def test_make_train_says_how_nntask_becomes_a_command() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}  # when make runs this test
     printed = subprocess.run(["make", "-n", "train"], cwd=ROOT, check=True, capture_output=True, text=True, env=environment).stdout
     assert printed.rstrip().endswith(f'to have it as a command in this shell: {command}"')
-    assert command in README.partition("## What you see")[0]
+    assert command in README.partition("## A minute of training")[0]

@@ -1,0 +1,424 @@
+"""Small runs of one commit, recorded bit by bit and compared with those of another: what a refactor must not change.
+
+    python benchmarks/same_runs.py record --code ../before before.json   # --code: a checkout of the old commit
+    python benchmarks/same_runs.py check before.json                     # the code of this checkout; exit 1 where anything differs
+    python benchmarks/same_runs.py check before.json --only lora         # only the runs whose name contains "lora"
+
+A run is one or more command lines of ``python -m nntask`` in an empty directory with the same few inputs: models of some ten thousand parameters,
+text, a directory as transformers writes it. The code under test is only on the PYTHONPATH of these subprocesses, so any commit can be recorded.
+
+Compared exactly, of every run: exit codes; printed text, with figures of time, rate, share and bytes masked; each loss, gradient norm and learning
+rate of metrics.jsonl; names, order and values of all fields of metrics.jsonl, summary.json, machine.json and state.json, floats bit by bit, but of
+those in `VOLATILE` and `TRAFFIC` only the names; config.toml, letter by letter; the name of every file of the working directory; type, shape and hash
+of every tensor of safetensors files, and the hash of the whole file. Of refusals of bad input: stderr, letter by letter.
+
+Bytes moved between memories are compared exactly where they are the same in every recording of one commit: those of plans of imaginary machines,
+which run the scheduler in virtual time (there peaks, evictions and seconds are exact, too), and those of runs with room enough. Where workers and
+transfers race for memory, and where Dask nodes talk (0.2% between recordings), the sum over all links must be within the run's `allowance`, a share
+of the record's.
+
+Not compared: measured seconds and what is computed from them, versions, contents of traces and pages. Losses are those of one machine: a record of
+another processor, or of other versions of NumPy or oneDNN, differs by rounding; `check` says when machine or versions are not those of the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from common import ROOT, machine, one_thread_blas, versions
+
+VOLATILE: Final = frozenset(
+    (
+        *("seconds", "tokens_per_second", "tflops", "mfu", "wait_seconds", "stall_seconds", "stall_seconds_around_steps", "hit_rate"),
+        *("busy_seconds", "worker_stall_seconds", "task_overhead_us", "peak_flops", "seconds_per_step", "busy_share", "forecast_seconds"),
+        *("link_bytes_per_second", "disk_bytes_per_second", "versions", "address"),
+    )
+)
+"""Fields whose value depends on time or on what is installed."""
+
+TRAFFIC: Final = frozenset(("moved_bytes", "moved_bytes_around_steps", "evictions", "evictions_around_steps", "resident_peak_bytes", "peak_bytes"))
+"""Fields whose value depends on which worker and which transfer was first; sums of moved bytes are compared apart from them."""
+
+MASKS: Final = (
+    (re.compile(r"(?m)^(moved |peak: |evictions: |scored |the connections between nodes broke).*\n"), ""),
+    (re.compile(r"(?m)^(node \d+: |order: |dask: |seconds per step ).*$"), r"\1#"),
+    (re.compile(r"(continued|interrupted) after step \d+"), r"\1 after step #"),
+    (re.compile(r"\beta \S+"), "eta #"),
+    (re.compile(r"(tokens/sec|Training performance): \S+"), r"\1: #"),
+    (re.compile(r"[\d.,]+(e[+-]\d+)?[kMG]? ?(ms|s|seconds|tok/s|%|[KMG]i?B(/s)?)(?!\w)"), r"# \2"),
+    (re.compile(r"[\d.]+/# "), "#/# "),
+)
+"""What time decides of printed text; lines about traffic are printed only where some worker waited for it."""
+
+TRAIN: Final = "train --dataset=text --dataset-path=text.txt --tokenizer=bytes --batch=4 --lr=1e-3 --sample-tokens=8 --ncpu=2"
+TILES: Final = "--seq-tile=9 --embd-tile=16 --inner-tile=50 --head-tile=2 --vocab-tile=75 --minibatch-tile=1"
+RAM: Final = "--ram=64MiB"
+HERE: Final = "--run-dir=run"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table.
+
+    Args:
+        name: of the row.
+        commands: command lines without ``nntask``, run one after another in one directory.
+        allowance: how much the sum of moved bytes may differ, as a share of the recorded one; 0 means that the bytes of each link are equal.
+        exact: whether everything is compared: text without masks, and fields that time decides elsewhere.
+        stop_at: SIGINT goes to the first command when it prints a line that begins so; lines about steps and the number of tasks are not compared.
+    """
+
+    name: str
+    commands: tuple[str, ...]
+    allowance: float = 0.0
+    exact: bool = False
+    stop_at: str = ""
+
+
+TIGHT: Final = "--ram=900KiB --disk=tier:8MiB"
+"""A quarter of what the step needs in memory."""
+SMALL: Final = f"--config-path=gpt2.json {TILES}"
+VALIDATE: Final = "--eval-every=3 --eval-batches=2 --val-path=val.txt"
+TEXT: Final = "--dataset=text --dataset-path=text.txt"
+START: Final = f"train --init-from=start {TEXT} --batch=4 --lr=1e-3 --sample-tokens=4 --ncpu=2"
+DEVICES: Final = f"{RAM} --steps=4 --ncpu=0 --gpu-memory=400KiB"
+BAD: Final = "train --config-path=gpt2.json --dataset=train.bin --dataset-path=data --batch=4 --steps=2 --ncpu=1 --sample-tokens=0"
+PLAN: Final = f"plan {SMALL} --batch=4 --minibatch=2 --json"
+
+CASES: Final = (
+    Case("in memory", (f"{TRAIN} {SMALL} {RAM} --steps=6 {VALIDATE} --save-every=3 {HERE}",)),
+    Case("one worker, recomputation, stored scores", (f"{TRAIN} {SMALL} {RAM} --steps=4 --ncpu=1 --recompute=block --no-flashattention {HERE}",)),
+    Case("a quarter of the memory, and disk", (f"{TRAIN} {SMALL} {TIGHT} --steps=4 {VALIDATE} {HERE}",), allowance=0.3),
+    Case(
+        "a quarter of the memory, and disk, one worker",
+        (f"{TRAIN} {SMALL} {TIGHT} --steps=4 --ncpu=1 --no-prefetch --sched=eager --order=submission {HERE}",),
+        allowance=0.05,
+    ),
+    Case("two simulated devices", (f"{TRAIN} {SMALL} {DEVICES} --sim-gpu=2 {HERE}",), allowance=0.3),
+    Case("a simulated device", (f"{TRAIN} {SMALL} {DEVICES} --sim-gpu=1 --no-prefetch --order=layers {HERE}",), allowance=0.15),
+    Case("two Dask nodes", (f"{TRAIN} {SMALL} --ram=128MiB --steps=4 --lanes=4 --minibatch=2 --ncpu=1 --dask=local:2 {HERE}",), allowance=0.01),
+    Case(
+        "LoRA",
+        (
+            f"{TRAIN} {SMALL} {RAM} --steps=4 --train=lora:3 --lora-alpha=6 --lora-dropout=0.1 {HERE}",
+            "export run adapter",
+            "export run merged --merge",
+        ),
+    ),
+    Case(
+        "resumed after it ended",
+        (
+            f"{TRAIN} {SMALL} {RAM} --steps=3 {HERE}",
+            "train --resume=run --steps=6 --ncpu=1",
+            "train --resume=run/checkpoints/step-000006 --steps=8 --sample-tokens=0",
+        ),
+    ),
+    Case(
+        "resumed after Ctrl-C",
+        (f"{TRAIN} {SMALL} {RAM} --steps=80 --keep-checkpoints=1 {HERE}", "train --resume=auto --run-dir=run --keep-checkpoints=1"),
+        stop_at="step 1/",
+    ),
+    Case("LLaMA", (f"{TRAIN} --config-path=llama.json --inner-tile=30 --vocab-tile=75 {RAM} --steps=4 {VALIDATE} {HERE}",)),
+    Case("bf16", (f"{TRAIN} {SMALL} {RAM} --steps=4 --dtype=bf16 {HERE}",)),
+    Case("fp64, four lanes", (f"{TRAIN} {SMALL} {RAM} --steps=4 --dtype=fp64 --lanes=4 --minibatch=1 {HERE}",)),
+    Case(
+        "accumulation, clipping, schedule",
+        (
+            f"{TRAIN} {SMALL} {RAM} --steps=8 --minibatch=2 --grad-clip=0.5 --schedule=cosine --warmup-steps=3 --min-lr=1e-4 --weight-decay=0.1 "
+            f"--loss-reduction=sum --save-checkpoint=end.safetensors --save-optimizer=moments.safetensors {HERE}",
+        ),
+    ),
+    Case("sgd", (f"{TRAIN} {SMALL} {RAM} --steps=4 --optimizer=sgd --momentum=0.9 --schedule=linear --check-finite {HERE}",)),
+    Case("from a transformers directory", (f"{START} {RAM} --steps=3 {HERE}", "export run out --dtype=bf16 --shard-size=20KB")),
+    Case("from a transformers directory, little memory", (f"{START} --ram=400KiB --disk=tier:8MiB --steps=3 {HERE}",), allowance=0.3),
+    Case(
+        "generate, perplexity, compare",
+        (
+            f"generate start --prompt=abc --max-new-tokens=9 --temperature=0 {RAM} --ncpu=2",
+            f"generate start --prompt-file=val.txt --batch=3 --max-new-tokens=4 --seed=3 {RAM} --ncpu=2",
+            f"perplexity start --dataset=text --dataset-path=val.txt --seq-len=12 --json {RAM} --ncpu=2",
+            f"compare gpt2.json --steps=2 --batch=2 --json {RAM}",
+        ),
+    ),
+    Case(
+        "plans of imaginary machines",
+        (
+            f"{PLAN} --devices=2x400KiB --ram=4MiB",
+            f"{PLAN} --devices=1x250KiB@1TF --ram=900KiB --disk=8MiB",
+            f"{PLAN} --devices=1x300KiB --ram=500KiB --disk=8MiB --order=submission --no-prefetch --evict=lru --sched=dmda",
+            f"{PLAN} --devices=3x300KiB --ram=4MiB --train=lora:3 --recompute=block --sched=lws --lanes=2",
+        ),
+        exact=True,
+    ),
+    Case("plan of this machine", (f"{PLAN} {RAM} --ncpu=2", f"plan {SMALL} --batch=4 {RAM} --ncpu=2 --dry-run")),
+    Case("traced and reported", (f"{TRAIN} {SMALL} {RAM} --steps=4 --trace-steps=2:3 --report-to=tensorboard {HERE}", "report run")),
+    Case(
+        "bad input",
+        (
+            f"{BAD} --minibatch=3",
+            f"{BAD} --bach=3",
+            f"{BAD} --config-path=none.json",
+            f"{BAD} --seq-len=17",
+            f"{BAD} --ram=12XB",
+            f"{BAD} --batch=500",
+            f"{BAD} --restrict=cuda",
+            f"{BAD} --resume=data",
+            f"{BAD} --dataset-path=nowhere",
+            f"{BAD} --order=forward",
+            f"{BAD} --sim-gpu=2 --gpu-memory=60",
+            f"{BAD} --ram=100KiB",
+            f"{BAD} --dask=local:2",
+            f"{BAD} --train=lora:999",
+            "generate data --prompt=a",
+            "export nowhere out",
+            "trian",
+        ),
+        exact=True,
+    ),
+)
+
+
+def inputs(folder: Path) -> None:
+    """Write what the commands read: configurations, text, tokens, a directory as transformers writes it."""
+    from safetensors.numpy import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    rng = np.random.default_rng(1)
+    gpt2 = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 4}
+    (folder / "gpt2.json").write_text(json.dumps({**gpt2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}))
+    llama = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 16, "hidden_size": 24, "intermediate_size": 60}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": False}
+    (folder / "llama.json").write_text(json.dumps({**llama, **heads}))
+    for name, length in (("text.txt", 20_000), ("val.txt", 4_000)):
+        (folder / name).write_text("".join(rng.choice(list("abcdefghij klmno\n"), length)))
+    (folder / "data").mkdir()
+    (folder / "data" / "train.bin").write_bytes(rng.integers(0, 300, 2000).astype("<u2").tobytes())
+
+    start = folder / "start"
+    start.mkdir()
+    (start / "config.json").write_text(json.dumps({**gpt2, "architectures": ["GPT2LMHeadModel"], "bos_token_id": 256, "eos_token_id": 256}))
+    save_file({name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in gpt2_shapes(24, 2, 300, 16)}, start / "model.safetensors")
+    vocabulary = {letter: number for number, letter in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(start / "tokenizer.json"))
+
+
+def gpt2_shapes(width: int, layers: int, words: int, positions: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of transformers' GPT-2."""
+    yield "transformer.wte.weight", (words, width)
+    yield "transformer.wpe.weight", (positions, width)
+    for layer in range(layers):
+        for name, shape in (("ln_1", (width,)), ("attn.c_attn", (width, 3 * width)), ("attn.c_proj", (width, width)), ("ln_2", (width,))):
+            yield f"transformer.h.{layer}.{name}.weight", shape
+            yield f"transformer.h.{layer}.{name}.bias", shape[-1:]
+        for name, shape in (("mlp.c_fc", (width, 4 * width)), ("mlp.c_proj", (4 * width, width))):
+            yield f"transformer.h.{layer}.{name}.weight", shape
+            yield f"transformer.h.{layer}.{name}.bias", shape[-1:]
+    for part in ("weight", "bias"):
+        yield f"transformer.ln_f.{part}", (width,)
+
+
+def record_case(case: Case, code: Path) -> dict[str, Any]:
+    """What a case does: an entry for each command, one for the names of files, one for each file that can be compared."""
+    with tempfile.TemporaryDirectory(prefix="same-runs-") as scratch:
+        folder = Path(scratch).resolve() / "here"
+        folder.mkdir()
+        inputs(folder)
+        given = set(folder.rglob("*"))
+        found: dict[str, Any] = {}
+        for number, command in enumerate(case.commands, 1):
+            code_found, out, err = run(command, folder, code, case.stop_at if number == 1 else "")
+            texts = {"stdout": out.replace(str(folder), "<here>"), "stderr": err.replace(str(folder), "<here>")}
+            found[f"command {number}"] = {"line": command, "exit": code_found, **{key: text_of(text, case) for key, text in texts.items()}}
+        made = sorted(path for path in set(folder.rglob("*")) - given if path.relative_to(folder).parts[0] != "xdg")
+        names = (f"{path.relative_to(folder)}{f' -> {path.readlink()}' if path.is_symlink() else ''}" for path in made)
+        found["files"] = [re.sub(r"(tfevents)\.\d+\.\d+", r"\1.#", name) for name in names]
+        for path in made:
+            if path.is_file() and not path.is_symlink() and (contents := read(path, case)) is not None:
+                found[str(path.relative_to(folder))] = contents
+                if path.name == "summary.json":
+                    found["traffic"] = json.loads(path.read_text()).get("moved_bytes", {})
+        return found
+
+
+def run(command: str, folder: Path, code: Path, stop_at: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("NNTASK_", "STARPU_", "DASK_", "PYTHON"))}
+    environment |= {"PYTHONPATH": str(code), "PYTHONUNBUFFERED": "1", "NNTASK_CACHE": str(folder / "cache"), "XDG_CACHE_HOME": str(folder / "xdg")}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "100", **one_thread_blas()}
+    with (folder.parent / "stderr").open("w+") as err:
+        argv = [sys.executable, "-m", "nntask", *shlex.split(command)]
+        process = subprocess.Popen(argv, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=err, text=True)
+        lines = []
+        for line in process.stdout or ():
+            lines.append(line)
+            if stop_at and line.startswith(stop_at):
+                process.send_signal(signal.SIGINT)
+        process.wait()
+        err.seek(0)
+        return process.returncode, "".join(lines), err.read()
+
+
+def text_of(text: str, case: Case) -> Any:
+    """Lines of printed text without what time decides; of JSON, its fields."""
+    if text.startswith("{"):
+        return fields_of(json.loads(text), case)
+    for pattern, mask in () if case.exact else MASKS:
+        text = pattern.sub(mask, text)
+    return [line for line in text.splitlines() if not (case.stop_at and line.startswith(("step ", "saved ")))]
+
+
+def read(path: Path, case: Case) -> Any:
+    """What is compared of a file; None where nothing but its name is."""
+    if path.suffix == ".safetensors":
+        return tensors_of(path)
+    if path.suffix == ".jsonl":
+        return [fields_of(json.loads(line), case) for line in path.read_text().splitlines()]
+    if path.suffix == ".json":
+        return fields_of(json.loads(path.read_text()), case)
+    if path.suffix in (".toml", ".md", ".txt"):
+        return path.read_text().splitlines()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".bin" else None
+
+
+def fields_of(value: Any, case: Case) -> Any:
+    """JSON with floats as hexadecimal text and without the values that time decides."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, list):
+        return [fields_of(each, case) for each in value]
+    if isinstance(value, dict):
+        left_out = frozenset() if case.exact else VOLATILE | TRAFFIC | ({"tasks"} if case.stop_at else set())
+        return {key: "not compared" if key in left_out else fields_of(each, case) for key, each in value.items()}
+    return value
+
+
+def tensors_of(path: Path) -> dict[str, str]:
+    """Type, shape and hash of every tensor of a safetensors file, its metadata, and the hash of the file."""
+    contents = path.read_bytes()
+    (length,) = struct.unpack("<Q", contents[:8])
+    data = contents[8 + length :]
+    found = {"whole file": hashlib.sha256(contents).hexdigest()}
+    for name, about in json.loads(contents[8 : 8 + length]).items():
+        if name == "__metadata__":
+            found[name] = json.dumps(about)
+        else:
+            begin, end = about["data_offsets"]
+            found[name] = f"{about['dtype']} {about['shape']} {hashlib.sha256(data[begin:end]).hexdigest()[:16]}"
+    return found
+
+
+def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
+    """A line for each value that differs, is missing or is new; the order of fields counts."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in before.keys() - after.keys():
+            yield f"{where}[{key}]: is missing"
+        for key in after.keys() - before.keys():
+            yield f"{where}[{key}]: is new"
+        shared = [key for key in before if key in after]
+        if shared != [key for key in after if key in before]:
+            yield f"{where}: its fields stand in another order"
+        for key in shared:
+            yield from differences(before[key], after[key], f"{where}[{key}]")
+    elif isinstance(before, list) and isinstance(after, list):
+        if len(before) != len(after):
+            yield f"{where}: {len(before)} entries before, {len(after)} now"
+        for number, (old, new) in enumerate(zip(before, after, strict=False)):
+            yield from differences(old, new, f"{where}[{number}]")
+    elif type(before) is not type(after) or before != after:
+        yield f"{where}: {before!r} before, {after!r} now"
+
+
+def traffic_differences(before: dict[str, int], after: dict[str, int], allowance: float) -> Iterator[str]:
+    """Lines about moved bytes: each link without an allowance, else their sum where it is further off than the allowance."""
+    old, new = sum(before.values()), sum(after.values())
+    if not allowance:
+        yield from differences(dict(sorted(before.items())), dict(sorted(after.items())), "[traffic]")
+    elif abs(new - old) > allowance * old:
+        yield f"[traffic]: {old:,} B before, {new:,} B now, more than {allowance:.0%} apart"
+
+
+def case_differences(case: Case, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """A line for each difference between two recordings of one case."""
+    old, new = ({key: value for key, value in found.items() if key != "traffic"} for found in (before, after))
+    return [*differences(old, new), *traffic_differences(before.get("traffic", {}), after.get("traffic", {}), case.allowance)]
+
+
+def compare(before: dict[str, Any], after: dict[str, Any], shown: int) -> int:
+    """Print the table; returns how many runs differ."""
+    width, num_differ, cases = max(map(len, after)), 0, {case.name: case for case in CASES}
+    for name, found in after.items():
+        lines = case_differences(cases[name], before[name], found) if name in before else ["is not in the record"]
+        num_differ += bool(lines)
+        print(f"{name:{width}} | {f'{len(lines)} differences' if lines else 'same'}")
+        for line in lines[:shown]:
+            print(f"{'':{width}} | {line[:600]}")
+    return num_differ
+
+
+def environment_of_record() -> dict[str, Any]:
+    """What rounding depends on besides the code."""
+    return {"processor": machine()["processor"], "python": machine()["python"], **versions("numpy", "numba", "ml_dtypes", "tokenizers", "dask")}
+
+
+def record(code: Path, only: str, jobs: int) -> dict[str, Any]:
+    """Run the cases whose name contains `only`; name -> what it did."""
+    chosen = [case for case in CASES if only in case.name]
+    if not chosen:
+        raise SystemExit(f"no run has {only!r} in its name; there are: {', '.join(case.name for case in CASES)}")
+
+    def one(case: Case) -> dict[str, Any]:
+        begin = time.perf_counter()
+        found = record_case(case, code)
+        print(f"{case.name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return {case.name: found for case, found in zip(chosen, pool.map(one, chosen), strict=True)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("record", "check"))
+    parser.add_argument("file", type=Path, help="the record, JSON")
+    parser.add_argument("--code", type=Path, default=ROOT, help="checkout whose code runs (default: this one)")
+    parser.add_argument("--only", default="", help="only runs whose name contains this; record replaces these in FILE")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once (default 2)")
+    parser.add_argument("--shown", type=int, default=5, help="differences shown of each run (default 5)")
+    args = parser.parse_args(argv)
+    kept = json.loads(args.file.read_text()) if args.action == "check" or (args.only and args.file.exists()) else {"runs": {}}
+    found = record(args.code.resolve(), args.only, args.jobs)
+    about = environment_of_record()
+    if args.action == "record":
+        args.file.write_text(json.dumps({"environment": about, "runs": {**kept["runs"], **found}}, indent=1) + "\n")
+        print(f"wrote {args.file}: {len(found)} runs")
+        return 0
+    for line in differences(kept["environment"], about, "environment"):
+        print(f"{line}; losses may differ by rounding")
+    num_differ = compare(kept["runs"], found, args.shown)
+    print(f"{num_differ} of {len(found)} runs differ" if num_differ else f"all {len(found)} runs are the same")
+    return 1 if num_differ else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""The pages of the site hold without Sphinx: links and anchors lead somewhere, flags exist, tables are those of the code, drawings are fresh.
+
+Sphinx itself, with every warning as an error, builds the site in the long tests. Code blocks of these pages run in `test_readme.py` and
+`test_readme_commands.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from nntask.config.settings import TrainSettings
+from nntask.models.gpt2_config import PRESETS
+from nntask.telemetry.metrics import StepRecord
+from wrappers.cli.commands.plan import OWN_FLAGS
+from wrappers.cli.options.flags import table_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[(?:[^\]\[]|\[[^\]]*\])+\]\(([^)\s]+)\)")
+
+
+def name_of(page: Path) -> str:
+    """A page as tests name it."""
+    return str(page.relative_to(ROOT))
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What links may name of a page: its headings as GitHub and MyST spell them, and its own targets."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#{1,4} (.+)$", text, re.MULTILINE)
+    spelt = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return spelt | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
+
+
+def wrong_links(page: Path) -> list[str]:
+    """Links of a page to pages, files or headings that are not there."""
+    found = []
+    for link in LINK.findall(CODE.sub("`code`", page.read_text())):
+        place, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = page if not place else (page.parent / place).resolve()
+        if target.parent == DOCS / "reference" / "api" and target.suffix == ".rst":  # made when the site is built, of packages with a front door
+            is_there = bool(getattr(import_module(target.stem), "__all__", None))
+        else:
+            is_there = target.exists() and (not anchor or target.suffix != ".md" or anchor in anchors(target))
+        if not is_there:
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Relative links name files that exist, and headings that these have."""
+    assert wrong_links(page) == []
+
+
+def test_a_wrong_link_is_found(tmp_path: Path) -> None:
+    """A missing page, a missing heading and a missing image directory are three findings; code is none."""
+    page = tmp_path / "page.md"
+    page.write_text("# One two\n\n[a](none.md) [b](#one-two) [c](#three) [d](page.md#one-two) [e](page.md#four) `[f](none.md)`\n")
+    assert wrong_links(page) == ["none.md", "#three", "page.md#four"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_images_exist(page: Path) -> None:
+    """Every image of a page is in the repository."""
+    images = [
+        *re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text()),
+        *re.findall(r"^:::\{(?:figure|image)\} (\S+)$", page.read_text(), re.MULTILINE),
+    ]
+    assert [image for image in images if not (page.parent / image).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_exist(page: Path) -> None:
+    """Paths in code that look like files of this repository are files of it."""
+    files = re.findall(r"`((?:nntask|tiles|scheduler|wrappers|examples|tests|benchmarks|docs|docker)/[\w/.-]+\.\w+)`", page.read_text())
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_folders_of_tables_exist(page: Path) -> None:
+    """A table of modules is of a folder of the product."""
+    folders = re.findall(r"^:::\{modules\} (\S+)$", page.read_text(), re.MULTILINE)
+    assert [folder for folder in folders if not (ROOT / folder / "__init__.py").exists()] == []
+
+
+def test_every_page_is_reached() -> None:
+    """Every page stands in a table of contents, by its name or by a pattern."""
+    reached = {DOCS / "index.md"}
+    for page in PAGES:
+        for tree in re.findall(r"^:::\{toctree\}\n(.*?)^:::$", page.read_text(), re.DOTALL | re.MULTILINE):
+            for entry in tree.split():
+                reached.update(page.parent.glob(f"{entry}.md"))
+    assert set(PAGES) - reached == set()
+
+
+def table(page: str, head: str) -> list[list[str]]:
+    """Cells of the table of a page whose head is `head`."""
+    _, found, rest = (DOCS / page).read_text().partition(f"{head}\n")
+    assert found, f"docs/{page} has no table {head}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.split("\n\n")[0].splitlines()[1:]]
+
+
+def test_models_are_named() -> None:
+    """The guide to models names every preset, in order."""
+    named = [name for cells in table("guides/models.md", "| `--model` | what it is |") for name in re.findall(r"`([a-z0-9-]+)`", cells[0])]
+    assert named == list(PRESETS)
+
+
+def test_tiling_flags() -> None:
+    """The guide to tiles lists exactly the flags of that group."""
+    named = [flag for cells in table("guides/tiles.md", "| flag | meaning |") for flag in re.findall(r"--([a-z-]+)", cells[0])]
+    assert sorted(named) == sorted(flag.name for flag in table_of(TrainSettings).values() if flag.group == "tiling")
+
+
+def test_flags_of_plan() -> None:
+    """The guide to plans lists the flags that only `nntask plan` takes."""
+    named = [cells[0].strip("`").removeprefix("--") for cells in table("guides/planning.md", "| flag of `plan` | meaning |")]
+    assert named == [name for name in OWN_FLAGS if name != "json"]
+
+
+def test_metrics_are_explained() -> None:
+    """The table of metrics.jsonl names the keys of a step's line, and no others."""
+    named = [key for cells in table("reference/files.md", "| key | unit | meaning |") for key in re.findall(r"`([a-z_]+)`", cells[0])]
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(StepRecord))
+
+
+def test_drawings_are_fresh() -> None:
+    """The drawings of the concepts are what their script makes, and their words fit their boxes."""
+    done = subprocess.run([sys.executable, "docs/_ext/drawings.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_decisions_have_one_shape() -> None:
+    """Every file of the decisions has a title of its own, a date, an area, and the three sections."""
+    done = subprocess.run([sys.executable, "docs/_ext/decision_files.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Sphinx makes every page without a warning, and the pages hold what they are made from."""
+    pytest.importorskip("sphinx", reason="Sphinx is not installed; make docs installs it")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-n",
+        "-E",
+        "-d",
+        str(tmp_path / "trees"),
+        "-b",
+        "html",
+        str(DOCS),
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    assert "--gpu-memory" in (site / "reference" / "command-line.html").read_text()
+    assert "NNTASK_ONEDNN" in (site / "reference" / "environment.html").read_text()
+    assert "TileTensor" in (site / "reference" / "api" / "tiles.html").read_text()
