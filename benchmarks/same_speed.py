@@ -1,0 +1,98 @@
+"""Two checkouts beside each other in one run: what a task costs and how long a step takes, so that a change of structure shows what it cost.
+
+    git worktree add ../before COMMIT
+    python benchmarks/same_speed.py --before ../before              # seven rounds, writes benchmarks/results/same_speed.json
+    python benchmarks/same_speed.py --before ../before --output=    # written nowhere
+
+This checkout and the one of `--before` alternate, each measurement in a process of its own, with the packages of this environment. Tasks are those
+of `overhead.py`: the least over the rounds counts, since other processes only add to what a task of microseconds costs. Steps are those of
+`training.py`: the ratio is the median over rounds of present / before, neighbours in time, and a row whose bar lies between the first and third
+quartile of its ratios is "not resolved". `same_runs.py` asks whether the two compute the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
+
+BAR: Final = 1.03
+"""Most that a task or a step may cost, as a multiple of what it cost before."""
+TASKS: Final = {
+    "submitted_us_per_task": "empty task, submitted, one worker",
+    "replayed_us_per_task": "empty task, replayed, one worker",
+    "submitted_us_two_workers": "200 us kernels, submitted, two workers",
+    "replayed_us_two_workers": "200 us kernels, replayed, two workers",
+}
+STEPS: Final = {"tiny": ("tiny GPT-2, 2 x 256, a step", 10, 200), "1x1024": ("GPT-2 small, 1 x 1,024, a step", 1, 3)}
+"""Case of training.py -> (what it is, untimed steps, timed steps)."""
+
+
+def side(name: str, checkout: Path, arguments: tuple[str, ...]) -> common.Side:
+    """This interpreter with the packages of `checkout` before its own."""
+    return common.Side(name, (sys.executable, "-P", *arguments), {**common.one_thread_blas(), "PYTHONPATH": str(checkout)})
+
+
+def tasks_row(what: str, now: list[float], before: list[float]) -> dict[str, Any]:
+    """A comparison of the least of each side."""
+    return common.compare(what, "us", min(now), "before", min(before), better="less", bar=f"ratio <= {BAR}")
+
+
+def step_row(what: str, now: list[float], before: list[float]) -> dict[str, Any]:
+    """A comparison whose ratio is the median over rounds."""
+    ratios = [ours / theirs for ours, theirs in zip(now, before, strict=True)]
+    found = common.compare(what, "s", statistics.median(now), "before", statistics.median(before), better="less", bar=f"ratio <= {BAR}")
+    found["ratio"] = round(statistics.median(ratios), 4)
+    found["met"] = found["ratio"] <= BAR
+    low, _, high = statistics.quantiles(ratios, n=4)
+    found["quartiles"] = [round(low, 4), round(high, 4)]
+    if low <= BAR < high:
+        found["verdict"] = "not resolved"
+    return found
+
+
+def commit_of(checkout: Path) -> str:
+    """Short name of its commit."""
+    return subprocess.run(("git", "rev-parse", "--short", "HEAD"), cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--before", type=Path, required=True, help="checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=7, help="times each side runs (at least 2)")
+    parser.add_argument("--output", default="same_speed", help="name of the result; empty: print it only")
+    options = parser.parse_args()
+    before = options.before.resolve()
+    machine = common.machine()
+    checkouts = {"present": common.ROOT, "before": before}
+    rounds: dict[str, dict[str, list[common.Measurement]]] = {}
+    commands = {"tasks": ("-m", "nntask", "bench", "overhead", "--json")}
+    for case, (_, warmup, steps) in STEPS.items():
+        script = str(common.ROOT / "benchmarks" / "training.py")
+        commands[case] = (script, "--side=ours", f"--case={case}", f"--warmup={warmup}", f"--steps={steps}")
+    for name, command in commands.items():
+        rounds[name] = common.alternate([side(which, checkout, command) for which, checkout in checkouts.items()], options.rounds)
+
+    def both(name: str, key: str) -> list[list[float]]:
+        return [[one[key] for one in rounds[name][which]] for which in checkouts]
+
+    comparisons = [tasks_row(what, *both("tasks", key)) for key, what in TASKS.items()]
+    comparisons += [step_row(what, *both(case, "seconds_per_step")) for case, (what, _, _) in STEPS.items()]
+    result = {
+        "machine": machine,
+        "versions": common.versions("nntask", "numpy", "numba"),
+        "settings": {"rounds": options.rounds, "before": commit_of(before)},
+        "comparisons": comparisons,
+        "rounds": rounds,
+    }
+    common.finish(options.output, result)
+
+
+if __name__ == "__main__":
+    main()
