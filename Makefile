@@ -3,6 +3,7 @@
 #              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out, and random searches with all their examples
+# make test-pages   the commands of the site's pages as printed, but for the first pages, whose commands make test runs (CI runs both)
 # make test-avx2   the suite as a processor with AVX2 and without AVX-512 runs it
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
 # make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and docs/results/gpu.md
@@ -26,7 +27,7 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-avx2 test-docker test-browser test-gpu bench-gpu lint style types contracts suite bench docs clean
+.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-gpu bench-gpu lint style types contracts suite bench docs clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -38,6 +39,9 @@ test: style types contracts suite
 test-long: MARK := -m "long or search" --hypothesis-profile=many
 test-long: PROCESSES := 0
 test-long: suite
+
+test-pages: MARK := -m "pages and not long"
+test-pages: suite
 
 test-avx2: $(VENV)/installed-dev
 	$(BIN)/python tests/support/processor.py $(MAKE) suite

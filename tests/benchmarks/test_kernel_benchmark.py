@@ -37,6 +37,7 @@ def test_every_case_runs_and_nothing_is_written() -> None:
     assert (results.read_bytes() if results.exists() else None) == before
 
 
+@pytest.mark.long
 def test_cases_are_chosen_by_name() -> None:
     """--only takes the cases whose names begin so, and refuses a name that no case has."""
     done = run("--tiny", "--rounds=1", "--only=AdamW")

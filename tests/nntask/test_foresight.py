@@ -74,7 +74,7 @@ def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str,
     return stats, moved, engine.order.name
 
 
-@pytest.mark.parametrize("machine", ["unlimited", "RAM at 1/3 + disk", "two devices at 1/3"])
+@pytest.mark.parametrize("machine", [pytest.param("unlimited", marks=pytest.mark.long), "RAM at 1/3 + disk", "two devices at 1/3"])
 def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned in its order with what the run has measured: peaks within 1.0 to 1.1 of its own (RAM below two devices from 0.97 on), bytes within a
     tenth."""
@@ -127,7 +127,7 @@ class Restless:
         return seconds
 
 
-@pytest.mark.parametrize("ram", ["unlimited", "a third"])
+@pytest.mark.parametrize("ram", [pytest.param("unlimited", marks=pytest.mark.long), "a third"])
 def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a quarter, knowing nothing but what a run has left in the store."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

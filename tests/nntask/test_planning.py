@@ -140,7 +140,8 @@ def test_the_largest_model_and_minibatch() -> None:
     assert not fits(number + 2)
 
 
-@pytest.mark.parametrize("ram", ["8MiB", pytest.param("13MiB", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ram", ["8MiB", "13MiB"])
 def test_the_largest_minibatch_is_the_largest_in_tiles_of_one(ram: str) -> None:
     """What is found fits, and one sequence more does not."""
     asked = replace(settings(ram=ram), tiling=TilingSettings(batch=4, minibatch=1, minibatch_tile=1))
@@ -268,12 +269,17 @@ def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.Monke
 
 
 def test_advice_for_devices_can_be_typed() -> None:
-    """Where one memory is short or several are, with --devices in its own form and its flop/s, and with the tiles that larger devices have."""
+    """With --devices in its own form and its flop/s, and with the tiles that larger devices have."""
     asked = settings(ncpu=None, ram="")
     asked = replace(asked, tiling=replace(asked.tiling, batch=1))
     advice = all_advice_helps(asked, SHALLOW, "2x32KiB@3TF")[0]
     assert advice.startswith("--devices 2x")
     assert advice.endswith("@3TF")
+
+
+@pytest.mark.long
+def test_advice_for_several_short_memories_can_be_typed() -> None:
+    """RAM and disk below a device, and RAM and devices beside it."""
     tight = settings(ncpu=None, ram="4KiB", disk="4KiB")
     both = all_advice_helps(tight, CONFIG, "1x4MiB")[0]
     assert re.fullmatch(r"--ram \S+ and --disk \S+", both)
@@ -290,6 +296,7 @@ def test_advice_for_devices_and_what_is_below_them_can_be_typed(order: str) -> N
     all_advice_helps(replace(asked, tiling=replace(asked.tiling, batch=2)), SHALLOW, "2x64KiB@3TF")
 
 
+@pytest.mark.long
 def test_advice_counts_all_minibatches() -> None:
     """Each of them keeps something until the step ends; what smaller tiles need besides is enough for all."""
     asked = settings(ram="200KiB")

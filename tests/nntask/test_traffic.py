@@ -135,7 +135,7 @@ def test_many_links_make_few_lines() -> None:
     assert len(report) == LINKS + 2
 
 
-@pytest.mark.parametrize("sched", ["auto", "eager", pytest.param("dmda", marks=pytest.mark.long)])
+@pytest.mark.parametrize("sched", ["auto", *(pytest.param(name, marks=pytest.mark.long) for name in ("eager", "dmda"))])
 def test_explained_placements(sched: str, tmp_path: Path) -> None:
     """Three tables with a row for each device, seconds that add up, one choice; policies without costs say so; losses are the same."""
     with Runtime(0, sim_gpus=2, ram=1 << 26, gpu_memory=1 << 19, sched=sched) as runtime:

@@ -293,6 +293,7 @@ def test_an_empty_step_replays(kit) -> None:  # type: ignore[no-untyped-def]
             step.replay().wait()
 
 
+@pytest.mark.long
 def test_ten_thousand_small_replays_keep_memory_flat(kit) -> None:  # type: ignore[no-untyped-def]
     """Resident memory does not grow with the number of replays, with inputs written and outputs read each time."""
     process = psutil.Process()

@@ -292,6 +292,7 @@ def test_bench_evict_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SciPy" not in "".join(run_evict(replace(settings, bound=False))[1])
 
 
+@pytest.mark.long
 def test_bench_evict_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 3 and the smallest budget that fits; with that, each line has its bytes."""
     flags = ["bench", "evict", "--model=tiny", "--batch=1", "--seq-len=32", "--no-bound"]

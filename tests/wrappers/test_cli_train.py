@@ -99,7 +99,7 @@ def test_config_toml_repeats_the_run(here, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--dtype=fp64 --optimizer=sgd --momentum=0.9",
+        pytest.param("--dtype=fp64 --optimizer=sgd --momentum=0.9", marks=pytest.mark.long),
         "--dtype=bf16 --optimizer=adam",
         "--no-flashattention --recompute=block --grad-clip=0.5",
         "--redux",

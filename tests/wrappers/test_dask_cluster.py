@@ -242,7 +242,7 @@ cluster.local_cluster = by_hand
         ("--dask=tcp://127.0.0.1:99999", 2, "--dask must be the address of a Dask scheduler, such as tcp://HOST:8786"),
         ("--dask=locall:2", 2, "got 'locall:2'; did you mean local:2?"),
         ("--dask=lcoal:2", 2, "got 'lcoal:2'; did you mean local:2?"),
-        ("--dask=localhost:9", 6, "no Dask scheduler answers at localhost:9 within 5 s"),
+        pytest.param("--dask=localhost:9", 6, "no Dask scheduler answers at localhost:9 within 5 s", marks=pytest.mark.long),
         ("--dask=tls://127.0.0.1:9", 6, "set distributed.comm.tls.ca-file, distributed.comm.tls.client.cert"),
         ("--dask=local:0", 2, "--dask local:N takes 1 to 256 workers"),
         ("--dask=local:two", 2, "--dask local:N takes 1 to 256 workers"),
@@ -350,6 +350,7 @@ def test_an_actor_that_is_gone_is_missed_though_its_worker_answers(team: Team) -
     team.actors = team.actors[:1]
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_in_a_long_call_is_found(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening, connecting and checkpoints may take minutes; a worker that hangs meanwhile is given up as in a step."""
     monkeypatch.setattr(cluster_team, "LEAST_SILENCE", 1.0)
@@ -496,6 +497,7 @@ def test_a_late_worker_whose_gpu_fails_does_not_end_the_run(late: Late, connecti
     assert list(found._refused) == [new]
 
 
+@pytest.mark.long
 def test_a_late_worker_that_peers_cannot_reach_is_tried_once(late: Late, connection: Connection) -> None:
     """All workers answer their client, and connections between nodes do not come about: a riddle among old nodes, with a newcomer the answer."""
     found, open_nodes, (_, new) = late(2, "--transport=nccl")

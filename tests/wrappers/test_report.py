@@ -163,6 +163,7 @@ def test_a_cluster_has_one_page(tmp_path: Path) -> None:
         read_run(tmp_path / "run", tmp_path / "run" / "nodes" / "left" / "trace.json.gz")
 
 
+@pytest.mark.long
 def test_a_large_run_is_thinned_out_and_says_so(tmp_path: Path) -> None:
     """6,000 steps on three nodes and 24,000 bars: below 5 MB, with what was left out."""
     run = read_run(write_run(tmp_path / "run"))
