@@ -24,7 +24,7 @@ from ..config.run_config import ModelSpec, OptimizerSpec, RunConfig
 from ..data.dataset import Dataset
 from ..data.sampler import Batch
 from ..hardware.allocator import give_back_freed
-from ..hardware.flops import gemm_peak
+from ..hardware.flops import known_gemm_peak
 from ..hardware.gpus import gpu_peak
 from ..inference.samples import sample_text
 from ..models.language import LanguageModel
@@ -267,7 +267,7 @@ class RecordedEngine(Inference):
 
     def peak_flops(self) -> float:
         """Flop/s of matrix products on the GPUs, else on the CPU workers."""
-        return gpu_peak(self.runtime.gpus) or gemm_peak(max(len(self.runtime.stats()["busy_seconds"]), 1))
+        return gpu_peak(self.runtime.gpus) or known_gemm_peak(max(len(self.runtime.stats()["busy_seconds"]), 1))
 
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""

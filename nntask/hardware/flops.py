@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -77,6 +78,12 @@ def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapte
         m=config.num_inner_matrices,
         num_adapter_weights=num_adapter_weights,
     )
+
+
+@cache
+def known_gemm_peak(num_workers: int) -> float:
+    """`gemm_peak`, measured once in a process."""
+    return gemm_peak(num_workers)
 
 
 def gemm_peak(num_workers: int) -> float:

@@ -121,7 +121,7 @@ FEW = [
     short("minimum", workers=4, evict="lru", sched="eager"),
     short("0.25", family="llama", sched="dmdas"),
     short("minimum", family="llama", order="layers", prefetch=False),
-    *(short("0.25", coarse=True, order=order) for order in ORDERS),
+    *(short("0.25", coarse=True, order=order) for order in ("auto", "eager-update", "layers", "forward")),
     Case(sims=2, share="0.25", steps=2),
     short("minimum", sims=1),
     Case("llama", sims=2, share="0.25", steps=2),
@@ -132,6 +132,7 @@ ALL = [
         for workers, sched, sims in itertools.product((1, 2, 4), ("eager", "prio", "lws"), (0, 1, 2))
     ),
     *(short(share, lanes=lanes) for share in ("0.5", "0.25", "minimum") for lanes in (1, 4)),
+    *(short("0.25", coarse=True, order=order) for order in ORDERS),
     *(short("0.25", sched=sched) for sched in sorted(POLICIES) if sched != "prio"),
     *(short("0.25", evict=evict) for evict in ("lru", "fifo")),
     short("0.25", prefetch=False),
