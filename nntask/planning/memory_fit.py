@@ -213,7 +213,7 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
         memory=target.memory,
         last=target.nodes[last][1],
         computes_on_last=last in places,
-        num_devices=len(places) if POLICIES[policy]().keeps_parts and 0 not in places else 1,
+        num_devices=len(places) if POLICIES[policy]().keeps_partitions and 0 not in places else 1,
         pace=lambda parted: pace_on(parted, target),
     )
 
