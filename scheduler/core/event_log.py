@@ -183,8 +183,8 @@ class Revival:
         schedules: tuple[tuple[int, _Schedule], ...],
     ) -> None:
         replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
-        for handle, places in schedules:
-            self._handles[handle].use_schedule = _load_schedule(places, replay)
+        for handle, schedule in schedules:
+            self._handles[handle].use_schedule = _load_schedule(schedule, replay)
         for position, (number, name, kinds, accesses, priority, waits, _, is_exit, partition, pin) in enumerate(tasks):
             task = self._task(number, name, kinds, accesses, priority)
             task.num_waiting = task.num_predecessors = waits
@@ -201,7 +201,7 @@ class Revival:
         replay.has_pins = any(task.pin is not None for task in replay.tasks)
         replay.roots = [task for task in replay.tasks if not task.num_predecessors]
         replay.partitions = positions_by_partition([task.partition for task in replay.tasks])
-        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, places in shared:
+        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, schedule in shared:
             replay.shared.append(
                 SharedUse(
                     self._handles[handle],
@@ -211,7 +211,7 @@ class Revival:
                     [replay.tasks[at] for at in last_readers],
                     uses,
                     needs_data,
-                    _load_schedule(places),
+                    _load_schedule(schedule),
                 )
             )
 
@@ -279,6 +279,6 @@ def _dump_schedule(use_schedule: UseSchedule) -> _Schedule:
     return tuple(use_schedule.positions), tuple(use_schedule.modes), tuple(sorted(use_schedule.leaves))
 
 
-def _load_schedule(places: _Schedule, replay: Replay | None = None) -> UseSchedule:
-    positions, modes, leaves = places
+def _load_schedule(schedule: _Schedule, replay: Replay | None = None) -> UseSchedule:
+    positions, modes, leaves = schedule
     return UseSchedule(positions, modes, frozenset(leaves), replay)

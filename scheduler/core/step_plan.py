@@ -286,9 +286,9 @@ class StepPlan:
 
 
 def positions_by_partition(partitions: Sequence[int]) -> list[list[int]]:
-    """The positions of the tasks of each part, from the part of each task."""
-    places: list[list[int]] = [[] for _ in range(max(partitions, default=-1) + 1)]
+    """The positions of the tasks of each partition, from the partition of each task."""
+    positions: list[list[int]] = [[] for _ in range(max(partitions, default=-1) + 1)]
     for position, partition in enumerate(partitions):
         if partition >= 0:
-            places[partition].append(position)
-    return places
+            positions[partition].append(position)
+    return positions

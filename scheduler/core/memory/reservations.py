@@ -74,7 +74,7 @@ class Reservations:
             return True
         if step is None:
             wanted = sum(handle.size for handle in missing if handle not in self._promised)
-        self._drop_due(order)
+        self._drop_reached(order)
         reserve = self._reserve = max([replay.peaks[replay.frontier] for replay in replays])
         return self.kept + self.ahead + reserve + wanted <= self.node.budget
 
@@ -89,12 +89,12 @@ class Reservations:
             backing.is_ahead = True
             self.ahead += handle.size
             self._num_entered += 1
-            self._drop_due(self.foresight.order)
+            self._drop_reached(self.foresight.order)
             heapq.heappush(self._backing_ahead, (order, self._num_entered, backing))
 
     def reenter(self, handle: HandleRecord, replay: Replay) -> None:
         """A replay begins that will make `handle`, whose backing replica is still in use from an earlier replay."""
-        self._drop_due(self.foresight.order)
+        self._drop_reached(self.foresight.order)
         backing = handle.replicas.get(self.node_id)
         if backing is not None and handle.use_schedule is not None:
             self.enter(backing, replay.first_order + handle.use_schedule.positions[0])
@@ -114,7 +114,7 @@ class Reservations:
             else:
                 self.kept -= handle.size
 
-    def _drop_due(self, order: int) -> None:
+    def _drop_reached(self, order: int) -> None:
         """What was made ahead of its time and is due by now counts as in time."""
         ahead = self._backing_ahead
         while ahead and ahead[0][0] <= order:
