@@ -53,7 +53,7 @@ needs had 140 MB of holes between pieces in use after three steps, and 110 MB wi
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _InferenceStep:
     """A recorded step with its inputs and its output."""
 
     step: Step
@@ -142,7 +142,7 @@ class Inference:
 
     def __init__(self, model: LanguageModel, runtime: Runtime, context: int) -> None:
         self.model, self.runtime, self.context = model, runtime, context
-        self._steps: dict[tuple[str, int], _Recorded] = {}
+        self._steps: dict[tuple[str, int], _InferenceStep] = {}
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
         """Parameters that are learnt, by name."""
@@ -153,14 +153,14 @@ class Inference:
         recorded = self._recorded("evaluate", len(batch.tokens), lambda: self._emit_loss(len(batch.tokens), training=False))
         return float(recorded.run(batch.tokens, batch.targets)[0])
 
-    def _recorded(self, name: str, size: int, emit: Callable[[], tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]]) -> _Recorded:
+    def _recorded(self, name: str, size: int, emit: Callable[[], tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]]) -> _InferenceStep:
         """The recorded step `name` for a size, captured on its first use."""
         found = self._steps.get((name, size))
         if found is None:
             inputs, body = emit()
             with self.runtime.record() as step:
                 output = body()
-            found = self._steps[name, size] = _Recorded(step, inputs, output)
+            found = self._steps[name, size] = _InferenceStep(step, inputs, output)
         return found
 
     def _emit_loss(self, batch: int, *, training: bool) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
@@ -187,15 +187,15 @@ class InFlight:
     squares: TileTensor | None
     meanwhile: Callable[[], None]
 
-    def part(self) -> tuple[list[float], float | None]:
-        """Wait until this node's part is over: the losses of its minibatches, and the sum of squares of the gradient, if it is told."""
+    def shard_outcome(self) -> tuple[list[float], float | None]:
+        """Wait until this node's shard of the step is over: the losses of its minibatches, and the gradient's sum of squares if this node has it."""
         self.ticket.wait(self.meanwhile)
         losses = [float(self.ticket.read(loss)[0]) for loss in self.losses]
         return losses, None if self.squares is None else float(self.ticket.read(self.squares)[0])
 
     def result(self) -> Outcome:
         """Wait until the step is over."""
-        losses, squares = self.part()
+        losses, squares = self.shard_outcome()
         assert squares is not None  # a node that is not told has others beside it
         return outcome_of(losses, squares)
 

@@ -93,24 +93,24 @@ class GpuPlan:
     """GPUs that a run will use.
 
     Args:
-        parts: (card, number of the part, or None where a card is whole) of each memory node.
+        devices: (card, number of the part, or None where a card is whole) of each memory node.
         nbytes: budget of each.
         why_none: why there are none although CuPy is installed, if that is so and no flag asks for any.
     """
 
-    parts: tuple[tuple[GpuFacts, int | None], ...]
+    devices: tuple[tuple[GpuFacts, int | None], ...]
     nbytes: int
     why_none: str = ""
 
     @property
     def names(self) -> list[str]:
         """Of the GPUs, one for each node."""
-        return [name_of(card, part) for card, part in self.parts]
+        return [name_of(card, part) for card, part in self.devices]
 
     @property
     def device_class(self) -> str:
         """Key of the tile table: what computes."""
-        return "cuda" if self.parts else "cpu"
+        return "cuda" if self.devices else "cpu"
 
 
 NO_GPUS: Final = GpuPlan((), 0)
@@ -142,8 +142,8 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
     if dtype == "fp64":
         return GpuPlan((), 0, "no GPU is used: --dtype fp64 has no CUDA kernels")
     split = resources.split_gpu
-    parts = tuple((card, None if split == 1 else part) for card in found for part in range(split))
-    return GpuPlan(parts, _budget(resources.gpu_memory, found, split))
+    devices = tuple((card, None if split == 1 else part) for card in found for part in range(split))
+    return GpuPlan(devices, _budget(resources.gpu_memory, found, split))
 
 
 def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
@@ -156,7 +156,7 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
         parse_rate(resources.sim_bandwidth, "--sim-bandwidth")
         if not resources.sim_gpu:
             raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
-    if gpus.parts:
+    if gpus.devices:
         return
     if resources.ncpu == 0 and not resources.sim_gpu:
         raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
@@ -209,10 +209,10 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
         DoesNotFit: a card did not give the memory that CUDA needs for itself.
         UsageError: what CuPy needs is missing, or a card does not work.
     """
-    if not plan.parts:
+    if not plan.devices:
         return []
     try:
-        return cards.open(plan.parts, tf32=dtype == "tf32", dtype=dtype)
+        return cards.open(plan.devices, tf32=dtype == "tf32", dtype=dtype)
     except MemoryError as error:
         raise DoesNotFit(str(error)) from error
     except ImportError as error:
@@ -230,7 +230,7 @@ def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, 
     Raises:
         UsageError: there are some, and no CPU worker to run them, or --strict.
     """
-    if not gpus.parts:
+    if not gpus.devices:
         return {}
     found = dict(Counter(task.name for task in tasks if "cuda" not in task.kinds))
     names = ", ".join(sorted(found))
@@ -247,11 +247,11 @@ def open_nccl(gpus: GpuPlan) -> Nccl:
     Raises:
         UsageError: there is none, or NCCL is not installed.
     """
-    if not gpus.parts:
+    if not gpus.devices:
         why = gpus.why_none or "no GPU is used, since CuPy is not installed"
         raise UsageError(f"--transport nccl sends from a GPU, and {why}; use --transport dask")
     try:
-        return cards.nccl(gpus.parts[0][0])
+        return cards.nccl(gpus.devices[0][0])
     except NoGpu as error:
         raise UsageError(str(error)) from error
 
@@ -284,4 +284,4 @@ def num_cpu_workers(asked: int | None, gpus: GpuPlan) -> int:
     """Workers of the CPU: as many as asked for, else one a core, and none where GPUs compute."""
     if asked is not None:
         return asked
-    return 0 if gpus.parts else usable_cores()
+    return 0 if gpus.devices else usable_cores()

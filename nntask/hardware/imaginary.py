@@ -75,7 +75,7 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
 
 def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: Target, factor: int = 1) -> ModelTiling:
     """Large tiles, as accelerators like them, `factor` times as large as usual, for `minibatch` sequences of `length` tokens."""
-    elements = factor * target.largest_place // COARSE_SHARE // 4  # of an fp32 tile
+    elements = factor * target.largest_node_nbytes // COARSE_SHARE // 4  # of an fp32 tile
     width = even(config.n_embd, max(1, int(elements**0.5)))
     rows = max(1, elements // width)
     return ModelTiling(

@@ -69,19 +69,19 @@ class Target:
         return len(self.memories) - 1
 
     @property
-    def places(self) -> list[int]:
+    def compute_nodes(self) -> list[int]:
         """Nodes where tasks run."""
         return sorted({node for _, node, _ in self.workers})
 
     @property
     def memory(self) -> int:
         """Bytes where tasks run."""
-        return sum(self.nodes[place][1] for place in self.places)
+        return sum(self.nodes[node][1] for node in self.compute_nodes)
 
     @property
-    def largest_place(self) -> int:
+    def largest_node_nbytes(self) -> int:
         """Bytes of the largest memory where a task may run."""
-        return max(self.nodes[place][1] for place in self.places)
+        return max(self.nodes[node][1] for node in self.compute_nodes)
 
     @property
     def memories(self) -> Sequence[tuple[str, int]]:
@@ -116,7 +116,7 @@ class Target:
 
     def policy(self, sched: str) -> str:
         """The scheduling policy that `sched` stands for."""
-        return choose(sum(node > 0 for node in self.places)) if sched == "auto" else sched
+        return choose(sum(node > 0 for node in self.compute_nodes)) if sched == "auto" else sched
 
     def with_budget(self, node: int, nbytes: int) -> Target:
         """The same machine with another budget on one node."""
@@ -143,7 +143,7 @@ class Target:
 
 def this_machine(machine: MachineSpec) -> Target:
     """The machine that `open_runtime` makes of these devices and budgets, with what earlier runs have measured on it."""
-    num_gpus = len(machine.gpus.parts)
+    num_gpus = len(machine.gpus.devices)
     staging = staging_nbytes(num_gpus, has_tier=machine.disk is not None)
     nodes = [(RAM, machine.ram.nbytes - staging)]
     nodes += [(f"sim:{at}", machine.device.nbytes) for at in range(machine.num_simulated)]
@@ -216,7 +216,7 @@ def pace_on(plan: StepPlan, target: Target) -> Pace:
     """How fast a machine goes through a plan."""
     tables = durations(plan, target).seconds
     position = {task: at for at, task in enumerate(plan.tasks)}
-    below = target.last if 0 in target.places else 0
+    below = target.last if 0 in target.compute_nodes else 0
     return pace_of(
         plan,
         [(kind, NodeId(node)) for kind, node, _ in target.workers],

@@ -76,7 +76,7 @@ class MachineSpec:
     @property
     def has_gpus(self) -> bool:
         """Whether real devices compute."""
-        return bool(self.gpus.parts)
+        return bool(self.gpus.devices)
 
 
 def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) -> MachineSpec:
@@ -115,7 +115,7 @@ def with_budgets(machine: MachineSpec) -> MachineSpec:
     """
     asked, gpus = machine.asked, machine.gpus
     ram = parse_size(asked.ram, "--ram") if asked.ram else None
-    simulated = parse_size(asked.gpu_memory, "--gpu-memory") if asked.gpu_memory and not gpus.parts else None
+    simulated = parse_size(asked.gpu_memory, "--gpu-memory") if asked.gpu_memory and not gpus.devices else None
     try:
         ram_nbytes, simulated_nbytes = memory_budgets(ram, simulated, machine.num_simulated)
     except MemoryError as error:
@@ -124,7 +124,7 @@ def with_budgets(machine: MachineSpec) -> MachineSpec:
     return replace(
         machine,
         ram=Budget(ram_nbytes, ram is not None),
-        device=Budget(gpus.nbytes, is_given=True) if gpus.parts else Budget(simulated_nbytes, simulated is not None),
+        device=Budget(gpus.nbytes, is_given=True) if gpus.devices else Budget(simulated_nbytes, simulated is not None),
         disk=None if disk is None else DiskSpec(disk[0], Budget(_tier_bytes(*disk), disk[1] is not None)),
     )
 

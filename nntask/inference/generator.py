@@ -32,7 +32,7 @@ Scores = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _DecodingStep:
     """A recorded step of one token per text, for the tiles that the tokens lie in."""
 
     written: range
@@ -159,7 +159,7 @@ class _Steps:
     def __init__(self, model: LanguageModel, runtime: Runtime, cache: KVCache, texts: list[list[int]]) -> None:
         self._model, self._runtime, self._cache, self._texts = model, runtime, cache, texts
         self._tokens, self._positions = cache.inputs(1)
-        self._recorded: _Recorded | None = None
+        self._recorded: _DecodingStep | None = None
 
     def scores(self) -> Scores:
         """Scores of what follows each text  # -> (B, V). A text that has ended is where it was."""
@@ -172,12 +172,12 @@ class _Steps:
         scores: Scores = recorded.step.replay().read(recorded.output)[:, 0]
         return scores
 
-    def _step(self, written: range) -> _Recorded:
+    def _step(self, written: range) -> _DecodingStep:
         """The recorded step for tokens in these tiles of the cache."""
         if self._recorded is None or self._recorded.written != written:
             self._recorded = None
             self._cache.grow(written.stop * self._cache.tile)
             with no_grad(), self._runtime.record() as step:
                 output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written)).data
-            self._recorded = _Recorded(written, step, output)
+            self._recorded = _DecodingStep(written, step, output)
         return self._recorded

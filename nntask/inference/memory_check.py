@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .pretrained import ModelSource
 
 
-def check_room(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, *, batch: int, length: int, prompt_length: int) -> None:
+def check_memory(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, *, batch: int, length: int, prompt_length: int) -> None:
     """Check that texts can be written to their ends; takes no memory, and 0.3 s for gpt2-large.
 
     Args:

@@ -42,7 +42,7 @@ def written_aside(target: Path) -> Iterator[Path]:
     try:
         yield aside / _NEW
         _fsync_all(aside / _NEW)
-        _put_in_place(aside, target)
+        _move_into(aside, target)
     finally:
         _clear(aside, target)
         os.close(lock)
@@ -86,7 +86,7 @@ def _fsync_all(path: Path) -> None:
     fsync(path)
 
 
-def _put_in_place(aside: Path, target: Path) -> None:
+def _move_into(aside: Path, target: Path) -> None:
     old = aside / _OLD
     if target.is_dir():
         os.rename(target, old)

@@ -69,7 +69,7 @@ class Share:
         """Ranks of the other nodes, the next one first: so that not all begin with the same."""
         return [(self.rank + step) % self.num_nodes for step in range(1, self.num_nodes)]
 
-    def parts_of(self, rank: int) -> list[int]:
+    def partial_sums_of(self, rank: int) -> list[int]:
         """First lanes of the parts that a node's sums come in."""
         here = set(self.lanes[rank])
         parts = set(here)
@@ -225,7 +225,7 @@ class Emission:
         self.ready = {p.name: (p, gradient, group) for p, gradient, group in optimizer.take_gradients()}
         self.names = exchange._names
         gradients = [gradient for _, gradient, _ in self.ready.values()]
-        self.squares = optimizer_ops.parts_of_squares(gradients)
+        self.squares = optimizer_ops.squares_of_tiles(gradients)
         firsts, first = {}, 0
         for name, (_, gradient, _) in self.ready.items():
             firsts[name] = first
@@ -250,11 +250,11 @@ class Emission:
         written = [handle for handle in gradients if handle.written]
         parts = [self.runtime.partial_sums(handle, self.share.num_lanes, priority=URGENT) for handle in written]
         if bucket.owner != me:
-            for lane in self.share.parts_of(me) if written else ():
+            for lane in self.share.partial_sums_of(me) if written else ():
                 self._send([part[lane] for part in parts], bucket.owner, f"gradient {bucket.number}.{lane}")
             return
         for peer in self.share.peers if written else ():
-            for lane in self.share.parts_of(peer):
+            for lane in self.share.partial_sums_of(peer):
                 arrived = [self._like(handle, f"{handle.name} of node {peer}") for handle in written]
                 self._receive(arrived, peer, f"gradient {bucket.number}.{lane}", after=written)
                 for own, part in zip(parts, arrived, strict=True):

@@ -1,5 +1,5 @@
-from .memory_fit import Sketch, capture, needs_of, order_on, sketch
+from .memory_fit import CapturedStep, capture, needs_of, order_on
 from .needs import shortage
 from .simulate import plan_run
 
-__all__ = ["Sketch", "capture", "needs_of", "order_on", "plan_run", "shortage", "sketch"]
+__all__ = ["CapturedStep", "capture", "needs_of", "order_on", "plan_run", "shortage"]

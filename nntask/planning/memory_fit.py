@@ -48,7 +48,7 @@ _OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "min
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class CapturedStep:
     """A model without memory, and its training step.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sketch:
     reading: int = 0
 
 
-def check_fit(run: RunConfig) -> tuple[Sketch, PlannedOrder]:
+def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
     """Refuse a run whose step cannot run on its machine within the budgets, and choose the order of one that can.
 
     Takes no memory, and a second for 20,000 tasks; more where budgets are short, to compare orders.
@@ -75,7 +75,7 @@ def check_fit(run: RunConfig) -> tuple[Sketch, PlannedOrder]:
         UsageError: the step has too many tasks, or no order of the name that was asked for.
     """
     with no_collections():
-        found = sketch(run, base=run.start.base)
+        found = capture(run, base=run.start.base)
         target = this_machine(run.machine)
         needs = least_needs(found.plan, run, target, reading=found.reading)
         if not needs.fit(target):
@@ -84,12 +84,7 @@ def check_fit(run: RunConfig) -> tuple[Sketch, PlannedOrder]:
         return found, choose_order(found.plan, run, target.without(found.reading))
 
 
-def capture(run: RunConfig, num_minibatches: int | None = None) -> StepPlan:
-    """The step of a run; see `sketch`."""
-    return sketch(run, num_minibatches).plan
-
-
-def sketch(run: RunConfig, num_minibatches: int | None = None, base: FrozenBase | None = None) -> Sketch:
+def capture(run: RunConfig, num_minibatches: int | None = None, base: FrozenBase | None = None) -> CapturedStep:
     """Model and step of a run, from shapes.
 
     Args:
@@ -118,7 +113,7 @@ def sketch(run: RunConfig, num_minibatches: int | None = None, base: FrozenBase 
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
     runtime.plan.idle = untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    return Sketch(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
+    return CapturedStep(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
@@ -206,14 +201,14 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
     Raises:
         ValueError: the step has no order of that name.
     """
-    last, places = target.last, target.places
+    last, compute_nodes = target.last, target.compute_nodes
     return plan_order(
         plan,
         order,
         memory=target.memory,
         last=target.nodes[last][1],
-        computes_on_last=last in places,
-        num_devices=len(places) if POLICIES[policy]().keeps_parts and 0 not in places else 1,
+        computes_on_last=last in compute_nodes,
+        num_devices=len(compute_nodes) if POLICIES[policy]().keeps_partitions and 0 not in compute_nodes else 1,
         pace=lambda parted: pace_on(parted, target),
     )
 
@@ -280,7 +275,7 @@ def _enough(short: list[tuple[int, int]], target: Target, anew: Callable[[Target
     for _ in range(MOST_ENLARGED):
         rounded = {at: parse_size(flag_size(nbytes), "") for at, nbytes in short}
         larger = target.enlarged(rounded)
-        if anew is None or larger.largest_place == target.largest_place or _is_long(changed := anew(larger)):
+        if anew is None or larger.largest_node_nbytes == target.largest_node_nbytes or _is_long(changed := anew(larger)):
             break
         if not (more := _short(changed, larger)):
             break
@@ -292,7 +287,7 @@ def _short(run: RunConfig, target: Target) -> list[tuple[int, int]]:
     """Nodes that a step leaves short, see `Needs.short`; of many minibatches three are looked at, each more needs as much more as the third."""
 
     def look(num_minibatches: int) -> Needs:
-        found = sketch(run, num_minibatches)
+        found = capture(run, num_minibatches)
         return least_needs(found.plan, run, target, reading=found.reading)
 
     count = run.step.num_minibatches
@@ -338,14 +333,14 @@ def _smaller_tile(run: RunConfig, target: Target, needs: Needs) -> str:
             trial = changed.cut(**{flag: size})
             if _is_long(trial):
                 continue
-            after = needs_of(capture(trial, 1))
+            after = needs_of(capture(trial, 1).plan)
             if best is None or after.task < best[0].task:
                 best = after, trial, flag, size
         if best is None:
             return ""
         after, changed, flag, size = best
         flags[flag], name = size, after.hungriest.name
-        if after.task <= target.largest_place:
+        if after.task <= target.largest_node_nbytes:
             besides = _raised(target, _short(with_free_order(changed), target))
             return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items()) + (f" and {besides}" if besides else "")
     return ""

@@ -36,7 +36,7 @@ class Needs:
 
     def last(self, target: Target) -> int:
         """Least budget of the last tier of a machine."""
-        return self.total if target.last in target.places else self.passive
+        return self.total if target.last in target.compute_nodes else self.passive
 
     def minimum(self, target: Target) -> dict[str, int]:
         """Least budget of each node of a machine, as flags give it: of host memory with what those who read files and copies to GPUs take of it.
@@ -46,7 +46,7 @@ class Needs:
         found = {}
         of_device = self.least if self._fits_task_at(target, 0) else self.task
         for at, (name, _) in enumerate(target.nodes):
-            passing = self.tile if at not in target.places else of_device if at else self.task
+            passing = self.tile if at not in target.compute_nodes else of_device if at else self.task
             found[name] = max(passing, self.last(target)) if at == target.last else passing
         found[target.nodes[0][0]] += self.reading + target.staging
         return found
@@ -59,18 +59,18 @@ class Needs:
         minimum, budgets = self.minimum(target), target.budgets
         devices = dict.fromkeys(self.idle(target), self.least)
         if not self.fits_task(target):
-            largest = max(target.places, key=lambda at: target.nodes[at][1])
+            largest = max(target.compute_nodes, key=lambda at: target.nodes[at][1])
             devices[largest] = minimum[target.nodes[largest][0]]
         others = {
             at: minimum[name]
             for at, (name, _) in enumerate(target.nodes)
-            if budgets[name] < minimum[name] and (at == target.last or at not in target.places)
+            if budgets[name] < minimum[name] and (at == target.last or at not in target.compute_nodes)
         }
         return sorted({**devices, **others}.items())
 
     def idle(self, target: Target) -> list[int]:
         """Devices of a machine whose memory holds no task that has flops."""
-        return [at for at in target.places if at and target.nodes[at][1] < self.least]
+        return [at for at in target.compute_nodes if at and target.nodes[at][1] < self.least]
 
     def fit(self, target: Target) -> bool:
         """Whether a machine has as much."""
@@ -78,11 +78,11 @@ class Needs:
 
     def fits_task(self, target: Target) -> bool:
         """Whether some memory holds the hungriest task."""
-        return any(self._fits_task_at(target, at) for at in target.places)
+        return any(self._fits_task_at(target, at) for at in target.compute_nodes)
 
     def _fits_task_at(self, target: Target, at: int) -> bool:
         """Whether tasks run on a node, and it holds the hungriest."""
-        return at in target.places and target.nodes[at][1] - (0 if at else self.reading) >= self.task
+        return at in target.compute_nodes and target.nodes[at][1] - (0 if at else self.reading) >= self.task
 
 
 def shortage(target: Target, needs: Needs) -> str:
@@ -90,7 +90,7 @@ def shortage(target: Target, needs: Needs) -> str:
     if not needs.fits_task(target):
         data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)
         return (
-            f"{needs.hungriest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_place:,} B of the largest memory "
+            f"{needs.hungriest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_node_nbytes:,} B of the largest memory "
             "where it may run" + (f" without the {needs.reading:,} B of RAM that readers of files take" if needs.reading else "")
         )
     short = needs.short(target)

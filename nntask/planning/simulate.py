@@ -36,7 +36,6 @@ from .memory_fit import (
     least_needs,
     most_tiles,
     no_collections,
-    sketch,
     with_free_order,
     work_of,
 )
@@ -69,7 +68,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     run = asked if target is None else _with_few_tasks(asked, target)
     target = this_machine(run.machine) if target is None else target
     with no_collections():
-        found = sketch(run, base=run.start.base)
+        found = capture(run, base=run.start.base)
         plan = found.plan
         order = choose_order(plan, run, target.without(found.reading))
         needs = least_needs(plan, run, target, order, reading=found.reading)
@@ -101,17 +100,17 @@ def _with_few_tasks(run: RunConfig, target: Target) -> RunConfig:
         if not has_too_many_tasks(coarse):
             return coarse
         factor *= 2
-    enough = target.largest_place
+    enough = target.largest_node_nbytes
     while enough <= BOUNDLESS:
         enough *= 2
-        larger = target.enlarged(dict.fromkeys(target.places, enough))
+        larger = target.enlarged(dict.fromkeys(target.compute_nodes, enough))
         if target.rates is not None and not has_too_many_tasks(_in_coarse_tiles(run, larger)):
             flops = target.rates["sim"].flops
             raise DoesNotFit(
-                f"tiles for devices of {target.largest_place:,} B would make more than {MOST_TASKS:,} tasks of a step; look at devices that have "
-                f"fewer, such as --devices {format_devices(target.num_devices, enough, flops)}, or lower --batch"
+                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step; look at devices "
+                f"that have fewer, such as --devices {format_devices(target.num_devices, enough, flops)}, or lower --batch"
             )
-    return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `sketch` says so
+    return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `capture` says so
 
 
 def _in_coarse_tiles(run: RunConfig, target: Target, factor: int = 1) -> RunConfig:
@@ -125,7 +124,7 @@ def _simulate(order: PlannedOrder, run: RunConfig, target: Target, needs: Needs)
         return None, shortage(target, needs), ""
     target = target.without(needs.reading)
     asked = run.machine.asked
-    is_short, has_devices = order.plan.needed_bytes() > target.memory, max(target.places) > 0
+    is_short, has_devices = order.plan.needed_bytes() > target.memory, max(target.compute_nodes) > 0
     once = is_short and len(order.plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
     try:
         found = simulate(
@@ -272,7 +271,7 @@ def _largest_model(run: RunConfig, target: Target, tasks_per_work: float) -> str
         count = min(2, run.step.num_minibatches)
         if count * tasks_per_work * work_of(changed) > MANY_TASKS:
             continue
-        if least_needs(capture(changed, count), changed, target).fit(target):
+        if least_needs(capture(changed, count).plan, changed, target).fit(target):
             return name
     return None
 
@@ -289,7 +288,7 @@ def _largest_minibatch(run: RunConfig, target: Target) -> tuple[int, bool]:
         """What a step of one such minibatch needs, the bytes of all classes, of inputs those of another step besides, and its tasks."""
         model = run.model
         changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
-        found = sketch(changed)
+        found = capture(changed)
         inputs = sum(handle.size for handle in found.plan.uses if handle.kind == "input")
         nbytes = sum(_by_class(found.plan).values()) + inputs
         return least_needs(found.plan, changed, target, reading=found.reading), nbytes, len(found.plan.tasks)

@@ -32,11 +32,11 @@ def print_timing(engine: Timed, run: RunConfig, counts: FlopCounts, printer: Ste
     """
     try:
         _time_loops(engine, run, counts, printer, stopped)
-    except _Stopped:
+    except _TimingStopped:
         return
 
 
-class _Stopped(Exception):
+class _TimingStopped(Exception):
     """A loop was asked to end."""
 
 
@@ -65,7 +65,7 @@ def _seconds(action: Callable[[], None], warmup: int, count: int, stopped: Calla
     begin = perf_counter()
     for number in range(warmup + count):
         if stopped():
-            raise _Stopped
+            raise _TimingStopped
         if number == warmup:
             begin = perf_counter()
         action()

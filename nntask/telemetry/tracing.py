@@ -74,7 +74,7 @@ class Tracer:
         ran = list(trace.tasks())
         begin = self._first + 1
         assert step.plan is not None  # the run has replayed it
-        placed = places_in_steps(ran, step.first_tasks, len(step.plan.tasks), begin, max(self._range[0] if self._range else begin, begin))
+        placed = steps_of_tasks(ran, step.first_tasks, len(step.plan.tasks), begin, max(self._range[0] if self._range else begin, begin))
         about: dict[str, Any] = {"unix_ns": time.time_ns() - time.perf_counter_ns()}
         about |= facts_of(ran, placed, step.plan, self._runtime)
         try:
@@ -89,7 +89,7 @@ Place = tuple[int, int]
 """(step, position in its plan) of a task that ran."""
 
 
-def places_in_steps(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: int, begin: int, since: int) -> list[Place | None]:
+def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: int, begin: int, since: int) -> list[Place | None]:
     """Which step each task that ran belongs to, None for none.
 
     Replay k of a recorded step runs instance k mod 2, whose tasks have numbers of their own that come again every second replay.

@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 Stopped = Callable[[], bool]
 
 
-class _Stopped(Exception):
+class _MeasuringStopped(Exception):
     """A signal came."""
 
 
@@ -106,7 +106,7 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
     with Interrupts() as interrupts:
         try:
             tiling = search(run, say, interrupts.pending)
-        except _Stopped:
+        except _MeasuringStopped:
             say("interrupted while tiles were measured; nothing was saved yet, so there is nothing to continue")
             return interrupts.exit_code
     run = retiled(run, tiling)
@@ -193,7 +193,7 @@ def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: Fals
     run, config = retiled(run, tiling), run.model.config
     try:
         with no_collections():
-            whole = capture(run)
+            whole = capture(run).plan
             target = this_machine(run.machine)
             fits = least_needs(whole, run, target).fit(target)
     except UsageError:
@@ -203,7 +203,7 @@ def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: Fals
     count, small = run.step.num_minibatches, config
     if whole.needed_bytes() <= target.memory:
         small = config.with_layers(min(config.n_layer, LAYERS))
-        count = min(count, 2 * len(target.places))
+        count = min(count, 2 * len(target.compute_nodes))
     try:
         plan, lap = _run(run.cut(batch=count * run.step.minibatch).with_model(config=small), stopped)
     except scheduler.DoesNotFit:
@@ -238,7 +238,7 @@ def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Ba
     total = 0.0
     for number in range(1, MOST_STEPS + 2):
         if stopped():
-            raise _Stopped
+            raise _MeasuringStopped
         watch.seconds.clear()
         begin = perf_counter()
         engine.start(number, 0.0, batch).result()

@@ -22,13 +22,13 @@ from ..errors import UsageError
 from ..hf.model_directory import ModelDirectory
 from ..io.safetensors_file import TensorFile, load_tensors
 from ..models.language import LanguageModel
-from ..planning.memory_fit import Sketch
+from ..planning.memory_fit import CapturedStep
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
 
 
-def check_weights(run: RunConfig, sketch: Sketch) -> None:
+def check_weights(run: RunConfig, captured: CapturedStep) -> None:
     """Compare every file of weights that will be read with the model, and with its checksum, before anything is computed or written.
 
     Raises:
@@ -37,13 +37,13 @@ def check_weights(run: RunConfig, sketch: Sketch) -> None:
     start = run.start
     if start.resumed is not None:
         start.resumed.verify(MODEL, OPTIMIZER)
-    for path, tensors, exact in _files(start, sketch.trained, sketch.optimizer):
+    for path, tensors, exact in _files(start, captured.trained, captured.optimizer):
         with TensorFile(path) as file:
             file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
     if start.base is not None:
-        start.base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in sketch.frozen.items()})
+        start.base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in captured.frozen.items()})
     elif start.directory is not None:
-        ModelDirectory.open(start.directory).check({name: tensor.shape for name, tensor in sketch.trained.items()})
+        ModelDirectory.open(start.directory).check({name: tensor.shape for name, tensor in captured.trained.items()})
 
 
 def load_weights(start: Start, engine: Trained) -> None:

@@ -155,7 +155,7 @@ class Loop:
             if flying is not None:
                 self._land(flying)
             flying = started
-            if _due(step, plan.save_every) or _due(step, plan.eval_every) or step == plan.steps:
+            if _is_multiple(step, plan.save_every) or _is_multiple(step, plan.eval_every) or step == plan.steps:
                 self._land(flying)
                 flying = None
                 self._pause(step)
@@ -191,15 +191,15 @@ class Loop:
         """What happens between steps with nothing in flight; its time and its traffic belong to no step."""
         begin = perf_counter()
         self.hooks.on_step(None)
-        if _due(step, self.plan.save_every):
+        if _is_multiple(step, self.plan.save_every):
             self.save()
-        if _due(step, self.plan.eval_every):
+        if _is_multiple(step, self.plan.eval_every):
             try:
                 self.hooks.validate(step)
             except DataError:
                 self._finish()
                 raise
-        if _due(step, self.plan.save_every) and step < self.plan.steps:
+        if _is_multiple(step, self.plan.save_every) and step < self.plan.steps:
             self.hooks.on_saved()
         self._meter.skip(self.runtime.stats(forget_recent_peak=True))
         self._last_end += perf_counter() - begin
@@ -236,5 +236,5 @@ class Loop:
         self.step, self._cursor = flight.step, flight.cursor
 
 
-def _due(step: int, period: int) -> bool:
+def _is_multiple(step: int, period: int) -> bool:
     return period > 0 and step % period == 0

@@ -21,7 +21,7 @@ from ..hardware.machine_spec import DiskSpec
 from ..io.safetensors_file import TensorFile
 from ..optim.lr_schedule import make_schedule
 from .run_directory import check_new_run, check_writable
-from .run_lock import check_unclaimed
+from .run_lock import check_unlocked
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -40,7 +40,7 @@ def check_start(run: RunConfig) -> None:
             f"--init-from {files.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; name it with "
             "--tokenizer-path DIR, or train on token ids with --dataset train.bin"
         )
-    check_unclaimed(run.directory, run.start.flag)
+    check_unlocked(run.directory, run.start.flag)
     check_directory(run)
     _check_files(run.settings)
     check_spec(data)

@@ -21,7 +21,7 @@ from ..errors import DataError, UsageError
 from ..hardware.gpus import check_fallbacks
 from ..hardware.runtimes import FAILURES, runtime_for, told
 from ..inference.samples import sample_prompt
-from ..planning.memory_fit import check_fit, sketch
+from ..planning.memory_fit import capture, check_fit
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import Journal, StepPrinter
 from ..telemetry.tensorboard import EventFile, check_installed
@@ -34,7 +34,7 @@ from .initial_weights import check_weights, load_weights, model_to_start_from
 from .loop import Hooks, Loop, LoopPlan, Saver
 from .preflight import check_directory, check_start, warn_of_disk
 from .run_directory import CONFIG, METRICS, machine_of, versions, write_file, write_machine
-from .run_lock import Claim
+from .run_lock import RunLock
 from .session import Session, print_header, print_totals
 from .signals import Interrupts
 
@@ -73,7 +73,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.machine.asked.strict)
         foreseen = _Foreseen(order, matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}), fallbacks)
     else:
-        step = sketch(run, base=run.start.base)  # each node checks what it has
+        step = capture(run, base=run.start.base)  # each node checks what it has
     check_weights(run, step)
     if run.settings.run.dry_run:
         _stream(run, open_dataset(run.data, printer.say))
@@ -81,14 +81,14 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         return 0
     interrupts = Interrupts()
     interrupts.what_there_is = partial(left_behind, run.directory)
-    with Claim(run.directory, run.start.flag, partial(check_directory, run)) as claim, interrupts:
+    with RunLock(run.directory, run.start.flag, partial(check_directory, run)) as lock, interrupts:
         if cluster is not None:
-            return _on_cluster(run, cluster, claim, printer, interrupts)
+            return _on_cluster(run, cluster, lock, printer, interrupts)
         assert foreseen is not None  # there is no cluster
-        return _here(run, foreseen, claim, printer, interrupts)
+        return _here(run, foreseen, lock, printer, interrupts)
 
 
-def _here(run: RunConfig, foreseen: _Foreseen, claim: Claim, printer: StepPrinter, interrupts: Interrupts) -> int:
+def _here(run: RunConfig, foreseen: _Foreseen, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:
     """Train on this machine."""
     runtime = runtime_for(run)
     try:
@@ -96,7 +96,7 @@ def _here(run: RunConfig, foreseen: _Foreseen, claim: Claim, printer: StepPrinte
             engine = RecordedEngine(run, runtime, model_to_start_from(run, runtime), foreseen.order.name)
             dataset = open_dataset(run.data, printer.say)
             session = Session(run, dataset, _stream(run, dataset), runtime, engine, printer, interrupts, foreseen.fallbacks)
-            _begin(session, claim, foreseen.order)
+            _begin(session, lock, foreseen.order)
             if run.start.resumed is None:
                 print_timing(engine, run, session.counts, printer, interrupts.pending)
             tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, printer.say)
@@ -111,7 +111,7 @@ def _here(run: RunConfig, foreseen: _Foreseen, claim: Claim, printer: StepPrinte
         raise told(error, runtime, run.machine, left_behind(run.directory), lower=lower) from error
 
 
-def _on_cluster(run: RunConfig, cluster: Cluster, claim: Claim, printer: StepPrinter, interrupts: Interrupts) -> int:
+def _on_cluster(run: RunConfig, cluster: Cluster, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:
     """Train on a cluster; when its nodes change, go on from the last checkpoint with those that there are."""
     dataset = open_dataset(run.data, printer.say)
     while True:
@@ -119,7 +119,7 @@ def _on_cluster(run: RunConfig, cluster: Cluster, claim: Claim, printer: StepPri
             with cluster.open(run, dataset, printer.say) as (counters, engine):
                 stream = _stream(run, dataset, rows=())  # nodes read what they need
                 session = Session(run, dataset, stream, counters, engine, printer, interrupts, {})
-                _begin(session, claim, None)
+                _begin(session, lock, None)
                 return _go(session, Hooks(validate=partial(validate, session), on_saved=cluster.check_members))
         except NodesChanged as change:
             if interrupts.pending():
@@ -159,12 +159,12 @@ def _stream(run: RunConfig, dataset: Dataset, rows: Sequence[int] | None = None)
     return stream
 
 
-def _begin(session: Session, claim: Claim, order: PlannedOrder | None) -> None:
+def _begin(session: Session, lock: RunLock, order: PlannedOrder | None) -> None:
     """Take the directory, say what is trained, write down how, and load the weights that it begins with."""
     run = session.run
     if run.settings.run.sample_tokens:
         sample_prompt(run, session.dataset.tokenizer, session.stream.length)  # refused now rather than after the training
-    claim.take()
+    lock.take()
     print_header(session, order)
     write_file(run.directory / CONFIG, to_toml(run.settings))
     load_weights(run.start, session.engine)

@@ -22,7 +22,7 @@ LOCK: Final = ".lock"
 """The file; it names the process and the machine that hold it, or held it last."""
 
 
-class Claim:
+class RunLock:
     """The lock of a run on its directory; let go of at the end of the block.
 
     Args:
@@ -55,7 +55,7 @@ class Claim:
             os.pwrite(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         self._check()
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -66,7 +66,7 @@ class Claim:
             self._fd = None
 
 
-def check_unclaimed(run: Path, flag: str) -> None:
+def check_unlocked(run: Path, flag: str) -> None:
     """Check that nobody trains in a directory, creating nothing.
 
     Raises:

@@ -311,7 +311,7 @@ class Runtime(RecordingRuntime):
                 memory=reach.memory,
                 last=nodes.budget(last) - (nodes.readers_bytes if last == RAM else 0),
                 computes_on_last=machine.computes_on_last,
-                num_devices=len(reach.nodes) if machine.keeps_parts and RAM not in reach.nodes else 1,
+                num_devices=len(reach.nodes) if machine.keeps_partitions and RAM not in reach.nodes else 1,
                 pace=reach.pace,
             )
         except ValueError as error:

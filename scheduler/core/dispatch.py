@@ -50,7 +50,7 @@ class Dispatch:
     """Workers, ready tasks and blocked tasks.
 
     Attributes:
-        doomed: tasks found to have nothing to read, and why; whoever owns the dispatch cancels them.
+        to_cancel: tasks found to have nothing to read, and why; whoever owns the dispatch cancels them.
         blocked: per node, tasks waiting for memory, oldest first.
         held: recorded tasks too far ahead of the planned order, a heap.
         num_active: tasks running, the program's included.
@@ -61,26 +61,26 @@ class Dispatch:
         self._replicas = replicas
         self._admission = admission
         self._compaction = Compaction(replicas)
-        self._horizon = replicas.horizon
+        self._foresight = replicas.foresight
         self._copies = replicas.copies
         self.policy = policy
         self.host = Worker(HOST, "host", RAM, depth=1 << 60)
         self.workers: dict[WorkerId, Worker] = {HOST: self.host}
-        self.crew: list[Worker] = []
+        self.joined: list[Worker] = []
         self.blocked: list[list[Task]] = [[] for _ in replicas.nodes]
-        self.doomed: list[tuple[Task, BaseException]] = []
+        self.to_cancel: list[tuple[Task, BaseException]] = []
         self.num_active = 0
         self.num_blocked = 0
         self.num_ready = 0
         self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
-        self._room: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
+        self._free_slots: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
 
     def join(self, worker: Worker, actions: list[Action]) -> None:
-        """A worker joins the crew."""
+        """A worker joins."""
         self.workers[worker.id] = worker
-        self.crew.append(worker)
+        self.joined.append(worker)
         self.policy.join(worker)
-        self._room[worker.node] += worker.depth
+        self._free_slots[worker.node] += worker.depth
         if self.num_ready:
             self._fill(worker, actions)
 
@@ -93,7 +93,7 @@ class Dispatch:
         """Write down the next placements of recorded tasks of these names; the list grows as they happen."""
         holder = self.policy if isinstance(self.policy, Pinned) else self
         policy = holder.policy.policy if isinstance(holder.policy, Explained) else holder.policy
-        watched = holder.policy = Explained(policy, estimates, self.crew, names, count)
+        watched = holder.policy = Explained(policy, estimates, self.joined, names, count)
         return watched.placements
 
     def push(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
@@ -102,7 +102,7 @@ class Dispatch:
         step = task.step
         if step is not None:
             order = task.order = step.first_order + task.position
-            if step.window != ANY and order > self._horizon.order + step.window:
+            if step.window != ANY and order > self._foresight.order + step.window:
                 heapq.heappush(self.held, (order, task.id, task, worker))
                 return
         self._hand_over(task, worker, actions)
@@ -117,7 +117,7 @@ class Dispatch:
 
     def let_in(self, actions: list[Action]) -> None:
         """The planned order has advanced: let its next tasks into the policy."""
-        held, order = self.held, self._horizon.order
+        held, order = self.held, self._foresight.order
         while held:
             task, worker = held[0][2:]
             if task.step is not None and task.order > order + task.step.window:
@@ -127,7 +127,7 @@ class Dispatch:
 
     def feed(self, actions: list[Action]) -> None:
         """Give ready tasks to workers with room."""
-        for worker in self.crew:
+        for worker in self.joined:
             if not self.num_ready:
                 return
             if len(worker.assigned) < worker.depth:
@@ -136,7 +136,7 @@ class Dispatch:
     def _fill(self, worker: Worker, actions: list[Action]) -> None:
         """Draw ready tasks for a worker while it has room; not many more while its memory is short."""
         assigned, depth = worker.assigned, worker.depth
-        line, limit = self.blocked[worker.node], self._room[worker.node]
+        line, limit = self.blocked[worker.node], self._free_slots[worker.node]
         while len(assigned) < depth and len(line) < limit:
             task = self.policy.pop(worker)
             if task is None:
@@ -147,7 +147,7 @@ class Dispatch:
     def _assign(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         """Admit the task for the worker, or let it wait for memory."""
         line = self.blocked[worker.node]
-        is_behind = line and line[0].order < task.order and not self._admission.is_at_home(task, worker.node)
+        is_behind = line and line[0].order < task.order and not self._admission.needs_no_bytes(task, worker.node)
         if is_behind or not self._admit(task, worker, actions):
             task.state = "blocked"
             task.worker = worker.id
@@ -167,7 +167,7 @@ class Dispatch:
             lost = unwritten.handle.lost
             why = "nothing has written; write it first" if lost is None else f"is lost because {lost}"
             reason = f"{task!r} reads {unwritten.handle!r}, which {why}"
-            self.doomed.append((task, TaskError(reason)))
+            self.to_cancel.append((task, TaskError(reason)))
             return True
         worker.assigned.append(task)
         if task.num_arriving:
@@ -216,7 +216,7 @@ class Dispatch:
         if worker is not self.host:
             if worker.running is None:
                 self._fill(worker, actions)
-            if len(self.crew) == 1:
+            if len(self.joined) == 1:
                 return
         self.feed(actions)
 
@@ -226,7 +226,7 @@ class Dispatch:
             is_head = True
             for task in list(line):
                 worker = self._find_worker(task)
-                if worker is None or not (is_head or self._admission.is_at_home(task, task.node)):
+                if worker is None or not (is_head or self._admission.needs_no_bytes(task, task.node)):
                     is_head = False
                     continue
                 if not self._admit_blocked(task, worker, actions):
@@ -236,35 +236,35 @@ class Dispatch:
         """The oldest task that waits for memory."""
         return min(chain.from_iterable(self.blocked), key=_order, default=None)
 
-    def rescue(self, actions: list[Action]) -> bool:
+    def force_admit(self, actions: list[Action]) -> bool:
         """When nothing runs or moves: let through any task that fits anywhere, oldest first, then any the policy holds.
 
         Returns:
             Whether something is under way now.
         """
         for task in sorted(chain.from_iterable(self.blocked), key=_order):
-            if self._place_anywhere(task, actions):
+            if self._admit_anywhere(task, actions):
                 return True
-        for worker in self.crew:
+        for worker in self.joined:
             while self.num_ready and (drawn := self.policy.pop(worker)) is not None:
                 self.num_ready -= 1
                 self._assign(drawn, worker, actions)
-                if drawn.state != "blocked" or self._place_anywhere(drawn, actions):
+                if drawn.state != "blocked" or self._admit_anywhere(drawn, actions):
                     return True
         return False
 
-    def _place_anywhere(self, task: Task, actions: list[Action]) -> bool:
+    def _admit_anywhere(self, task: Task, actions: list[Action]) -> bool:
         """Admit a blocked task on whatever node it fits; True if that, or a write-back towards it, is under way.
 
         When only fragmentation is in the way, the node is compacted first.
         """
         tried: set[NodeId] = set()
-        for worker in (self.host, *self.crew):
+        for worker in (self.host, *self.joined):
             if worker.kind in task.kinds and worker.node not in tried and (task.pin is None or task.pin == worker.id):
                 tried.add(worker.node)
                 if self._admit_blocked(task, worker, actions) or self._copies:
                     return True
-                if self._compaction.make_room(task, worker.node, actions):
+                if self._compaction.compact(task, worker.node, actions):
                     return self._admit_blocked(task, worker, actions)
                 if self._copies:
                     return True
@@ -277,18 +277,18 @@ class Dispatch:
             return drawer
         if task.pin is not None:
             return None
-        for worker in self.crew:
+        for worker in self.joined:
             if worker.node == task.node and worker.kind in task.kinds and len(worker.assigned) < worker.depth:
                 return worker
         return None
 
     def _admit_blocked(self, task: Task, worker: Worker, actions: list[Action]) -> bool:
-        home = task.worker, task.node
+        assigned = task.worker, task.node
         dealt_with = self._admit(task, worker, actions)
         if task.state == "blocked":
-            task.worker, task.node = home
+            task.worker, task.node = assigned
         else:
-            self.unblock(task, home[1])
+            self.unblock(task, assigned[1])
         return dealt_with
 
     def unblock(self, task: Task, node_id: NodeId | None = None) -> None:
@@ -311,7 +311,7 @@ class Dispatch:
             raise InvalidEvent(f"{self.num_ready} tasks were given to the policy, which holds {len(self.policy)}")
         if self.num_blocked != sum(map(len, self.blocked)):
             raise InvalidEvent(f"{self.num_blocked} tasks were blocked, the lines hold {sum(map(len, self.blocked))}")
-        for worker in self.crew:
+        for worker in self.joined:
             if worker.running is not None and (worker.running.state != "running" or worker.running not in worker.assigned):
                 raise InvalidEvent(f"worker {worker.id} runs {worker.running!r}, which is {worker.running.state}")
             if worker.running is None and any(task.state == "staged" for task in worker.assigned):

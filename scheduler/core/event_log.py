@@ -5,7 +5,7 @@ or times. Replaying it must give the same actions in the same order, which turns
 
     ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
     ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, dues)  TaskSubmitted
-    ("instance", key, tasks, owned, shared, makes, peaks, window, agendas)  first mention of a recorded step's instance
+    ("instance", key, tasks, owned, shared, makes, peaks, window, schedules)  first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
     ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
@@ -39,15 +39,15 @@ from .events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from .records import Agenda, DataClass, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, SharedUse, Task, TaskId, Worker, WorkerId, WorkerKind
-from .step_plan import places_of_parts
+from .records import DataClass, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, SharedUse, Task, TaskId, UseSchedule, Worker, WorkerId, WorkerKind
+from .step_plan import positions_by_partition
 
 Entry = tuple[object, ...]
 _Accesses = tuple[tuple[int, Mode], ...]
 _Kinds = tuple[WorkerKind, ...]
-_Places = tuple[Sequence[int], Sequence[Mode], Sequence[int]]
+_Schedule = tuple[Sequence[int], Sequence[Mode], Sequence[int]]
 _PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int, int | None]
-_Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Places]
+_Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Schedule]
 
 
 class LoggedError(Exception):
@@ -67,7 +67,9 @@ class EventLog:
         match event:
             case TaskSubmitted(task):
                 self._mention(handle for handle, _ in task.accesses)
-                self.entries.append(("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order, task.pin, tuple(task.dues)))
+                self.entries.append(
+                    ("task", task.id, task.name, task.kinds, _plain(task), task.priority, task.order, task.pin, tuple(task.next_uses))
+                )
             case StepStarted(replay):
                 if replay not in self._steps:
                     self._enter_instance(replay)
@@ -88,9 +90,9 @@ class EventLog:
             case SourceAttached(handle, _, scratch):
                 self._mention([handle])
                 self.entries.append(("attached", handle.id, scratch))
-            case HandleAdopted(handle, due, stays):
+            case HandleAdopted(handle, next_use, stays):
                 self._mention([handle])
-                self.entries.append(("adopted", handle.id, due, stays))
+                self.entries.append(("adopted", handle.id, next_use, stays))
             case HandleChanged(handle):
                 self.entries.append(("changed", handle.id))
             case _:
@@ -116,7 +118,7 @@ class EventLog:
                 task.num_predecessors,
                 tuple(at[t] for t in task.successors),
                 task.is_exit,
-                task.part,
+                task.partition,
                 task.pin,
             )
             for task in replay.tasks
@@ -131,12 +133,12 @@ class EventLog:
                 tuple(at[task] for task in use.last_readers),
                 use.num_uses,
                 use.needs_data,
-                _places(use.agenda),
+                _dump_schedule(use.use_schedule),
             )
             for use in replay.shared
         )
-        agendas = tuple((handle.id, _places(handle.agenda)) for handle, _ in replay.owned if handle.agenda is not None)
-        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.peaks), replay.window, agendas))
+        schedules = tuple((handle.id, _dump_schedule(handle.use_schedule)) for handle, _ in replay.owned if handle.use_schedule is not None)
+        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.peaks), replay.window, schedules))
 
 
 class Revival:
@@ -163,10 +165,10 @@ class Revival:
         return task
 
     def _on_task(
-        self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int, pin: WorkerId | None, dues: tuple[int, ...]
+        self, number: int, name: str, kinds: _Kinds, accesses: _Accesses, priority: int, order: int, pin: WorkerId | None, next_uses: tuple[int, ...]
     ) -> TaskSubmitted:
         task = self._task(number, name, kinds, accesses, priority, order)
-        task.pin, task.dues = pin, dues
+        task.pin, task.next_uses = pin, next_uses
         return TaskSubmitted(task)
 
     def _on_instance(
@@ -178,22 +180,28 @@ class Revival:
         makes: tuple[int, ...],
         peaks: tuple[int, ...],
         window: int,
-        agendas: tuple[tuple[int, _Places], ...],
+        schedules: tuple[tuple[int, _Schedule], ...],
     ) -> None:
         replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
-        for handle, places in agendas:
-            self._handles[handle].agenda = _agenda(places, replay)
-        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, part, pin) in enumerate(tasks):
+        for handle, schedule in schedules:
+            self._handles[handle].use_schedule = _load_schedule(schedule, replay)
+        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, partition, pin) in enumerate(tasks):
             task = self._task(number, name, kinds, accesses, priority)
             task.num_waiting = task.num_predecessors = waits
-            task.step, task.position, task.is_exit, task.part, task.pin = replay, position, is_exit, part, None if pin is None else WorkerId(pin)
+            task.step, task.position, task.is_exit, task.partition, task.pin = (
+                replay,
+                position,
+                is_exit,
+                partition,
+                None if pin is None else WorkerId(pin),
+            )
             replay.tasks.append(task)
         for task, planned in zip(replay.tasks, tasks, strict=True):
             task.successors = [replay.tasks[after] for after in planned[6]]
         replay.has_pins = any(task.pin is not None for task in replay.tasks)
         replay.roots = [task for task in replay.tasks if not task.num_predecessors]
-        replay.parts = places_of_parts([task.part for task in replay.tasks])
-        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, places in shared:
+        replay.partitions = positions_by_partition([task.partition for task in replay.tasks])
+        for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, schedule in shared:
             replay.shared.append(
                 SharedUse(
                     self._handles[handle],
@@ -203,7 +211,7 @@ class Revival:
                     [replay.tasks[at] for at in last_readers],
                     uses,
                     needs_data,
-                    _agenda(places),
+                    _load_schedule(schedule),
                 )
             )
 
@@ -235,8 +243,8 @@ class Revival:
     def _on_attached(self, number: int, scratch: int) -> SourceAttached:
         return SourceAttached(self._handles[number], None, scratch)
 
-    def _on_adopted(self, number: int, due: int, stays: bool) -> HandleAdopted:
-        return HandleAdopted(self._handles[number], due, stays)
+    def _on_adopted(self, number: int, next_use: int, stays: bool) -> HandleAdopted:
+        return HandleAdopted(self._handles[number], next_use, stays)
 
     def _on_changed(self, number: int) -> HandleChanged:
         return HandleChanged(self._handles[number])
@@ -267,10 +275,10 @@ def _plain(task: Task) -> tuple[tuple[int, str], ...]:
     return tuple((handle.id, mode) for handle, mode in task.accesses)
 
 
-def _places(agenda: Agenda) -> _Places:
-    return tuple(agenda.positions), tuple(agenda.modes), tuple(sorted(agenda.leaves))
+def _dump_schedule(use_schedule: UseSchedule) -> _Schedule:
+    return tuple(use_schedule.positions), tuple(use_schedule.modes), tuple(sorted(use_schedule.leaves))
 
 
-def _agenda(places: _Places, replay: Replay | None = None) -> Agenda:
-    positions, modes, leaves = places
-    return Agenda(positions, modes, frozenset(leaves), replay)
+def _load_schedule(schedule: _Schedule, replay: Replay | None = None) -> UseSchedule:
+    positions, modes, leaves = schedule
+    return UseSchedule(positions, modes, frozenset(leaves), replay)

@@ -83,11 +83,11 @@ class SourceAttached:
 class HandleAdopted:
     """The data of `handle`, whose size nobody knew before, is in host memory, in a buffer of its own: counted from now on.
 
-    `due` is the order of the task that uses it next; `stays` says that it never leaves host memory, because the program holds it.
+    `next_use` is the order of the task that uses it next; `stays` says that it never leaves host memory, because the program holds it.
     """
 
     handle: HandleRecord
-    due: int = 0
+    next_use: int = 0
     stays: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What holds between any two events: extents, ledger, replica protocol, pins, homes and copies add up. Tests ask; a run does not."""
+"""What holds between any two events: extents, ledger, replica protocol, pins, backing replicas and copies add up. Tests ask; a run does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def check_replicas(replicas: Replicas, admitted: Sequence[Task]) -> None:
                 _check_replica(replicas, replica, pins.pop(replica, 0))
             if replica.node != number:
                 raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
-    replicas.claims.validate(replica for replica in replicas.residents(replicas.last) if replica.is_home and replica.handle not in replicas.held)
+    replicas.reservations.validate(
+        replica for replica in replicas.residents(replicas.last) if replica.is_backing and replica.handle not in replicas.held
+    )
     files = {replica for replica in pins if replica.node == FILE}
     for replica in files:
         _check_replica(replicas, replica, pins.pop(replica))
@@ -45,14 +47,14 @@ def _check_replica(replicas: Replicas, replica: Replica, pins: int) -> None:
         raise InvalidEvent(f"{where} counts {replica.outgoing} copies out of it")
     if replica.state != "scratch" and handle.replicas.get(replica.node) is not replica:
         raise InvalidEvent(f"{where} is an orphan")
-    if replica.state != "scratch" and not any(each.is_home for each in handle.replicas.values()):
-        raise InvalidEvent(f"{where} has no home to go to")
-    if replica.is_home and replica.node not in (FILE, replicas.last):
-        raise InvalidEvent(f"{where} is a home that is not on the last tier")
+    if replica.state != "scratch" and not any(each.is_backing for each in handle.replicas.values()):
+        raise InvalidEvent(f"{where} has no backing replica to go to")
+    if replica.is_backing and replica.node not in (FILE, replicas.last):
+        raise InvalidEvent(f"{where} is a backing replica that is not on the last tier")
     if replica.arriving != (replica in replicas.copies):
         raise InvalidEvent(f"{where}: lost track of a copy")
-    is_empty_home = replica.is_home and len(handle.replicas) > 1
-    if replica.state in ("reserved", "scratch") and not pins and not is_empty_home:
+    is_empty_backing = replica.is_backing and len(handle.replicas) > 1
+    if replica.state in ("reserved", "scratch") and not pins and not is_empty_backing:
         raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
     if handle.released and not handle.num_uses:
         raise InvalidEvent(f"{where} outlived its handle")

@@ -47,7 +47,7 @@ from .events import (
 )
 from .invariants import check_replicas
 from .memory.admission import Admission
-from .memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES, Horizon
+from .memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES, Foresight
 from .memory.extents import MemoryNode
 from .memory.replicas import Replicas
 from .memory.status import MemoryStatus
@@ -81,8 +81,8 @@ class Machine:
     """
 
     def __init__(self, nodes: Sequence[MemoryNode], policy: Policy, *, eviction: str = DEFAULT_EVICTION, prefetch: bool = True) -> None:
-        self._horizon = Horizon()
-        self._replicas = Replicas(nodes, self._horizon, EVICTION_POLICIES[eviction](self._horizon))
+        self._foresight = Foresight()
+        self._replicas = Replicas(nodes, self._foresight, EVICTION_POLICIES[eviction](self._foresight))
         self._admission = Admission(self._replicas)
         self._nodes = self._replicas.nodes
         self._dispatch = Dispatch(self._replicas, self._admission, policy)
@@ -111,7 +111,7 @@ class Machine:
     @property
     def workers(self) -> Sequence[Worker]:
         """Those that have joined, in that order."""
-        return self._dispatch.crew
+        return self._dispatch.joined
 
     @property
     def program(self) -> Worker:
@@ -119,14 +119,14 @@ class Machine:
         return self._dispatch.host
 
     @property
-    def keeps_parts(self) -> bool:
+    def keeps_partitions(self) -> bool:
         """Whether the policy runs the parts of a step where the plan wants them."""
-        return self._dispatch.policy.keeps_parts
+        return self._dispatch.policy.keeps_partitions
 
     @property
     def computes_on_last(self) -> bool:
         """Whether tasks run on data in the last tier."""
-        return any(worker.node == self._replicas.last for worker in self._dispatch.crew)
+        return any(worker.node == self._replicas.last for worker in self._dispatch.joined)
 
     @property
     def num_ready(self) -> int:
@@ -156,13 +156,13 @@ class Machine:
                 event had not happened.
         """
         dispatch = self._dispatch
-        self._horizon.clock += 1
+        self._foresight.clock += 1
         self._history.append(event)
         actions: list[Action] = []
         self.handlers[type(event)](event, actions)
-        if not dispatch.num_active or dispatch.num_blocked or dispatch.doomed:
-            self._settle(actions)
-        if self._lookaheads.by_node and self._horizon.replays:
+        if not dispatch.num_active or dispatch.num_blocked or dispatch.to_cancel:
+            self._make_progress(actions)
+        if self._lookaheads.by_node and self._foresight.replays:
             self._lookaheads.run(event, actions)
         return actions
 
@@ -171,7 +171,7 @@ class Machine:
         if worker.id in self._dispatch.workers:
             raise InvalidEvent(f"worker {worker.id} joined twice")
         self._dispatch.join(worker, actions)
-        self._lookaheads.settle()
+        self._lookaheads.choose_nodes()
 
     def _on_task_submitted(self, event: TaskSubmitted, actions: list[Action]) -> None:
         task = event.task
@@ -182,8 +182,8 @@ class Machine:
             handle.num_uses += 1
         if task.pin is not None:
             self._dispatch.keep_pins()
-        if task.dues:
-            self._horizon.reached = task.order
+        if task.next_uses:
+            self._foresight.reached = task.order
         graph.link(task)
         if not task.num_waiting:
             self._make_ready(task, None, actions)
@@ -200,25 +200,25 @@ class Machine:
         replay.num_unfinished = len(replay.tasks)
         replay.done = bytearray(len(replay.tasks))
         replay.frontier = 0
-        replay.part_nodes = self._lookaheads.part_nodes if len(self._lookaheads.part_nodes) == len(replay.parts) else ()
-        replay.heads = [0] * len(replay.part_nodes)
+        replay.partition_nodes = self._lookaheads.partition_nodes if len(self._lookaheads.partition_nodes) == len(replay.partitions) else ()
+        replay.heads = [0] * len(replay.partition_nodes)
         if self._replicas.num_cold:
             self._replicas.want(use.handle for use in replay.shared)
         if replay.tasks:
-            self._horizon.replays.append(replay)
+            self._foresight.replays.append(replay)
         self.num_unfinished += len(replay.tasks)
         for handle, num_uses in replay.owned:
             handle.num_uses += num_uses
             if handle.replicas:  # a copy has kept it alive beyond its last use
                 self._lose(handle, "it died with an earlier replay", actions)
-                self._replicas.claims.reenter(handle, replay)
+                self._replicas.reservations.reenter(handle, replay)
             elif handle.lost is not None:
                 self._revive(handle)
         for use in replay.shared:
             use.handle.num_uses += use.num_uses
-            use.handle.agenda = use.agenda
+            use.handle.use_schedule = use.use_schedule
         if replay.tasks:
-            self._replicas.claims.promise(replay)
+            self._replicas.reservations.promise(replay)
         graph.link_step(replay.shared)
         for task in replay.roots:
             if not task.num_waiting:
@@ -235,9 +235,9 @@ class Machine:
         has_several = replicas.has_several
         if task.step is not None:
             task.step.done[task.position] = 1
-        elif task.dues:
-            for (handle, _), due in zip(task.accesses, task.dues, strict=True):
-                handle.due = due
+        elif task.next_uses:
+            for (handle, _), next_use in zip(task.accesses, task.next_uses, strict=True):
+                handle.next_use = next_use
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             uses = handle.num_uses = handle.num_uses - 1
             if mode == SCRATCH:
@@ -293,7 +293,7 @@ class Machine:
                     self._replicas.copies.forget(task)
                     cancelled = TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")
                     cancelled.__cause__ = error
-                    self._dispatch.doomed.append((task, cancelled))
+                    self._dispatch.to_cancel.append((task, cancelled))
                 elif not task.num_arriving:
                     self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
         else:
@@ -322,7 +322,7 @@ class Machine:
             self._free(handle, actions)
 
     def _on_handle_adopted(self, event: HandleAdopted, actions: list[Action]) -> None:
-        event.handle.due = event.due
+        event.handle.next_use = event.next_use
         self._replicas.adopt(event.handle, actions, stays=event.stays)
 
     def _on_handle_changed(self, event: HandleChanged, actions: list[Action]) -> None:
@@ -330,13 +330,13 @@ class Machine:
 
     def _on_source_attached(self, event: SourceAttached, actions: list[Action]) -> None:
         handle = event.handle
-        if handle.num_uses or handle.agenda is not None:
+        if handle.num_uses or handle.use_schedule is not None:
             raise InvalidEvent(f"{handle!r} was to be read from a file although tasks use it\n{tell(self._history, handle)}")
         self._replicas.take_for_readers(handle, event.scratch, actions)
         self._free(handle, actions)
         self._replicas.attach(handle, event.source)
         if self._replicas.num_files == 1:
-            self._lookaheads.settle()
+            self._lookaheads.choose_nodes()
 
     def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """The task waits for nobody; `worker` ran the last one it waited for."""
@@ -344,11 +344,11 @@ class Machine:
             self._dispatch.push(task, worker, actions)
 
     def _reads_lost_data(self, task: Task) -> bool:
-        """Whether the task has nothing to read; it is doomed then."""
+        """Whether the task has nothing to read; it is to be cancelled then."""
         for handle, mode in task.accesses:
             if handle.lost is not None and (mode == R or mode == RW):
                 reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {handle.lost}"
-                self._dispatch.doomed.append((task, TaskError(reason)))
+                self._dispatch.to_cancel.append((task, TaskError(reason)))
                 return True
         return False
 
@@ -392,9 +392,9 @@ class Machine:
         replay.frontier = replay.done.find(0, replay.frontier)
         if replay.frontier < 0:
             replay.frontier = len(replay.tasks)
-            self._horizon.replays.remove(replay)
-            self._replicas.claims.forget(replay)
-            if not self._horizon.replays:
+            self._foresight.replays.remove(replay)
+            self._replicas.reservations.forget(replay)
+            if not self._foresight.replays:
                 self._lookaheads.rest()
         if self._dispatch.held:
             self._dispatch.let_in(actions)
@@ -432,7 +432,7 @@ class Machine:
     def _let_go(self, replica: Replica, actions: list[Action]) -> None:
         """A task that will not run no longer needs a replica; what holds no data goes."""
         self._replicas.unpin(replica)
-        if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and not replica.is_home)):
+        if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and not replica.is_backing)):
             self._replicas.drop(replica, actions)
 
     def _revive(self, handle: HandleRecord) -> None:
@@ -442,17 +442,17 @@ class Machine:
     def _free(self, handle: HandleRecord, actions: list[Action]) -> None:
         """The handle is dead: drop every replica; nothing is written back."""
         for replica in list(handle.replicas.values()):
-            if replica.node in handle.replicas:  # an empty home goes with the last other replica
+            if replica.node in handle.replicas:  # an empty backing replica goes with the last other replica
                 self._replicas.drop(replica, actions)
         if handle.lost is not None:
             self._revive(handle)
 
-    def _settle(self, actions: list[Action]) -> None:
-        """Cancel what is doomed, retry what is blocked, and make sure that something is under way while tasks remain."""
+    def _make_progress(self, actions: list[Action]) -> None:
+        """Cancel what is to be cancelled, retry what is blocked, and make sure that something is under way while tasks remain."""
         replicas, dispatch = self._replicas, self._dispatch
         while True:
-            while dispatch.doomed:
-                self._cancel(*dispatch.doomed.pop(0), actions)
+            while dispatch.to_cancel:
+                self._cancel(*dispatch.to_cancel.pop(0), actions)
             progress = self.num_finished + replicas.num_released
             if progress != self._progress:
                 self._progress = progress
@@ -460,22 +460,22 @@ class Machine:
                     dispatch.retry(actions)
                 if dispatch.num_ready:
                     dispatch.feed(actions)
-                if dispatch.doomed or progress != self.num_finished + replicas.num_released:
+                if dispatch.to_cancel or progress != self.num_finished + replicas.num_released:
                     continue
             if dispatch.num_active or replicas.copies or not self.num_unfinished:
                 return
-            if dispatch.rescue(actions):
+            if dispatch.force_admit(actions):
                 continue
             oldest = dispatch.oldest_blocked()
             if oldest is not None:
-                dispatch.doomed.append((oldest, replicas.broken or self._admission.does_not_fit(oldest)))
-            elif dispatch.crew:
+                dispatch.to_cancel.append((oldest, replicas.broken or self._admission.does_not_fit(oldest)))
+            elif dispatch.joined:
                 self._raise_stalled()
             else:
                 return
 
     def _raise_stalled(self) -> None:
-        kinds = sorted({worker.kind for worker in self._dispatch.crew})
+        kinds = sorted({worker.kind for worker in self._dispatch.joined})
         raise Stalled(
             f"{self.num_unfinished} tasks remain, {self._dispatch.num_ready} of them ready, but nothing runs or moves; "
             f"workers are of kind {', '.join(kinds)}\n{tell(self._history)}"

@@ -170,22 +170,22 @@ def footprint(task: Task) -> int:
     That is each access's mode, shape and dtype (or size, of views that have no shape), the constants that are bool or str, and the cost function's
     answer. Numeric constants count by themselves only where there is no cost function: seeds and offsets are numbers too, and cost nothing.
     """
-    parts: list[str] = []
+    terms: list[str] = []
     for handle, mode in task.accesses:
         view = cast(_View, handle.view)
         if hasattr(view, "shape") and hasattr(view, "dtype"):
             dtype = _dtypes.get(view.dtype)
             if dtype is None:
                 dtype = _dtypes[view.dtype] = str(view.dtype)
-            parts.append(f"{mode} {view.shape} {dtype}")
+            terms.append(f"{mode} {view.shape} {dtype}")
         else:
-            parts.append(f"{mode} {handle.nbytes}")
+            terms.append(f"{mode} {handle.nbytes}")
     cost = _cost(task)
     types = (bool, str) if cost is not None else (bool, str, int, float)
-    parts += [f"{name}={value!r}" for name, value in sorted(task.constants.items()) if isinstance(value, types)]
+    terms += [f"{name}={value!r}" for name, value in sorted(task.constants.items()) if isinstance(value, types)]
     if cost is not None:
-        parts.append(f"{cost[0]:.6g} {cost[1]:.6g}")
-    return zlib.crc32(";".join(parts).encode())
+        terms.append(f"{cost[0]:.6g} {cost[1]:.6g}")
+    return zlib.crc32(";".join(terms).encode())
 
 
 def _cost(task: Task) -> tuple[float, float] | None:

@@ -19,23 +19,23 @@ class Lookaheads:
 
     Attributes:
         by_node: each of them.
-        part_nodes: where the parts of a step run, if it has as many: equal devices, and nothing runs elsewhere.
+        partition_nodes: where the parts of a step run, if it has as many: equal devices, and nothing runs elsewhere.
     """
 
     def __init__(self, dispatch: Dispatch, replicas: Replicas, *, enabled: bool) -> None:
-        self.part_nodes: tuple[NodeId, ...] = ()
+        self.partition_nodes: tuple[NodeId, ...] = ()
         self._dispatch = dispatch
         self._replicas = replicas
         self._enabled = enabled
         self.by_node: dict[NodeId, Lookahead] = {}
 
-    def settle(self) -> None:
+    def choose_nodes(self) -> None:
         """Decide which nodes look ahead, after a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
-        replicas, crew = self._replicas, self._dispatch.crew
-        places = sorted({each.node for each in crew})
-        kinds = {each.kind for each in crew}
-        is_parted = self._dispatch.policy.keeps_parts and len(places) > 1 and RAM not in places and len(kinds) == 1
-        self.part_nodes = tuple(places) if is_parted else ()
+        replicas, joined = self._replicas, self._dispatch.joined
+        places = sorted({each.node for each in joined})
+        kinds = {each.kind for each in joined}
+        is_parted = self._dispatch.policy.keeps_partitions and len(places) > 1 and RAM not in places and len(kinds) == 1
+        self.partition_nodes = tuple(places) if is_parted else ()
         if self._enabled and replicas.has_several:
             looking = [node for node in places if node != replicas.last or replicas.num_files]
             looking = looking if is_parted or len(places) == 1 else []

@@ -57,8 +57,8 @@ class Replica:
         pins: tasks and copies that use the extent now; a pinned replica is never evicted.
         outgoing: copies out of it that are under way; each is one of its pins.
         arriving: whether a copy into it is under way.
-        is_home: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the place in a file.
-        is_ahead: whether it is the home of a temporary that the planned order would not have made yet.
+        is_backing: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the place in a file.
+        is_ahead: whether it is the backing replica of a temporary that the planned order would not have made yet.
         since, last_use: the machine's event count when it settled here and at the last use.
     """
 
@@ -69,7 +69,7 @@ class Replica:
     pins: int = 0
     outgoing: int = 0
     arriving: bool = False
-    is_home: bool = False
+    is_backing: bool = False
     is_ahead: bool = False
     since: int = 0
     last_use: int = 0
@@ -77,7 +77,7 @@ class Replica:
 
 
 @dataclass(slots=True, eq=False)
-class Agenda:
+class UseSchedule:
     """When a recorded step uses a handle: what eviction and prefetching go by.
 
     Attributes:
@@ -104,9 +104,9 @@ class HandleRecord:
         num_uses: accesses of unfinished tasks, plus copies under way.
         released: no program references it: it dies with its last use.
         lost: why its data does not exist any more, if so; `root` is the failure where that began.
-        agenda: when the recorded step that used it last uses it.
-        place: offset that it had where a task last made room for it: taken again if it is free, so that replays find the same addresses.
-        due: order of the plain task that uses it next, where whoever submits tasks knows.
+        use_schedule: when the recorded step that used it last uses it.
+        preferred_offset: offset that it had where a task last made room for it: taken again if it is free, so that replays find the same addresses.
+        next_use: order of the plain task that uses it next, where whoever submits tasks knows.
     """
 
     id: HandleId
@@ -123,9 +123,9 @@ class HandleRecord:
     released: bool = False
     lost: str | None = None
     root: str | None = None
-    agenda: Agenda | None = None
-    place: int = -1
-    due: int | None = None
+    use_schedule: UseSchedule | None = None
+    preferred_offset: int = -1
+    next_use: int | None = None
 
     def __repr__(self) -> str:
         return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
@@ -145,13 +145,13 @@ class Task:
         num_arriving: inputs still on their way to `node`.
         step: the replay it belongs to.
         position: of a recorded task, its place in the step's planned order.
-        part: of a recorded task, the part of the step that belongs on one device; -1 for none.
+        partition: of a recorded task, the partition of the step, which belongs on one device; -1 for none.
         pin: the only worker that may run it, if the program has placed it by hand.
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: who waits for the task to run, when that is the program.
         model_key: codelet name and footprint, once a performance model has asked for them.
-        dues: of a plain task, for each access the order of the plain task that uses the handle after this one, where whoever submits them knows.
+        next_uses: of a plain task, for each access the order of the plain task that uses the handle after this one, where whoever submits them knows.
     """
 
     id: TaskId
@@ -172,19 +172,19 @@ class Task:
     node: NodeId = RAM
     step: Replay | None = None
     position: int = 0
-    part: int = -1
+    partition: int = -1
     pin: WorkerId | None = None
     num_predecessors: int = 0
     is_exit: bool = True
     token: object | None = None
     model_key: tuple[str, int] | None = None
-    dues: Sequence[int] = ()
+    next_uses: Sequence[int] = ()
 
     @property
     def planned_node(self) -> NodeId | None:
         """The node where the plan wants the task, if it says so: policies that weigh data keep to it."""
         step = self.step
-        return step.part_nodes[self.part] if step is not None and step.part_nodes and self.part >= 0 else None
+        return step.partition_nodes[self.partition] if step is not None and step.partition_nodes and self.partition >= 0 else None
 
     def __repr__(self) -> str:
         data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in self.accesses)
@@ -201,10 +201,10 @@ class Replay:
         failure: the first error of a task of this replay.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
         window: its tasks this far beyond the oldest unfinished one are held back from the policy.
-        parts: the positions of each part of the step, see `Task.planned_node`.
-        part_nodes: the node where each part belongs; empty where the crew does not match the parts.
+        partitions: the positions of each partition of the step, see `Task.planned_node`.
+        partition_nodes: the node where each partition belongs; empty where the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
-        heads: of each part, an index into its positions before which all tasks have ended.
+        heads: of each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries its task is the first to write.
         peaks: for each position and the end, the most bytes that exist at once from there on, one task at a time, of temporaries and, where
             tasks run on the last tier, scratch.
@@ -220,8 +220,8 @@ class Replay:
     makes: Sequence[int] = ()
     peaks: Sequence[int] = (0,)
     window: int = ANY
-    parts: Sequence[Sequence[int]] = ()
-    part_nodes: Sequence[NodeId] = ()
+    partitions: Sequence[Sequence[int]] = ()
+    partition_nodes: Sequence[NodeId] = ()
     has_pins: bool = False
     heads: list[int] = field(default_factory=list)
     first_order: int = 0
@@ -242,7 +242,7 @@ class SharedUse:
         needs_data: whether the first access reads what was there before the step.
         last_readers: tasks that read it after the last write.
         num_uses: accesses of all tasks of the step.
-        agenda: when.
+        use_schedule: when.
     """
 
     handle: HandleRecord
@@ -252,7 +252,7 @@ class SharedUse:
     last_readers: list[Task]
     num_uses: int
     needs_data: bool
-    agenda: Agenda
+    use_schedule: UseSchedule
 
 
 @dataclass(slots=True, eq=False)

@@ -47,10 +47,10 @@ class Stalls:
                 self.by_worker[one] = self.by_worker.get(one, 0) + now - self._since
         self._since = now
         dispatch = self._dispatch
-        stalled = [worker.id for worker in dispatch.crew if worker.running is None and worker.assigned]
+        stalled = [worker.id for worker in dispatch.joined if worker.running is None and worker.assigned]
         if dispatch.num_blocked:
             for node, line in enumerate(dispatch.blocked):
                 if line:
-                    free = [worker.id for worker in dispatch.crew if worker.node == node and not worker.assigned]
+                    free = [worker.id for worker in dispatch.joined if worker.node == node and not worker.assigned]
                     stalled += free[: sum(task.worker != HOST for task in line)]
         self.stalled = stalled

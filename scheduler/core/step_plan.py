@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .records import ANY, FILE, RW, Agenda, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, W, WorkerId, WorkerKind
+from .records import ANY, FILE, RW, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, UseSchedule, W, WorkerId, WorkerKind
 
 
 @dataclass(slots=True, eq=False)
@@ -51,16 +51,16 @@ class StepPlan:
         tasks: in recorded order.
         owned: handles made while recording; True for outputs, which outlive the replay, False for those that die at their last use.
         window: tasks this far beyond the oldest unfinished one are held back.
-        parts: of each task, the part of the step it belongs to, from 0, or -1; the tasks of a part belong on one device. Empty for no parts.
+        partitions: of each task, the partition of the step it belongs to, from 0, or -1; the tasks of one belong on one device. Empty for none.
         idle: bytes of the program's data that is there while the step runs and that none of its tasks touches, if they are known.
     """
 
     def __init__(
-        self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY, parts: Sequence[int] = (), idle: int = 0
+        self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY, partitions: Sequence[int] = (), idle: int = 0
     ) -> None:
         self.tasks = list(tasks)
         self.window = window
-        self.parts = list(parts)
+        self.partitions = list(partitions)
         self.idle = idle
         self.owned = dict(owned)
         self.predecessors: list[set[int]] = []
@@ -194,7 +194,7 @@ class StepPlan:
         """Bytes that the hungriest task touches: no memory where tasks run may be smaller."""
         return max((sum(handle.size for handle, _ in task.accesses) for task in self.tasks), default=0)
 
-    def _claims(self, computes_on_last: bool) -> tuple[list[int], list[int]]:
+    def _reservations(self, computes_on_last: bool) -> tuple[list[int], list[int]]:
         """`makes` and `peaks` of the step's replays."""
         makes = [0] * len(self.tasks)
         for handle, use in self.uses.items():
@@ -222,8 +222,17 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        makes, peaks = self._claims(computes_on_last)
-        replay = Replay(tasks=[], roots=[], owned=dying, shared=[], makes=makes, peaks=peaks, window=self.window, parts=places_of_parts(self.parts))
+        makes, peaks = self._reservations(computes_on_last)
+        replay = Replay(
+            tasks=[],
+            roots=[],
+            owned=dying,
+            shared=[],
+            makes=makes,
+            peaks=peaks,
+            window=self.window,
+            partitions=positions_by_partition(self.partitions),
+        )
         replay.has_pins = any(task.pin is not None for task in self.tasks)
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
@@ -232,7 +241,7 @@ class StepPlan:
         for handle, use in self.uses.items():
             twin_or_shared = twins.get(handle, handle)
             if twin_or_shared.released:
-                twin_or_shared.agenda = Agenda(use.positions, use.modes, use.leaves, replay)
+                twin_or_shared.use_schedule = UseSchedule(use.positions, use.modes, use.leaves, replay)
             if handle not in twins or not twin_or_shared.released:
                 replay.shared.append(self._share(twin_or_shared, use, replay))
         for shared in replay.shared:
@@ -255,7 +264,7 @@ class StepPlan:
             num_predecessors=number,
             step=replay,
             position=position,
-            part=self.parts[position] if self.parts else -1,
+            partition=self.partitions[position] if self.partitions else -1,
             pin=recorded.pin,
             is_exit=False,
             model_key=recorded.model_key,
@@ -272,14 +281,14 @@ class StepPlan:
             [tasks[at] for at in use.readers],
             use.num_uses,
             use.needs_data,
-            Agenda(use.positions, use.modes, use.leaves),
+            UseSchedule(use.positions, use.modes, use.leaves),
         )
 
 
-def places_of_parts(parts: Sequence[int]) -> list[list[int]]:
-    """The positions of the tasks of each part, from the part of each task."""
-    places: list[list[int]] = [[] for _ in range(max(parts, default=-1) + 1)]
-    for position, part in enumerate(parts):
-        if part >= 0:
-            places[part].append(position)
-    return places
+def positions_by_partition(partitions: Sequence[int]) -> list[list[int]]:
+    """The positions of the tasks of each partition, from the partition of each task."""
+    positions: list[list[int]] = [[] for _ in range(max(partitions, default=-1) + 1)]
+    for position, partition in enumerate(partitions):
+        if partition >= 0:
+            positions[partition].append(position)
+    return positions

@@ -102,7 +102,7 @@ class Executor:
         self.closing = False
         self.waiters = WaiterSet()
         num_host = len(budgets) - len(gpus)
-        nodes = [MemoryNode(name, budget, keeps_places=number >= num_host) for number, (name, budget) in enumerate(budgets)]
+        nodes = [MemoryNode(name, budget, keeps_offsets=number >= num_host) for number, (name, budget) in enumerate(budgets)]
         if disk is not None:
             nodes.append(MemoryNode("disk", disk[1] or disk[0].free_bytes(), is_storage=True))
         self.models = Models()
@@ -192,7 +192,7 @@ class Executor:
         with self._lock:
             if self.waiters.broken is not None:
                 raise self.waiters.broken
-            if handle.num_uses or handle.agenda is not None:
+            if handle.num_uses or handle.use_schedule is not None:
                 raise ValueError(
                     f"{handle!r} was attached to a source while a task uses it or after a recorded step has replayed with it; attach it before "
                     "anything uses it"
@@ -223,7 +223,7 @@ class Executor:
         trace = self.trace
         if trace is not None and trace.active:
             trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, task.accesses)
-            if end_ns >= trace.counters_due:
+            if end_ns >= trace.counters_at_ns:
                 trace.add_counters(end_ns, [node.used for node in self.machine.memory.usage()], self.machine.num_ready)
 
     def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
@@ -377,7 +377,7 @@ class Executor:
         """Sleep until no task is left; returns the first failure since the last wait, or the stop that nobody has been told of."""
         self._sleep(self._drained, 0)
         try:
-            self.pool.settle()
+            self.pool.wait_for_gpus()
         except BaseException as error:
             self.fail(error)
             raise

@@ -40,12 +40,12 @@ class Trace:
     """Collects events while `active`.
 
     Attributes:
-        counters_due: when counters should be taken again, nanoseconds.
+        counters_at_ns: when counters should be taken again, nanoseconds.
     """
 
     def __init__(self, *, active: bool = True) -> None:
         self.active = active
-        self.counters_due = 0
+        self.counters_at_ns = 0
         self._tasks: list[Any] = []  # the fields of one `Ran` after those of the other
         self._copies: list[tuple[int, int, str, int, int, int, int]] = []
         self._counters: list[tuple[int, list[int], int]] = []
@@ -65,7 +65,7 @@ class Trace:
 
     def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
         """Bytes in use per node and tasks ready."""
-        self.counters_due = at_ns + COUNTER_NS
+        self.counters_at_ns = at_ns + COUNTER_NS
         self._counters.append((at_ns, used, num_ready))
 
     def write(

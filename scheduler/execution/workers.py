@@ -138,7 +138,7 @@ class WorkerPool:
             replica.view = replica.handle.view(self.arenas[RAM].memory, replica.offset)  # type: ignore[operator]
         return replica.view
 
-    def settle(self) -> None:
+    def wait_for_gpus(self) -> None:
         """Wait until GPUs have done what they were asked for.
 
         Raises:

@@ -170,7 +170,7 @@ def plan_order(
     """
     repeated = repetition(plan) if num_devices > 1 else None
     if repeated is not None:
-        plan = StepPlan(plan.tasks, plan.owned, parts=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
+        plan = StepPlan(plan.tasks, plan.owned, partitions=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {})
@@ -179,7 +179,7 @@ def plan_order(
     only_files = computes_on_last and reads_files(plan)
 
     def arranged(name: str) -> StepPlan:
-        devices = plan.parts if repeated is None else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
+        devices = plan.partitions if repeated is None else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
         return _permuted(plan, found[name], devices, num_devices)
 
     def assess(name: str) -> tuple[int, Forecast]:
@@ -187,7 +187,7 @@ def plan_order(
         return last_tier_bytes(each, computes=computes_on_last), _forecast(each, memory, num_devices, speed, only_files)
 
     if order == AUTO:
-        forecasts, considered = _considered(_pools(found, num_devices if plan.parts else 1), assess, last)
+        forecasts, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last)
     else:
         forecasts, considered = {name: assess(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
     least = min(forecasts[name].seconds for name in considered)
@@ -254,7 +254,7 @@ def _positions_of(plan: StepPlan, num_devices: int, device: int = 0) -> list[int
     """Positions of the tasks that one device executes of a plan with parts: its own minibatches', and every D-th of the tasks outside all
     minibatches."""
     outside = itertools.count()
-    return [at for at, owner in enumerate(plan.parts) if owner == device or (owner < 0 and next(outside) % num_devices == device)]
+    return [at for at, owner in enumerate(plan.partitions) if owner == device or (owner < 0 and next(outside) % num_devices == device)]
 
 
 def _only(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
@@ -264,7 +264,7 @@ def _only(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
 
 def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
     """Note in the plan which data will leave the memory of equal devices before which use; for data that several devices use, departures from any."""
-    if not plan.parts:
+    if not plan.partitions:
         plan.foresee(departures(plan, memory))
         return
     leaves: dict[HandleRecord, set[int]] = {}
@@ -277,13 +277,13 @@ def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
 
 def _needed(plan: StepPlan, num_devices: int) -> int:
     """Bytes of device memory, all devices together, with which data moves between devices only."""
-    return num_devices * _only(plan, _positions_of(plan, num_devices)).needed_bytes() if plan.parts else plan.needed_bytes()
+    return num_devices * _only(plan, _positions_of(plan, num_devices)).needed_bytes() if plan.partitions else plan.needed_bytes()
 
 
 def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, only_files: bool) -> Forecast:
     """The cost of a step within `memory` bytes: as one pool, or with parts as equal devices, whose copies from each other count as copies from
     below."""
-    if not plan.parts:
+    if not plan.partitions:
         return forecast(plan, memory, pace, only_files=only_files)
     own = _only(plan, _positions_of(plan, num_devices))
     if pace is not None:
@@ -321,4 +321,4 @@ def _permuted(plan: StepPlan, positions: list[int], devices: Sequence[int], num_
     """The same tasks in another order. Every order that keeps conflicting accesses in sequence has the same dependencies."""
     tasks = [plan.tasks[position] for position in positions]
     devices = [devices[position] for position in positions] if devices else ()
-    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, parts=devices, idle=plan.idle)
+    return StepPlan(tasks, plan.owned, window=WINDOW * num_devices, partitions=devices, idle=plan.idle)

@@ -121,9 +121,9 @@ def fuse(plan: StepPlan, scratch: int, budget: int, make: Callable[[int, Scratch
     while first < len(plan.tasks):
         end = _end_of(plan, first, scratch, budget)
         tasks.append(plan.tasks[first] if end == first + 1 else _join(plan, first, end, make, owned))
-        devices.append(plan.parts[first] if plan.parts else -1)
+        devices.append(plan.partitions[first] if plan.partitions else -1)
         first = end
-    return StepPlan(tasks, owned, window=plan.window, parts=devices if plan.parts else (), idle=plan.idle)
+    return StepPlan(tasks, owned, window=plan.window, partitions=devices if plan.partitions else (), idle=plan.idle)
 
 
 def _end_of(plan: StepPlan, first: int, scratch: int, budget: int) -> int:
@@ -136,7 +136,7 @@ def _end_of(plan: StepPlan, first: int, scratch: int, budget: int) -> int:
         handles.update(new)
         total += sum(handle.size for handle in new)
         inner += sum(handle.size for handle in new if plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position)
-        is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.parts or plan.parts[position] == plan.parts[first])
+        is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.partitions or plan.partitions[position] == plan.partitions[first])
         if not is_alike or inner > scratch or total > budget:
             return max(position, first + 1)
     return min(first + MOST_TASKS, len(plan.tasks))

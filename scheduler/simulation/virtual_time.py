@@ -104,7 +104,7 @@ class VirtualDriver:
         self.now = 0.0
         self.busy_seconds = [0.0 for _ in workers]
         self._kinds = [kind for kind, _, _ in workers]
-        self._agenda: list[tuple[float, int, Event]] = []
+        self._events: list[tuple[float, int, Event]] = []
         self._links: dict[tuple[NodeId, NodeId], float] = {}
         self._tier = machine.memory.tier
         self._num_channels = channels  # of the tier that are free
@@ -125,8 +125,8 @@ class VirtualDriver:
 
     def run(self, until: Replay | None = None) -> None:
         """Let time pass until the tasks of a replay have ended; without one, until nothing is under way."""
-        while self._agenda and (until is None or until.num_unfinished):
-            self.now, _, event = heapq.heappop(self._agenda)
+        while self._events and (until is None or until.num_unfinished):
+            self.now, _, event = heapq.heappop(self._events)
             self.bring(event)
             if isinstance(event, CopyFinished) and self._takes_channel(event.source.node, event.target.node):
                 self._num_channels += 1
@@ -185,7 +185,7 @@ class VirtualDriver:
 
     def _enter(self, at: float, event: Event) -> None:
         self._num_begun += 1
-        heapq.heappush(self._agenda, (at, self._num_begun, event))
+        heapq.heappush(self._events, (at, self._num_begun, event))
 
 
 def simulate(
@@ -312,7 +312,7 @@ def _detached(plan: StepPlan) -> StepPlan:
         for task in plan.tasks
     ]
     owned = {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}
-    found = StepPlan(tasks, owned, window=plan.window, parts=plan.parts)
+    found = StepPlan(tasks, owned, window=plan.window, partitions=plan.partitions)
     found.foresee({twins[handle]: use.leaves for handle, use in plan.uses.items()})
     return found
 

@@ -152,11 +152,11 @@ class FakeDriver:
         kinds: tuple[WorkerKind, ...] = CPU,
         *,
         num_urgent: int = 0,
-        parts: Sequence[int] = (),
+        partitions: Sequence[int] = (),
         pins: Sequence[int | None] = (),
         leaves: frozenset[int] = frozenset(),
     ) -> FakeStep:
-        """Capture tasks over handles; `owned` and `parts` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs.
+        """Capture tasks over handles; `owned` and `partitions` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs.
 
         Args:
             pins: of each task, the worker that must run it, or None; empty for no pins.
@@ -167,7 +167,7 @@ class FakeDriver:
         ]
         for task, pin in zip(recorded, pins, strict=False):
             task.pin = None if pin is None else WorkerId(pin)
-        plan = StepPlan(recorded, owned, window=self.window, parts=parts)
+        plan = StepPlan(recorded, owned, window=self.window, partitions=partitions)
         plan.foresee({handle: leaves.intersection(use.positions) for handle, use in plan.uses.items()})
         return FakeStep(self, plan)
 

@@ -25,13 +25,6 @@ DOUBLE: Final[Mapping[str, str]] = {
 }
 """Class names that stand for two things, each with the reason why that reads well."""
 
-DOUBLE_SO_FAR: Final[Mapping[str, str]] = {
-    "Source": "a handle's data in a file; the source text of CUDA kernels",
-    "_Recorded": "a recorded training step; a recorded step of generation",
-    "_Stopped": "a stopped timing; a stopped measurement of tiles",
-}
-"""Class names that still stand for two things, with what these are; to be emptied."""
-
 COINED: Final[Mapping[str, str]] = {
     "agenda": "next-use schedule",
     "band": "layer group",
@@ -78,30 +71,6 @@ KEPT: Final[Mapping[str, Mapping[str, str]]] = {
     "wrappers/torch": {"lend_tile": "a public function, which programs of users call"},
 }
 """By folder, names with a coined word that stay, each with the reason."""
-
-EXPECTED_LATER: Final[Mapping[str, str]] = {
-    "nntask/engine": "part",
-    "nntask/hardware": "largest_place parts places",
-    "nntask/inference": "check_room",
-    "nntask/io": "_put_in_place",
-    "nntask/optim": "parts_of",
-    "nntask/planning": "Sketch sketch",
-    "nntask/telemetry": "places_in_steps",
-    "nntask/training": "Claim _due claim sketch",
-    "scheduler/core": (
-        "Agenda Claims Horizon Shelf _agenda _claims _crew _drop_due _find_room _home _homes_ahead _horizon _make_homes _missing_homes "
-        "_num_offers _offers _place_anywhere _places _room _settle _take_offers agenda claim claims crew doomed due dues home homes horizon "
-        "is_at_home is_home keeps_parts keeps_places make_home make_room num_parts offer part part_nodes parts place place_cheaply places "
-        "places_of_parts rescue settle settle_in shelf shelves unmake_home wants_home"
-    ),
-    "scheduler/execution": "counters_due settle",
-    "scheduler/simulation": "_agenda",
-    "scheduler/testing": "parts",
-    "tiles/kernels": "_Rooms _lent _place _room _rooms _thin_part part parts places room rooms",
-    "tiles/ops": "part parts parts_of_squares",
-    "wrappers/dask": "Part _check_room parts",
-}
-"""By folder, names with a coined word that are still to be renamed; a name that is gone from its folder leaves the list."""
 
 
 def trees(package: str) -> Iterator[tuple[Path, ast.Module]]:
@@ -161,7 +130,7 @@ def test_no_class_name_stands_for_two_things() -> None:
                 if isinstance(node, ast.ClassDef):
                     found[node.name].append(str(path.relative_to(ROOT)))
     double = {name: files for name, files in found.items() if len(files) > 1}
-    listed = DOUBLE.keys() | DOUBLE_SO_FAR.keys()
+    listed = DOUBLE.keys()
     assert not (double.keys() - listed), {name: double[name] for name in double.keys() - listed}
     assert not (listed - double.keys()), f"no longer double: {sorted(listed - double.keys())}"
 
@@ -169,7 +138,7 @@ def test_no_class_name_stands_for_two_things() -> None:
 def test_names_use_no_coined_words() -> None:
     """Classes, functions, arguments and attributes have the field's words; exceptions are listed one by one, and none is listed in vain."""
     found = coined_names()
-    listed = {folder: {*KEPT.get(folder, ()), *EXPECTED_LATER.get(folder, "").split()} for folder in {*found, *KEPT, *EXPECTED_LATER}}
+    listed = {folder: set(KEPT.get(folder, ())) for folder in {*found, *KEPT}}
     new = [f"{folder}: {name} ({terms_for(name)})" for folder, names in sorted(found.items()) for name in sorted(names - listed[folder])]
     assert not new, "use the field's terms:\n" + "\n".join(new)
     gone = {folder: sorted(names - found.get(folder, set())) for folder, names in listed.items() if names - found.get(folder, set())}

@@ -20,7 +20,7 @@ ROW = ModelTiling(1, 16, 24, 96, 2, 150)
 
 def plan_of(config, batch):
     """The step of a model over a batch in minibatches of 2."""
-    return capture(resolve(replace(ASKED, tiling=replace(ASKED.tiling, batch=batch)), config))
+    return capture(resolve(replace(ASKED, tiling=replace(ASKED.tiling, batch=batch)), config)).plan
 
 
 def test_a_step_lasts_as_long_as_its_kinds_of_tasks():

@@ -45,7 +45,7 @@ def settings(**resources: Any) -> TrainSettings:
 
 def needed() -> int:
     """Bytes of a step in submission order, one task at a time."""
-    return capture(resolve(settings(), CONFIG)).needed_bytes()
+    return capture(resolve(settings(), CONFIG)).plan.needed_bytes()
 
 
 def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str, Any], dict[str, int], str]:
@@ -134,7 +134,7 @@ def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, 
     asked = settings(ncpu=2, **({} if ram == "unlimited" else {"ram": f"{needed() // 3}B", "disk": str(tmp_path / "tier")}))
     run = resolve(asked, CONFIG)
     target = this_machine(run.machine)
-    order = choose_order(capture(run), run, target)
+    order = choose_order(capture(run).plan, run, target)
     machine = Restless(Models({"cpu": target.rates["cpu"]} if target.rates else {}))
     found = simulate(
         order.plan,
@@ -166,7 +166,7 @@ def test_transfers_hide_behind_computation() -> None:
         resources=ResourceSettings(ncpu=0, sim_gpu=1, ram="1GiB", gpu_memory="64MiB"),
     )
     run = resolve(asked, config)
-    plan = capture(run)
+    plan = capture(run).plan
     target = this_machine(run.machine).with_budget(0, BOUNDLESS).with_budget(1, plan.needed_bytes() // 4)
     order = choose_order(plan, run, target)
     machine: dict[str, Any] = {

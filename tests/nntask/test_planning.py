@@ -65,7 +65,7 @@ def test_a_step_that_fits_moves_nothing() -> None:
 def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     """As scratch memory of RAM, beside what the step uses."""
     small = resolve(settings(ncpu=1), CONFIG)  # one after another, whatever durations are measured
-    target, plan = this_machine(small.machine), fitting.capture(small)
+    target, plan = this_machine(small.machine), fitting.capture(small).plan
     order = fitting.choose_order(plan, small, target)
     needs = fitting.least_needs(plan, small, target, order)
     (alone, *_), (beside, *_) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
@@ -190,7 +190,7 @@ def test_simulated_devices_have_their_own_budgets() -> None:
 def test_orders_where_activations_are_as_small_as_scalars(embd_tile: int) -> None:
     """A sum of tiles of a page creates nothing large, but is no update, for the backward pass follows it."""
     asked = settings()
-    plan = fitting.capture(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG))
+    plan = fitting.capture(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG)).plan
     found = repetition(plan)
     assert found.num_minibatches == 4
     assert all(found.updates[after] for at, is_update in enumerate(found.updates) if is_update for after in plan.successors[at])
@@ -333,7 +333,7 @@ def test_a_smaller_minibatch_is_advised_where_it_helps(tiling: dict[str, int]) -
         assert change == ("--minibatch 1" if tile == 1 else "--minibatch 1 --minibatch-tile 1")
         changed, _ = with_advice(tight, change)
         assert plan_run(changed, CONFIG, *([imaginary_machine(devices, changed.resources)] if devices else []))["feasible"]
-        needs = fitting.needs_of(fitting.capture(resolve(tight, CONFIG)))
+        needs = fitting.needs_of(fitting.capture(resolve(tight, CONFIG)).plan)
         kept = resolve(replace(tight, checkpoints=CheckpointSettings(resume="run")), CONFIG)
         assert not any("--minibatch" in change for change in fitting.advice(kept, this_machine(kept.machine), needs))
 
@@ -453,7 +453,7 @@ def test_measured_durations_are_used() -> None:
     from scheduler.core.performance_model import Series, footprint
 
     run = resolve(settings(ncpu=1), CONFIG)
-    plan = capture(run)
+    plan = capture(run).plan
     models = Models()
     for task in plan.tasks:
         models.history.series[task.name, footprint(task), "cpu"] = Series([1.0, 1.0])  # type: ignore[arg-type]

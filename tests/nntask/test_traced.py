@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nntask.telemetry.tracing import places_in_steps
+from nntask.telemetry.tracing import steps_of_tasks
 from scheduler.execution.trace import Ran, Trace
 
 
@@ -26,6 +26,6 @@ def ran(number: int) -> Ran:
 )
 def test_instances_alternate(begin: int, since: int, numbers: list[int], steps: list[int | None]) -> None:
     """Two instances of two tasks, numbered from 10 and from 20, take turns from the first replay on, whichever is traced first."""
-    found = places_in_steps([ran(number) for number in numbers], [10, 20], 2, begin, since)
+    found = steps_of_tasks([ran(number) for number in numbers], [10, 20], 2, begin, since)
     assert [place and place[0] for place in found] == steps
     assert [place[1] for place in found if place] == [number % 10 for number, step in zip(numbers, steps, strict=True) if step is not None]

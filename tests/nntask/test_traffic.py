@@ -82,7 +82,7 @@ def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> Traine
     moved = Counter(after["moved_bytes"])
     moved.subtract(before["moved_bytes"])
     evictions, stalled = (after[name] - before[name] for name in ("evictions", "stall_seconds"))
-    return Trained(journal, +moved, evictions, stalled, out.getvalue(), engine.order.plan.parts)
+    return Trained(journal, +moved, evictions, stalled, out.getvalue(), engine.order.plan.partitions)
 
 
 @pytest.mark.parametrize("devices", [0, 2])

@@ -84,19 +84,19 @@ class Program:
     def report_step_done(self, action: ReportStepDone) -> None:
         raise AssertionError("a replay ended, and none was started")
 
-    def adopt(self, name: str, pages: int, due: int = 0, *, stays: bool = False) -> HandleRecord:
+    def adopt(self, name: str, pages: int, next_use: int = 0, *, stays: bool = False) -> HandleRecord:
         handle = self.handle(name, pages)
-        self.bring(HandleAdopted(handle, due, stays))
+        self.bring(HandleAdopted(handle, next_use, stays))
         return handle
 
-    def submit(self, name: str, reads: list[HandleRecord], room: int, order: int, dues: list[int] | None = None) -> Task:
+    def submit(self, name: str, reads: list[HandleRecord], room: int, order: int, next_uses: list[int] | None = None) -> Task:
         accesses: list[tuple[HandleRecord, Mode]] = [(handle, R) for handle in reads]
         made = self.handle(f"room of {name}", room)
         made.released = True
         self.number += 1
         accesses.append((made, SCRATCH))
-        dues = [*(dues or [1 << 40] * len(reads)), 1 << 40]
-        task = Task(TaskId(self.number), None, name, ("host",), tuple(accesses), {}, order=order, dues=dues)
+        next_uses = [*(next_uses or [1 << 40] * len(reads)), 1 << 40]
+        task = Task(TaskId(self.number), None, name, ("host",), tuple(accesses), {}, order=order, next_uses=next_uses)
         self.bring(TaskSubmitted(task))
         return task
 
@@ -111,13 +111,13 @@ def test_what_is_used_last_leaves_first_and_comes_back() -> None:
     """Room for a task is made by the furthest next use, written once; what is read again is fetched, and dropped without being written again."""
     program = Program(ram=8)
     soon, late, middle = (program.adopt(name, 2, due) for name, due in (("soon", 1), ("late", 90), ("middle", 40)))
-    task = program.submit("makes 3", [soon], room=3, order=0, dues=[1])
+    task = program.submit("makes 3", [soon], room=3, order=0, next_uses=[1])
     assert [copy.source.handle.name for copy in program.copies] == ["late"]
     program.arrive()
     assert program.forgotten == [(RAM, "late")]
     assert program.running == [task]
     program.bring(TaskFinished(task))
-    program.submit("reads late", [late], room=4, order=1, dues=[95])
+    program.submit("reads late", [late], room=4, order=1, next_uses=[95])
     program.arrive()
     assert [each.name for each in program.running] == ["makes 3", "reads late"]
     moved = program.machine.memory.moved_bytes
@@ -133,13 +133,13 @@ def test_what_is_used_last_leaves_first_and_comes_back() -> None:
 def test_what_a_task_changes_in_place_is_written_anew(on_its_way: bool) -> None:
     """Whether it was read back from the disk or is being written just now: what the disk has of it is out of date, and is never read."""
     program = Program(ram=8)
-    data = program.adopt("data", 4, due=50)
+    data = program.adopt("data", 4, next_use=50)
     program.submit("makes 5", [], room=5, order=9)
     assert len(program.copies) == 1
     if not on_its_way:
         program.arrive()
         program.bring(TaskFinished(program.running.pop()))
-    task = program.submit("changes", [data], room=1, order=1, dues=[60])
+    task = program.submit("changes", [data], room=1, order=1, next_uses=[60])
     if not on_its_way:
         program.arrive()
     assert program.running == [task]
@@ -160,7 +160,7 @@ def test_data_may_arrive_above_the_budget_and_then_nothing_is_admitted_until_it_
     """A result larger than its room is counted at once; the next task waits until the excess has left."""
     program = Program(ram=4)
     task = program.submit("makes", [], room=1, order=0)
-    big = program.adopt("big", 6, due=9)
+    big = program.adopt("big", 6, next_use=9)
     assert program.machine.memory.used(RAM) == 7 * PAGE
     program.bring(TaskFinished(task))
     program.submit("next", [], room=1, order=1)
@@ -199,7 +199,7 @@ def test_without_a_disk_what_the_program_holds_is_in_nobodys_way() -> None:
 
 
 def test_a_full_disk_refuses_data_and_nothing_changes() -> None:
-    """Every block has a home below before it counts."""
+    """Every block has a backing replica below before it counts."""
     program = Program(ram=4, disk=2)
     with pytest.raises(DoesNotFit, match="disk is full"):
         program.adopt("large", 3)
@@ -230,8 +230,8 @@ def test_random_programs_stay_within_the_bound_and_replay(seed: int) -> None:
         if choice < 0.4 and len(under_way) < workers and num_submitted < 60:
             reads = rng.sample(alive, min(len(alive), rng.randint(0, 2)))
             order, num_submitted = order + 1, num_submitted + 1
-            dues = [order + rng.randint(1, 30) for _ in reads]
-            under_way.append(program.submit(f"t{order}", reads, rng.randint(1, 3), order, dues))
+            next_uses = [order + rng.randint(1, 30) for _ in reads]
+            under_way.append(program.submit(f"t{order}", reads, rng.randint(1, 3), order, next_uses))
         elif choice < 0.7 and program.copies:
             copy = program.copies.pop(rng.randrange(len(program.copies)))
             program.bring(CopyFinished(copy.source, copy.target))

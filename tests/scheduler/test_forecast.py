@@ -168,7 +168,7 @@ def test_only_files_leave_a_memory_with_nothing_below(kit) -> None:  # type: ign
     runtime = CapturingRuntime()
     handles = [kit.handle(runtime, str(at), count=512, kind="persistent") for at in range(20)]
     for handle in handles[:10]:
-        handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_home=True)
+        handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_backing=True)
     with runtime.record():
         for a, b in zip(handles[:10], handles[10:], strict=True):
             runtime.submit(kit.add, [(b, "RW"), (a, "R")])
@@ -184,5 +184,5 @@ def test_parts_take_as_long_as_one_of_them() -> None:
     """Two devices share the tasks alike: together they take half as long."""
     speed = Pace(dict.fromkeys(STEP.tasks, SECONDS / 2), 1e12, 1e12, True)
     found = plan_order(STEP, "layers", memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=2, pace=lambda plan: speed)
-    assert set(found.plan.parts) == {-1, 0, 1}
+    assert set(found.plan.partitions) == {-1, 0, 1}
     assert found.seconds == pytest.approx(len(STEP.tasks) * SECONDS / 2, rel=0.05)

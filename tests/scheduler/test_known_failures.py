@@ -169,7 +169,7 @@ def test_two_tasks_do_not_evict_each_others_inputs_on_one_node() -> None:
 
 
 def test_two_devices_full_of_each_others_inputs() -> None:
-    """Each device holds, as sole copies, what the task of the other one reads, and has room for nothing else: both go by way of their homes."""
+    """Each device holds, as sole copies, what the task of the other one reads, and has no free bytes besides: both go by way of the last tier."""
     driver = FakeDriver((4, 2, 2), [("sim", 1, 1), ("sim", 2, 1)], "eager")
     a, b, c, d = (driver.handle(1, name) for name in "abcd")
     driver.submit((a, W), (b, W))
@@ -188,7 +188,7 @@ def test_two_devices_full_of_each_others_inputs() -> None:
 
 
 def test_sole_copies_everywhere_still_leave_the_device() -> None:
-    """Host memory is full of dirty data, so what leaves the device goes straight home, to the disk."""
+    """Host memory is full of dirty data, so what leaves the device goes straight to its backing replica, on the disk."""
     driver = FakeDriver((4, 2, 40), [("sim", SIM, 1)], storage=True)
     written(driver, "a", "b", kind="sim")
     kept = written(driver, "c", "d", "e", "f")
@@ -333,7 +333,7 @@ def test_a_disk_tier_keeps_its_budget_beside_data_in_files() -> None:
 
 
 def test_what_a_device_reads_makes_room_in_host_memory() -> None:
-    """The home of its result needs two pages in a row: one is free, the other holds a copy of its own input, which it can read from the file."""
+    """The backing replica of its result needs two pages in a row: one is free, the other holds a copy of its input, which is in the file too."""
     driver = FakeDriver((3, 4), [("sim", SIM, 1)])
     weight = driver.handle(1, "weight")
     driver.attach(weight)
@@ -364,8 +364,8 @@ def test_what_nobody_uses_any_more_goes_before_tiles_in_turn(eviction: str, monk
 def test_victims_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not anew with the end of every copy, while others of a blocked task's victims are still being written back."""
     plans = []
-    plan = victims.Shelf.plan
-    monkeypatch.setattr(victims.Shelf, "plan", lambda shelf, sizes: plans.append(sizes) or plan(shelf, sizes))
+    plan = victims.Candidates.plan
+    monkeypatch.setattr(victims.Candidates, "plan", lambda candidates, sizes: plans.append(sizes) or plan(candidates, sizes))
     driver = FakeDriver((6, 60), [("cpu", RAM, 4)], storage=True)
     written(driver, *"abcdef", kind="cpu")
     blocked = driver.submit((driver.handle(2, "large"), W))

@@ -9,7 +9,7 @@ import pytest
 from scheduler.core import event_log as eventlog
 from scheduler.core.events import Action
 from scheduler.core.memory.prefetch import AHEAD, TASKS, Lookahead
-from scheduler.core.records import RW, SCRATCH, Agenda, HandleRecord, NodeId, R, Replay, W
+from scheduler.core.records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, UseSchedule, W
 from scheduler.testing import FakeDriver, FakeStep, Wrong
 
 RAM, SIM = NodeId(0), NodeId(1)
@@ -44,16 +44,16 @@ def test_data_that_will_change_before_a_use_is_known() -> None:
     step = driver.record(tasks, {own: False})
     step.replay()
     step.replay()
-    horizon = driver.machine._replicas.horizon
-    first, second = horizon.replays
+    foresight = driver.machine._replicas.foresight
+    first, second = foresight.replays
 
     def changes(handle: HandleRecord) -> list[bool]:
-        return [horizon.will_change(handle, replay, position) for replay in (first, second) for position in range(len(tasks))]
+        return [foresight.will_change(handle, replay, position) for replay in (first, second) for position in range(len(tasks))]
 
     assert changes(shared) == [False, False, True, True, True, True, True, True]
     assert changes(old) == [False] * 8
     owned = first.tasks[0].accesses[1][0]
-    assert [horizon.will_change(owned, first, position) for position in range(4)] == [False, True, True, True]
+    assert [foresight.will_change(owned, first, position) for position in range(4)] == [False, True, True, True]
     driver.end(0)
     assert changes(shared)[:4] == [False, False, True, True]
     driver.end(0)
@@ -201,10 +201,10 @@ def test_a_log_that_forgets_what_leaves_is_noticed(monkeypatch: pytest.MonkeyPat
     driver.drain()
     driver.check_log()
 
-    def forgetful(places: tuple[list[int], list[bool], list[int]], replay: Replay | None = None) -> Agenda:
-        return Agenda(places[0], places[1], frozenset(), replay)
+    def forgetful(places: tuple[list[int], list[bool], list[int]], replay: Replay | None = None) -> UseSchedule:
+        return UseSchedule(places[0], places[1], frozenset(), replay)
 
-    monkeypatch.setattr(eventlog, "_agenda", forgetful)
+    monkeypatch.setattr(eventlog, "_load_schedule", forgetful)
     with pytest.raises((Wrong, KeyError)):  # it differs, or a copy ends that nobody began
         driver.check_log()
 
@@ -311,7 +311,7 @@ def test_a_walk_begins_again_when_a_step_has_ended() -> None:
     first, second = driver.record([[(small, RW)]] * 2, {}), driver.record([[(small, RW)]] * 20 + [[(tile, R)] for tile in tiles], {})
     first.replay()
     second.replay()
-    while len(driver.machine._horizon.replays) > 1:
+    while len(driver.machine._foresight.replays) > 1:
         driver.end(0)
     driver.end(0)
     assert [name for name, _, _ in driver.routes] == ["x0", "x1"]

@@ -253,8 +253,8 @@ def no_write_after_read(task: Task) -> None:
             handle.last_writer = task
 
 
-def takes_copies_for_homes(handle: HandleRecord, mode: Mode, last: NodeId) -> bool:
-    """`coherence.wants_home` that is content with what was read from a file."""
+def takes_copies_for_backing(handle: HandleRecord, mode: Mode, last: NodeId) -> bool:
+    """`coherence.wants_backing` that is content with what was read from a file."""
     return last not in handle.replicas and (mode != R or FILE not in handle.replicas)
 
 
@@ -297,7 +297,7 @@ MUTANTS = {
         (Replicas, "drop_unpinned", lambda self, handle, actions: None),
     ],
     "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
-    "a copy of a file passes for a home": [(coherence, "wants_home", takes_copies_for_homes)],
+    "a copy of a file passes for a backing replica": [(coherence, "wants_backing", takes_copies_for_backing)],
     "a file outlives a write": [(Replicas, "drop", keep_files)],
     "a copy keeps no pin": [(Copies, "wait_for", lambda self, target, task: None)],
 }

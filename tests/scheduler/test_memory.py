@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from support.search import search
 
 from scheduler.core.errors import InvalidEvent
-from scheduler.core.memory.eviction_policies import FirstInFirstOut, Horizon
+from scheduler.core.memory.eviction_policies import FirstInFirstOut, Foresight
 from scheduler.core.memory.extents import PAGE, ExtentAllocator, MemoryNode, rounded
-from scheduler.core.memory.victim_selection import Shelf
+from scheduler.core.memory.victim_selection import Candidates
 from scheduler.core.records import RAM, HandleId, HandleRecord, Replica
 from scheduler.storage import HostArena
 from scheduler.storage.limits import default_ram_budget, memory_limit
@@ -45,9 +45,9 @@ def test_extents_partition_the_memory(pages: int, operations: list) -> None:
             place = owner[offset // PAGE : offset // PAGE + size]
             if len(place) < size or any(page is not None for page in place):
                 with pytest.raises(InvalidEvent, match=r"not free"):
-                    fresh_like(node, taken).claim(offset, size * PAGE)
+                    fresh_like(node, taken).take_at(offset, size * PAGE)
                 continue
-            node.claim(offset, size * PAGE, "activations")
+            node.take_at(offset, size * PAGE, "activations")
         for page in range(offset // PAGE, offset // PAGE + size):
             assert owner[page] is None
             owner[page] = number
@@ -107,7 +107,7 @@ def fresh_like(node: MemoryNode, taken: list[Replica]) -> ExtentAllocator:
     """An allocator of the same layout, which a refused claim may spoil."""
     twin = ExtentAllocator(node.budget)
     for replica in taken:
-        twin.claim(replica.offset, replica.handle.size)
+        twin.take_at(replica.offset, replica.handle.size)
     return twin
 
 
@@ -128,21 +128,21 @@ def longest_run(owner: list[int | None]) -> int:
 def test_a_plan_lets_the_oldest_neighbours_go(sizes: list, need: int) -> None:
     """The hole lies over free memory and unused replicas, exists if any such run is large enough, and no other run lets only older ones go."""
     node = MemoryNode("ram", sum(size for size, _ in sizes) * PAGE)
-    shelf = Shelf(node, FirstInFirstOut(Horizon()))
+    candidates = Candidates(node, FirstInFirstOut(Foresight()))
     offset, spans = 0, []
     for number, (size, kind) in enumerate(sizes):
         since = number * 7 % 11
         spans.append((offset, size * PAGE, kind, since))
         if kind != "free":
-            node.claim(offset, size * PAGE, "activations")
+            node.take_at(offset, size * PAGE, "activations")
             handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
             replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
             node.occupy(replica)
-            shelf.offer(replica)
+            candidates.add(replica)
         offset += size * PAGE
     runs = [spans[first:last] for first in range(len(spans)) for last in range(first + 1, len(spans) + 1)]
     runs = [run for run in runs if all(span[2] != "used" for span in run) and sum(span[1] for span in run) >= need * PAGE]
-    plan = shelf.plan([need * PAGE])
+    plan = candidates.plan([need * PAGE])
     assert (plan is None) == (not runs)
     if plan is not None:
         (start,), victims = plan
@@ -168,26 +168,26 @@ class ByAge:
         return 1.0 - key
 
 
-def filled_shelf(sizes: list[tuple[int, str, int]]) -> Shelf:
+def filled_candidates(sizes: list[tuple[int, str, int]]) -> Candidates:
     """A node full of extents of (pages, "free" or "used" or "kept", since), with the replicas that are not free."""
     node = MemoryNode("ram", sum(size for size, _, _ in sizes) * PAGE)
-    shelf = Shelf(node, ByAge())
+    candidates = Candidates(node, ByAge())
     offset = 0
     for number, (size, kind, since) in enumerate(sizes):
         if kind != "free":
-            node.claim(offset, size * PAGE, "activations")
+            node.take_at(offset, size * PAGE, "activations")
             handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
             replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
             node.occupy(replica)
-            shelf.offer(replica)
+            candidates.add(replica)
         offset += size * PAGE
-    return shelf
+    return candidates
 
 
 def test_one_large_tile_does_not_go_where_small_ones_side_by_side_cost_less() -> None:
     """In the order of prices alone the first hole is the large tile: no two of the cheapest ones are neighbours."""
-    shelf = filled_shelf([(1, "kept", 0), (1, "kept", 60)] * 4 + [(4, "kept", 50), (1, "kept", 99)])
-    plan = shelf.plan([4 * PAGE])
+    candidates = filled_candidates([(1, "kept", 0), (1, "kept", 60)] * 4 + [(4, "kept", 50), (1, "kept", 99)])
+    plan = candidates.plan([4 * PAGE])
     assert plan is not None
     assert [replica.since for replica in plan[1]] == [0, 60, 0, 60]
 
@@ -202,8 +202,8 @@ def test_what_lies_in_a_file_lies_at_its_beginning() -> None:
 @pytest.mark.parametrize(("large", "gone"), [("kept", 50), ("used", 0)])
 def test_tiny_tiles_go_when_nothing_larger_can(large: str, gone: int) -> None:
     """Also for one of their own size, and though they were used longest ago: their room is not worth a copy."""
-    shelf = filled_shelf([(1, "kept", 0), (8192, large, 50)])
-    plan = shelf.plan([PAGE])
+    candidates = filled_candidates([(1, "kept", 0), (8192, large, 50)])
+    plan = candidates.plan([PAGE])
     assert plan is not None
     assert [replica.since for replica in plan[1]] == [gone]
 
@@ -217,7 +217,7 @@ def test_tiny_tiles_go_when_nothing_larger_can(large: str, gone: int) -> None:
 @search(300)
 def test_where_prices_add_up_no_neighbours_cost_less(sizes: list[tuple[int, str, int]], need: int) -> None:
     """What goes costs no more than any other hole, or than as many bytes of the cheapest replicas wherever they lie."""
-    plan = filled_shelf(sizes).plan([need * PAGE])
+    plan = filled_candidates(sizes).plan([need * PAGE])
     runs = [sizes[first:last] for first in range(len(sizes)) for last in range(first + 1, len(sizes) + 1)]
     runs = [run for run in runs if all(kind != "used" for _, kind, _ in run) and sum(size for size, _, _ in run) >= need]
     assert (plan is None) == (not runs)
@@ -268,18 +268,18 @@ def test_default_budget_stays_below_the_limit() -> None:
 
 def test_what_is_clean_is_counted() -> None:
     """What can be dropped at once, unused, and as of its last offer; not what is used, written, dropped or in use by the program."""
-    shelf = filled_shelf([(1, "kept", at) for at in range(4)])
-    first, second, third, _ = replicas = list(shelf.node.starts.values())
-    assert shelf.clean_nbytes(1 << 60) == 0  # all of them are the only ones of their data
+    candidates = filled_candidates([(1, "kept", at) for at in range(4)])
+    first, second, third, _ = replicas = list(candidates.node.starts.values())
+    assert candidates.clean_nbytes(1 << 60) == 0  # all of them are the only ones of their data
     for replica in replicas:
         replica.handle.lost = "nobody needs it"
-        shelf.offer(replica)
-    assert shelf.clean_nbytes(1 << 60) == 4 * PAGE
-    assert shelf.clean_nbytes(2 * PAGE) == 2 * PAGE
+        candidates.add(replica)
+    assert candidates.clean_nbytes(1 << 60) == 4 * PAGE
+    assert candidates.clean_nbytes(2 * PAGE) == 2 * PAGE
     first.pins += 1
-    shelf.offer(second)
-    assert shelf.clean_nbytes(1 << 60) == 3 * PAGE  # once, though it was offered twice
+    candidates.add(second)
+    assert candidates.clean_nbytes(1 << 60) == 3 * PAGE  # once, though it was offered twice
     third.pins += 1
-    shelf.offer(third)
-    shelf.leave(second)
-    assert shelf.clean_nbytes(1 << 60) == PAGE
+    candidates.add(third)
+    candidates.leave(second)
+    assert candidates.clean_nbytes(1 << 60) == PAGE

@@ -147,17 +147,17 @@ def prepare(
     sizes, num_inputs, in_files, adds = sketch
 
     def draw(pages: list[int]) -> tuple[FakeDriver, Sketch, FakeStep]:
-        crew = [(kind, node, 1 if kind == "cpu" else 1 + extras[-1] % 3) for kind, node in workers]
-        driver = FakeDriver(pages, crew, policy, storage=storage, eviction=eviction, window=window, prefetch=prefetch)
+        joined = [(kind, node, 1 if kind == "cpu" else 1 + extras[-1] % 3) for kind, node in workers]
+        driver = FakeDriver(pages, joined, policy, storage=storage, eviction=eviction, window=window, prefetch=prefetch)
         drawn = Sketch(driver)
         drawn.begin(sizes, num_inputs, in_files, extras[-1] % 3)
         for add in adds:
             drawn.add(*add)
         parts = [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
-        placed = [None if pin < 0 else pin % len(crew) for pin in pins]
+        placed = [None if pin < 0 else pin % len(joined) for pin in pins]
         placed = [placed[at % len(placed)] for at in range(len(drawn.tasks))] if placed else []
         leaves = frozenset(range(extras[0] % 3, len(drawn.tasks), 1 + extras[-1] % 4))
-        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), parts=parts, pins=placed, leaves=leaves)
+        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), partitions=parts, pins=placed, leaves=leaves)
 
     first, _, recorded = draw([64] * num_nodes)
     plan, readers = recorded.plan, first.machine.memory.readers_bytes // PAGE

@@ -1,4 +1,4 @@
-"""Parts of a step: minibatches spread over devices, side by side where memory is short, their tasks at home, their activations never moved."""
+"""Parts of a step: minibatches spread over devices, side by side where memory is short, their tasks on one device, their activations never moved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 from scheduler.core.events import CopyFinished, Event, TaskFinished
-from scheduler.core.memory.eviction_policies import FAR, Horizon
+from scheduler.core.memory.eviction_policies import FAR, Foresight
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.performance_model import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
-from scheduler.core.records import Agenda, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, Worker, WorkerId
+from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, UseSchedule, Worker, WorkerId
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.planning.choose_order import AUTO, plan_order
 from scheduler.simulation.virtual_time import VirtualDriver, simulate
@@ -61,11 +61,11 @@ def test_minibatches_take_turns(minibatches: int, devices: int, expected: set[in
     """Each device gets as many minibatches; no parts where that leaves some with fewer, or without any."""
     plan = training_step(minibatches)
     order = plan_order(plan, AUTO, memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=devices)
-    assert set(order.plan.parts) - {-1} == expected
+    assert set(order.plan.partitions) - {-1} == expected
     if expected:
-        sizes = Counter(part for part in order.plan.parts if part >= 0)
+        sizes = Counter(partition for partition in order.plan.partitions if partition >= 0)
         assert len(set(sizes.values())) == 1
-        names = {task.name for task, part in zip(order.plan.tasks, order.plan.parts, strict=True) if part < 0}
+        names = {task.name for task, partition in zip(order.plan.tasks, order.plan.partitions, strict=True) if partition < 0}
         assert names == {"copy input", "update"}
 
 
@@ -80,8 +80,8 @@ def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch,
     bring = VirtualDriver.bring
 
     def watch(driver: VirtualDriver, event: Event) -> None:
-        if isinstance(event, TaskFinished) and event.task.part >= 0:
-            ran.append((event.task.node, event.task.part))
+        if isinstance(event, TaskFinished) and event.task.partition >= 0:
+            ran.append((event.task.node, event.task.partition))
         elif isinstance(event, CopyFinished) and event.source.node and event.target.node:
             moved[event.source.handle.name.split()[0].rstrip("0123456789")] += 1
         bring(driver, event)
@@ -96,7 +96,7 @@ def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch,
         transfer=lambda source, target, nbytes: nbytes / PAGE / 100,
     )
     assert ran
-    assert all(node == part + 1 for node, part in ran)
+    assert all(node == partition + 1 for node, partition in ran)
     assert set(moved) <= {"w", "m", "d", "copy"}
 
 
@@ -138,8 +138,8 @@ def test_minibatches_side_by_side_are_neighbours_on_their_devices(order: str, ex
     """Within a group; groups, and minibatches that pass one after the other, take turns."""
     plan = training_step(8)
     found = plan_order(plan, order, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
-    part = {id(task): part for task, part in zip(found.plan.tasks, found.plan.parts, strict=True)}
-    assert "".join(str(part[id(task)]) for task in plan.tasks if task.name == "loss") == expected
+    partition = {id(task): partition for task, partition in zip(found.plan.tasks, found.plan.partitions, strict=True)}
+    assert "".join(str(partition[id(task)]) for task in plan.tasks if task.name == "loss") == expected
 
 
 def test_what_leaves_either_device_is_foreseen() -> None:
@@ -149,7 +149,7 @@ def test_what_leaves_either_device_is_foreseen() -> None:
     for handle, use in order.plan.uses.items():
         assert use.leaves <= set(use.positions)
         if handle in order.plan.owned:
-            leaving.update(order.plan.parts[at] for at in use.leaves)
+            leaving.update(order.plan.partitions[at] for at in use.leaves)
     assert set(leaving) >= {0, 1}
     assert leaving[0] == leaving[1]
 
@@ -177,41 +177,44 @@ def test_side_by_side_both_devices_work_under_pressure() -> None:
 @pytest.mark.parametrize(("policy", "expected"), [(DataAwareSorted, 2), (Reuse, 2), (Eager, None)])
 def test_explained_placements_know_the_plan(policy: type[DataAwareSorted | Eager], expected: int | None) -> None:
     """Policies that keep to the plan say where it wants the task; the others do not go by it."""
-    crew = [Worker(WorkerId(at), "sim", NodeId(at + 1), depth=2) for at in range(2)]
-    watched = Explained(policy(), NO_ESTIMATES, crew, {"forward"}, 1)
-    for worker in crew:
+    joined = [Worker(WorkerId(at), "sim", NodeId(at + 1), depth=2) for at in range(2)]
+    watched = Explained(policy(), NO_ESTIMATES, joined, {"forward"}, 1)
+    for worker in joined:
         watched.join(worker)
-    task = Task(TaskId(0), None, "forward", ("sim",), (), {}, part=1)
-    task.step = Replay([task], [], [], [], parts=[[], [0]], part_nodes=(NodeId(1), NodeId(2)))
+    task = Task(TaskId(0), None, "forward", ("sim",), (), {}, partition=1)
+    task.step = Replay([task], [], [], [], partitions=[[], [0]], partition_nodes=(NodeId(1), NodeId(2)))
     watched.push(task, None)
-    assert watched.pop(crew[1]) is task
+    assert watched.pop(joined[1]) is task
     assert watched.placements[0].planned_node == expected
 
 
 def test_what_other_devices_read_keeps_data_only_where_it_is_alone() -> None:
     """Of two devices, each with the data beside host memory: its own next read counts, or that somebody writes it first. Of the only one, any use."""
-    home, gpu, other = NodeId(0), NodeId(1), NodeId(2)
+    backing, gpu, other = NodeId(0), NodeId(1), NodeId(2)
     modes: list[tuple[int, Mode]] = [(0, "R"), (1, "R"), (0, "R"), (1, "R"), (0, "RW"), (1, "RW"), (1, "R"), (-1, "RW")]
     handle = HandleRecord(HandleId(0), PAGE, PAGE, None, "w", "persistent", "parameters")
-    tasks = [Task(TaskId(at), None, "task", ("sim",), ((handle, mode),), {}, position=at, part=part) for at, (part, mode) in enumerate(modes)]
-    replay = Replay(tasks, [], [], [], part_nodes=(gpu, other), done=bytearray(len(tasks)))
+    tasks = [
+        Task(TaskId(at), None, "task", ("sim",), ((handle, mode),), {}, position=at, partition=partition)
+        for at, (partition, mode) in enumerate(modes)
+    ]
+    replay = Replay(tasks, [], [], [], partition_nodes=(gpu, other), done=bytearray(len(tasks)))
     for task in tasks:
         task.step = replay
-    handle.agenda = Agenda(range(len(tasks)), [mode for _, mode in modes])
-    for node in (home, gpu, other):
+    handle.use_schedule = UseSchedule(range(len(tasks)), [mode for _, mode in modes])
+    for node in (backing, gpu, other):
         handle.replicas[node] = Replica(handle, node, 0, "shared")
-    horizon = Horizon()
-    horizon.replays = [replay]
+    foresight = Foresight()
+    foresight.replays = [replay]
     found = []
     for at in range(len(tasks)):
         replay.frontier = at
-        found.append([horizon.next_use_of(handle.replicas[node]) for node in (gpu, other)])
+        found.append([foresight.next_use_of(handle.replicas[node]) for node in (gpu, other)])
         replay.done[at] = True
     worthless = (FAR, True)
     expected = [[(0, False), (1, False)], [(1, False), (0, False)], [(0, False), (1, False)], [(1, False), (0, False)], [(0, False), worthless]]
     assert found[:5] == expected
     assert found[5:] == [[worthless, (0, False)], [(1, False), (0, False)], [(0, False), (0, False)]]  # what belongs nowhere counts everywhere
     replay.done[:], replay.frontier = bytearray(len(tasks)), 1
-    for node in (home, other):
+    for node in (backing, other):
         del handle.replicas[node]
-    assert horizon.next_use_of(handle.replicas[gpu]) == (0, False)
+    assert foresight.next_use_of(handle.replicas[gpu]) == (0, False)

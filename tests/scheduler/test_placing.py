@@ -58,7 +58,7 @@ def test_a_whole_step_of_parts_can_be_placed_elsewhere(kit: Any) -> None:
                 runtime.submit(kit.plus, [(x, R), (weight, R), (y, W)])
                 runtime.submit(kit.add if at else COPY, [(total, RW), (y, R)] if at else [(y, R), (total, W)])
         assert step.plan is not None
-        assert set(step.plan.parts) <= {-1}
+        assert set(step.plan.partitions) <= {-1}
         runtime.on_task(lambda task: where.add(task.worker) if task.name != "copy input" else None)
         for _ in range(3):
             step.replay().wait()

@@ -43,7 +43,7 @@ class Nodes(Boundless):
         return NodeId(0)
 
 
-def crew() -> list[Worker]:
+def joined() -> list[Worker]:
     """A CPU worker and two devices."""
     return [Worker(WorkerId(at), "sim" if at else "cpu", NodeId(at), depth=2) for at in range(3)]
 
@@ -66,8 +66,8 @@ def task(number: int, *nodes: int, modes: Sequence[Mode] = (R,), kinds: tuple[Wo
 
 
 def staffed(make: Callable[[Given], Policy], given: Given) -> tuple[Policy, list[Worker]]:
-    """A policy with a crew."""
-    policy, workers = make(given), crew()
+    """A policy and its workers."""
+    policy, workers = make(given), joined()
     for worker in workers:
         policy.join(worker)
     return policy, workers
@@ -157,7 +157,7 @@ def test_explain_adds_up() -> None:
     """Execution, transfer, queueing and eviction of every worker that can run the task, cheapest first; the policy adds its queues."""
     given = estimates(cpu=4.0, sim=1.0, pages_per_second=1.0)
     given.memory = Nodes({2: 0}, {(0, 2): 5 * PAGE})
-    policy, workers = DataAware(given), crew()
+    policy, workers = DataAware(given), joined()
     for worker in workers:
         policy.join(worker)
     workers[1].assigned = [task(9)]
@@ -196,7 +196,7 @@ def test_reuse_takes_what_misses_least_and_loses_patience() -> None:
     dice=st.randoms(use_true_random=False),
 )
 @search(60)
-def test_all_tasks_are_run_once_and_a_crew_never_idles(name: str, speeds: tuple, link: float, tasks: list, dice) -> None:  # type: ignore[no-untyped-def]
+def test_all_tasks_are_run_once_and_workers_never_idle(name: str, speeds: tuple, link: float, tasks: list, dice) -> None:  # type: ignore[no-untyped-def]
     """Whatever the costs, somebody holds a task while any is left, and each comes out once, at a worker that can run it."""
     given = estimates(*speeds, link)
     given.memory = Nodes({1: PAGE})

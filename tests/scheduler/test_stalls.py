@@ -20,8 +20,8 @@ class Watched(VirtualDriver):
     def __init__(self, pages: int, workers: int) -> None:
         machine = Machine([MemoryNode("ram", 64 * PAGE), MemoryNode("gpu", pages * PAGE)], Prio())
         self.stalls = machine.stalls
-        crew: list[tuple[WorkerKind, int, int]] = [("sim", 1, 1)] * workers
-        super().__init__(machine, crew, lambda task, kind: TASK_SECONDS, transfer=lambda source, target, nbytes: COPY_SECONDS)
+        joined: list[tuple[WorkerKind, int, int]] = [("sim", 1, 1)] * workers
+        super().__init__(machine, joined, lambda task, kind: TASK_SECONDS, transfer=lambda source, target, nbytes: COPY_SECONDS)
         self._num = 0
 
     def bring(self, event: Event) -> None:

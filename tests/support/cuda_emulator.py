@@ -38,15 +38,15 @@ class Emulator(FakeGpu):
         self.backwards = False
         self._folder = folder
         self._libraries: dict[tuple[str, str], ctypes.CDLL] = {}
-        self._room = np.empty(ROOM_NBYTES, np.uint8)
+        self._workspace = np.empty(ROOM_NBYTES, np.uint8)
 
     def enter(self, stream: FakeStream) -> None:
         super().enter(stream)
         use(self)
 
     @property
-    def room(self) -> DeviceArray:
-        return on_device(self._room)
+    def workspace(self) -> DeviceArray:
+        return on_device(self._workspace)
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         function = getattr(self._library(source, element), f"emulate_{kernel}")

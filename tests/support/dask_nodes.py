@@ -91,7 +91,7 @@ def train(
                 flights = [
                     engine.start(number, 1e-2, Batch(batch.tokens[own], batch.targets[own])) for engine, own in zip(engines, rows, strict=True)
                 ]
-                parts = [flight.part() for flight in flights]
+                parts = [flight.shard_outcome() for flight in flights]
                 losses = {m: loss for share, (found, _) in zip(every, parts, strict=True) for m, loss in zip(share.minibatches, found, strict=True)}
                 squares = parts[0][1]
                 assert squares is not None

@@ -75,7 +75,7 @@ def test_a_lost_peer_fails_what_waits_for_it() -> None:
         flight = engine.start(1, 1e-2, Batch(batch.tokens[own], batch.targets[own]))
         comms[1].close()
         with pytest.raises(PeerLost, match="node 1") as failure:
-            flight.part()
+            flight.shard_outcome()
         assert failure.value.rank == 1
 
 

@@ -32,11 +32,11 @@ def _binary(op: str, a: TileTensor, b: TileTensor) -> TileTensor:
     return out
 
 
-def accumulate(part: TileTensor, total: TileTensor) -> None:
+def accumulate(addend: TileTensor, total: TileTensor) -> None:
     """total += part, as one contribution per tile."""
-    same_tiling(part, total)
-    for source, target in zip(part.handles, total.handles, strict=True):
-        emit(part.runtime, "add_into", [(source, R), (target, REDUX)])
+    same_tiling(addend, total)
+    for source, target in zip(addend.handles, total.handles, strict=True):
+        emit(addend.runtime, "add_into", [(source, R), (target, REDUX)])
 
 
 def scale(a: TileTensor, alpha: float) -> TileTensor:

@@ -20,16 +20,16 @@ FAN_IN: Final = 32
 """Numbers one task of a summation tree adds."""
 
 
-def sum_scalars(parts: TileTensor, name: str) -> TileTensor:
+def sum_scalars(terms: TileTensor, name: str) -> TileTensor:
     """Sum of a vector of one-element tiles as a tree  # (n,) fp64 -> (1,) fp64."""
     while True:
-        groups = [parts.handles[i : i + FAN_IN] for i in range(0, len(parts.handles), FAN_IN)]
-        sums = TileTensor(parts.runtime, (len(groups),), (1,), np.float64, name=name)
+        groups = [terms.handles[i : i + FAN_IN] for i in range(0, len(terms.handles), FAN_IN)]
+        sums = TileTensor(terms.runtime, (len(groups),), (1,), np.float64, name=name)
         for group, total in zip(groups, sums.handles, strict=True):
-            emit(parts.runtime, "sum_scalars", [*((part, R) for part in group), (total, W)])
+            emit(terms.runtime, "sum_scalars", [*((term, R) for term in group), (total, W)])
         if len(groups) == 1:
             return sums
-        parts = sums
+        terms = sums
 
 
 def sum_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
@@ -40,27 +40,27 @@ def sum_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
     """
     if not tensors:
         raise ValueError("the sum of squares needs at least one tensor, got none")
-    parts = parts_of_squares(tensors)
+    terms = squares_of_tiles(tensors)
     handles = [handle for tensor in tensors for handle in tensor.handles]
-    for handle, part in zip(handles, parts.handles, strict=True):
-        square(parts.runtime, handle, part)
-    return sum_squares(parts)
+    for handle, term in zip(handles, terms.handles, strict=True):
+        square(terms.runtime, handle, term)
+    return sum_squares(terms)
 
 
-def parts_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
+def squares_of_tiles(tensors: Sequence[TileTensor]) -> TileTensor:
     """A number for each tile of the tensors, in order, for its sum of squares  # -> (n,) fp64."""
     count = sum(tensor.tiling.num_tiles for tensor in tensors)
     return TileTensor(tensors[0].runtime, (count,), (1,), np.float64, name="squares")
 
 
-def square(runtime: TaskRuntime, tile: Handle, part: Handle, *, priority: int = 0) -> None:
+def square(runtime: TaskRuntime, tile: Handle, term: Handle, *, priority: int = 0) -> None:
     """Sum of squares of one tile."""
-    emit(runtime, "sum_squares", [(tile, R), (part, W)], priority=priority)
+    emit(runtime, "sum_squares", [(tile, R), (term, W)], priority=priority)
 
 
-def sum_squares(parts: TileTensor) -> TileTensor:
+def sum_squares(terms: TileTensor) -> TileTensor:
     """The sum of squares from those of the tiles  # (n,) fp64 -> (1,) fp64."""
-    return sum_scalars(parts, "sum of squares")
+    return sum_scalars(terms, "sum of squares")
 
 
 def adamw(

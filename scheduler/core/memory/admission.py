@@ -1,8 +1,8 @@
 """How a task gets everything it needs in one place: reserved in free memory, or over what is dropped for it.
 
-Admission is all or nothing: either every byte a task misses on its node, and every home its outputs miss, is reserved with whatever has to be
-dropped for it, or nothing is dropped and nothing reserved. When dirty replicas stand in the way their write-backs are started, and admission
-is tried again when they have arrived.
+Admission is all or nothing: either every byte a task misses on its node, and every backing replica its outputs miss, is reserved with whatever
+has to be dropped for it, or nothing is dropped and nothing reserved. When dirty replicas stand in the way their write-backs are started, and
+admission is tried again when they have arrived.
 
 Why this ends. A write-back needs nothing that is not reserved already, so every one ends, and early ones only make dirty replicas fewer. Replicas are
 dropped only for a task admitted at that moment, or for data that is used sooner, which can be dropped for a task at once. So each attempt of the
@@ -46,14 +46,14 @@ class Admission:
             nodes.
     """
 
-    __slots__ = ("_claims", "_copies", "_horizon", "_last", "_nodes", "_replicas", "_waiting", "num_hits", "num_misses")
+    __slots__ = ("_copies", "_foresight", "_last", "_nodes", "_replicas", "_reservations", "_waiting", "num_hits", "num_misses")
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._nodes = replicas.nodes
         self._last = replicas.last
-        self._horizon = replicas.horizon
-        self._claims = replicas.claims
+        self._foresight = replicas.foresight
+        self._reservations = replicas.reservations
         self._copies = replicas.copies
         self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # the latest task that waits for write-backs, and its victims; may be over
         self.num_hits = 0
@@ -65,35 +65,35 @@ class Admission:
         Raises:
             NothingToRead: the task reads data that does not exist; nothing was reserved.
         """
-        books, node_id, last, clock = self._replicas, task.node, self._last, self._horizon.clock
+        books, node_id, last, clock = self._replicas, task.node, self._last, self._foresight.clock
         several = books.has_several
         taken: list[Replica] = []
-        homeless: tuple[HandleRecord, ...] = ()  # written, and at home in a file so far
+        unbacked: tuple[HandleRecord, ...] = ()  # written, and with a file as their backing replica so far
         grows = fetch = False
         for handle, mode in task.accesses:
             replica = handle.replicas.get(node_id)
             if replica is None or mode == SCRATCH:
                 if not grows:
-                    if not self._claims.allow(task):
+                    if not self._reservations.allow(task):
                         books.take_back(taken, actions)
                         return False
                     grows = True
                 if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
                     books.take_back(taken, actions)
                     raise NothingToRead(handle)
-                offset = self._nodes[node_id].take(handle.size, handle.data_class, handle.place)
+                offset = self._nodes[node_id].take(handle.size, handle.data_class, handle.preferred_offset)
                 if offset is None:
                     books.take_back(taken, actions)
                     return several and self._admit_by_eviction(task, actions)
-                handle.place = offset
-                replica = books.settle_in(handle, node_id, offset, private=mode == SCRATCH)
+                handle.preferred_offset = offset
+                replica = books.install(handle, node_id, offset, private=mode == SCRATCH)
                 if mode != SCRATCH:
                     if several and FILE in handle.replicas:
                         if mode != R:
-                            homeless += (handle,)
+                            unbacked += (handle,)
                     elif node_id == last:
-                        self._claims.enter(replica, task.order)
-                    elif last not in handle.replicas and not books.make_home(handle, task.order, actions):
+                        self._reservations.enter(replica, task.order)
+                    elif last not in handle.replicas and not books.reserve_backing(handle, task.order, actions):
                         replica.pins += 1
                         taken.append(replica)
                         books.take_back(taken, actions)
@@ -103,21 +103,21 @@ class Admission:
             elif several and (replica.arriving or (mode != R and len(handle.replicas) > 1)):
                 fetch = True
                 if mode != R and FILE in handle.replicas:
-                    homeless += (handle,)
-            elif replica.state == "reserved" and mode != W:  # an empty home
+                    unbacked += (handle,)
+            elif replica.state == "reserved" and mode != W:  # an empty backing replica
                 if coherence.best_source(handle, None) is None:
                     books.take_back(taken, actions)
                     raise NothingToRead(handle)
                 fetch = True
             replica.pins += 1
             taken.append(replica)
-        if homeless and not ((grows or self._claims.allow(task)) and self._make_homes(homeless, task.order, actions)):
+        if unbacked and not ((grows or self._reservations.allow(task)) and self._reserve_backing(unbacked, task.order, actions)):
             books.take_back(taken, actions)
             return False
         for replica in taken:
             replica.last_use = clock
         task.replicas = taken
-        if grows or homeless:
+        if grows or unbacked:
             self._nodes[node_id].mark()
             self._nodes[last].mark()
         if fetch:
@@ -145,7 +145,7 @@ class Admission:
             node.name,
         )
 
-    def is_at_home(self, task: Task, node_id: NodeId) -> bool:
+    def needs_no_bytes(self, task: Task, node_id: NodeId) -> bool:
         """Whether the task could run on the node without a single new byte."""
         return all(mode != SCRATCH and node_id in handle.replicas for handle, mode in task.accesses)
 
@@ -167,7 +167,7 @@ class Admission:
                 raise NothingToRead(handle)
         for replica in present:
             replica.pins += 1
-        plan = self._find_room(node_id, [handle.size for handle, _ in missing])
+        plan = self._find_extents(node_id, [handle.size for handle, _ in missing])
         for replica in present:
             self._replicas.unpin(replica)
         if plan is None:
@@ -175,40 +175,40 @@ class Admission:
         if not self._replicas.are_clean(plan[1], actions):
             self._waiting[node_id] = task, plan[1]
             return False
-        homeless = [handle for handle, mode in task.accesses if mode != SCRATCH and coherence.wants_home(handle, mode, self._last)]
-        if node_id != self._last and not self._make_homes(homeless, task.order, actions):
+        unbacked = [handle for handle, mode in task.accesses if mode != SCRATCH and coherence.wants_backing(handle, mode, self._last)]
+        if node_id != self._last and not self._reserve_backing(unbacked, task.order, actions):
             return False
         self._replicas.evict(plan[1], actions)
         private: dict[HandleRecord, Replica] = {}
         for (handle, mode), offset in zip(missing, plan[0], strict=True):
-            self._nodes[node_id].claim(offset, handle.size, handle.data_class)
-            replica = self._replicas.settle_in(handle, node_id, offset, private=mode == SCRATCH)
+            self._nodes[node_id].take_at(offset, handle.size, handle.data_class)
+            replica = self._replicas.install(handle, node_id, offset, private=mode == SCRATCH)
             if mode == SCRATCH:
                 private[handle] = replica
         if node_id == self._last:
-            self._make_homes(homeless, task.order, actions)  # of what is there now
+            self._reserve_backing(unbacked, task.order, actions)  # of what is there now
         task.replicas = [private[handle] if mode == SCRATCH else handle.replicas[node_id] for handle, mode in task.accesses]
         for replica in task.replicas:
             replica.pins += 1
-            replica.last_use = self._horizon.clock
+            replica.last_use = self._foresight.clock
         self._nodes[node_id].mark()
         self._nodes[self._last].mark()
         self._fetch(task, actions)
         return True
 
-    def _find_room(self, node_id: NodeId, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
+    def _find_extents(self, node_id: NodeId, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents would go and what is in the way: what can be dropped at once, if that is not needed soon, else what should go first."""
-        shelf = self._replicas.shelves[node_id]
-        return shelf.plan_droppable(sizes, self._horizon.order + SOON * self._horizon.num_parts) or shelf.plan(sizes)
+        candidates = self._replicas.candidates[node_id]
+        return candidates.plan_droppable(sizes, self._foresight.order + SOON * self._foresight.num_partitions) or candidates.plan(sizes)
 
-    def _make_homes(self, handles: Sequence[HandleRecord], order: int, actions: list[Action]) -> bool:
-        """Reserve the homes of what the task of that order will write, all or none."""
+    def _reserve_backing(self, handles: Sequence[HandleRecord], order: int, actions: list[Action]) -> bool:
+        """Reserve the backing replicas of what the task of that order will write, all or none."""
         made: list[Replica] = []
         for handle in handles:
-            if coherence.wants_home(handle, W, self._last):
-                if not self._replicas.make_home(handle, order, actions):
-                    for home in made:
-                        self._replicas.unmake_home(home, actions)
+            if coherence.wants_backing(handle, W, self._last):
+                if not self._replicas.reserve_backing(handle, order, actions):
+                    for backing in made:
+                        self._replicas.release_backing(backing, actions)
                     return False
                 made.append(handle.replicas[self._last])
         return True

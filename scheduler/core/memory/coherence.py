@@ -59,10 +59,10 @@ def is_needed(replica: Replica) -> bool:
     return True
 
 
-def wants_home(handle: HandleRecord, mode: Mode, last: NodeId) -> bool:
-    """Whether an access has to reserve the handle's home on the last tier: it has none there, nor data in a file that the access leaves alone."""
-    home = handle.replicas.get(last)
-    return (home is None or not home.is_home) and (mode != R or FILE not in handle.replicas)
+def wants_backing(handle: HandleRecord, mode: Mode, last: NodeId) -> bool:
+    """Whether an access has to reserve the backing replica: there is none on the last tier, nor data in a file that the access leaves alone."""
+    backing = handle.replicas.get(last)
+    return (backing is None or not backing.is_backing) and (mode != R or FILE not in handle.replicas)
 
 
 def validate(handle: HandleRecord) -> None:

@@ -18,39 +18,39 @@ class Compaction:
         replicas: of all nodes.
     """
 
-    __slots__ = ("_claims", "_eviction", "_last", "_nodes", "_replicas")
+    __slots__ = ("_eviction", "_last", "_nodes", "_replicas", "_reservations")
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._nodes = replicas.nodes
         self._last = replicas.last
-        self._claims = replicas.claims
+        self._reservations = replicas.reservations
         self._eviction = replicas.eviction
 
-    def make_room(self, task: Task, node_id: NodeId, actions: list[Action]) -> bool:
+    def compact(self, task: Task, node_id: NodeId, actions: list[Action]) -> bool:
         """Make one hole of all that is free or droppable on an idle node, and of what is free on the last tier, if the task then fits there.
 
         The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica is pinned. When dirty replicas must
         go, their write-backs are started instead and False is returned. A file needs no compaction, its addresses are plenty; nor does memory of
         which only bytes are counted.
         """
-        if self._nodes[node_id].is_counted or not self._claims.allow(task):
+        if self._nodes[node_id].is_counted or not self._reservations.allow(task):
             return False
         last = self._nodes[self._last]
-        homes = self._missing_homes(task) if node_id != self._last else 0
-        if homes and self._plan_hole(self._last, homes) is None:
+        backings = self._missing_backing(task) if node_id != self._last else 0
+        if backings and self._plan_hole(self._last, backings) is None:
             return False
         missing = sum(handle.size for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas)
         if not self._make_hole(node_id, missing, actions, {handle for handle, mode in task.accesses if mode != SCRATCH}):
             return False
-        return node_id == self._last or last.is_storage or self._make_hole(self._last, homes, actions)
+        return node_id == self._last or last.is_storage or self._make_hole(self._last, backings, actions)
 
-    def _missing_homes(self, task: Task) -> int:
-        """Bytes that the homes of what the task will write still take on the last tier."""
+    def _missing_backing(self, task: Task) -> int:
+        """Bytes that the backing replicas of what the task will write still take on the last tier."""
         return sum(
             handle.size
             for handle, mode in task.accesses
-            if mode != SCRATCH and self._last not in handle.replicas and coherence.wants_home(handle, mode, self._last)
+            if mode != SCRATCH and self._last not in handle.replicas and coherence.wants_backing(handle, mode, self._last)
         )
 
     def _plan_hole(self, node_id: NodeId, missing: int, kept: Collection[HandleRecord] = ()) -> list[Replica] | None:
@@ -82,7 +82,7 @@ class Compaction:
 
     def _compact(self, node_id: NodeId, actions: list[Action]) -> None:
         """Move all replicas of an idle node to its beginning."""
-        node, shelf = self._nodes[node_id], self._replicas.shelves[node_id]
+        node, candidates = self._nodes[node_id], self._replicas.candidates[node_id]
         for replica in node.starts.values():
             if replica.pins:
                 raise InvalidEvent(f"{replica.handle!r} on node {node_id} would be moved while pinned")
@@ -91,9 +91,9 @@ class Compaction:
                 actions.append(MoveTile(node_id, offset, replica.offset, replica.handle.nbytes))
             replica.view = None
         for replica in node.starts.values():
-            if not replica.is_home:
-                shelf.offer(replica)
+            if not replica.is_backing:
+                candidates.add(replica)
 
     def _may_go(self, replica: Replica) -> bool:
         """Whether an unpinned replica may be dropped, perhaps after a write-back."""
-        return not replica.is_home and (self._replicas.broken is None or not coherence.is_needed(replica))
+        return not replica.is_backing and (self._replicas.broken is None or not coherence.is_needed(replica))

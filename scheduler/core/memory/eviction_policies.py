@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Final, Protocol
 
-from ..records import Agenda, HandleRecord, R, Replay, Replica, W
+from ..records import HandleRecord, R, Replay, Replica, UseSchedule, W
 from . import coherence
 
 FAR: Final = 1 << 20
@@ -26,13 +26,13 @@ def is_foreseen(key: float) -> bool:
     return key < NEVER >> 1
 
 
-class Horizon:
+class Foresight:
     """Where execution stands in the planned order of the recorded steps under way, and when each handle is used next.
 
     Attributes:
         clock: events so far.
         replays: under way, oldest first.
-        reached: `order` of the latest plain task of those whose uses are foreseen (`Task.dues`).
+        reached: `order` of the latest plain task of those whose uses are foreseen (`Task.next_uses`).
     """
 
     def __init__(self) -> None:
@@ -49,81 +49,81 @@ class Horizon:
         return oldest.first_order + oldest.frontier
 
     @property
-    def num_parts(self) -> int:
+    def num_partitions(self) -> int:
         """How many devices pass through the planned order side by side, each with a part of its own."""
-        return max(1, len(self.replays[0].part_nodes)) if self.replays else 1
+        return max(1, len(self.replays[0].partition_nodes)) if self.replays else 1
 
     def next_use(self, handle: HandleRecord) -> tuple[int, bool]:
         """Planned tasks from now until the handle is used anywhere, and whether that use overwrites it unread; `FAR` when no plan says."""
-        agenda = handle.agenda
-        if agenda is None or not self.replays:
-            return (FAR if handle.due is None else handle.due - self.order), False
+        use_schedule = handle.use_schedule
+        if use_schedule is None or not self.replays:
+            return (FAR if handle.next_use is None else handle.next_use - self.order), False
         oldest = self.replays[0]
-        positions = agenda.positions
-        if agenda.replay is not None and agenda.replay is not oldest:  # of the replay behind
-            return len(oldest.tasks) - oldest.frontier + positions[0], agenda.modes[0] == W
+        positions = use_schedule.positions
+        if use_schedule.replay is not None and use_schedule.replay is not oldest:  # of the replay behind
+            return len(oldest.tasks) - oldest.frontier + positions[0], use_schedule.modes[0] == W
         done, frontier = oldest.done, oldest.frontier
         if positions[-1] >= len(done):  # of another step, which waits behind this one
             return FAR, False
         at = bisect_left(positions, frontier)
         while at < len(positions):
             if not done[positions[at]]:
-                return positions[at] - frontier, agenda.modes[at] == W
+                return positions[at] - frontier, use_schedule.modes[at] == W
             at += 1
-        return len(oldest.tasks) - frontier + positions[0], agenda.modes[0] == W
+        return len(oldest.tasks) - frontier + positions[0], use_schedule.modes[0] == W
 
     def next_use_of(self, replica: Replica) -> tuple[int, bool]:
         """The same of one replica. While the data is elsewhere too, what tasks of other nodes read does not count; what they write overwrites it."""
         handle = replica.handle
-        if not self.replays or not self.replays[0].part_nodes or handle.agenda is None or coherence.is_needed(replica):
+        if not self.replays or not self.replays[0].partition_nodes or handle.use_schedule is None or coherence.is_needed(replica):
             return self.next_use(handle)
-        oldest, agenda, node = self.replays[0], handle.agenda, replica.node
-        done, frontier, positions = oldest.done, oldest.frontier, agenda.positions
-        if positions[-1] >= len(done) or agenda.replay not in (None, oldest):
+        oldest, use_schedule, node = self.replays[0], handle.use_schedule, replica.node
+        done, frontier, positions = oldest.done, oldest.frontier, use_schedule.positions
+        if positions[-1] >= len(done) or use_schedule.replay not in (None, oldest):
             return self.next_use(handle)
         for begin, shift in ((bisect_left(positions, frontier), 0), (0, len(done))):  # in this replay, then in the next one
             for at in range(begin, len(positions)):
                 position = positions[at]
                 if shift or not done[position]:
                     if oldest.tasks[position].planned_node in (None, node):
-                        return position - frontier + shift, agenda.modes[at] == W
-                    if agenda.modes[at] != R:
+                        return position - frontier + shift, use_schedule.modes[at] == W
+                    if use_schedule.modes[at] != R:
                         return FAR, True
         return FAR, False
 
     def will_change(self, handle: HandleRecord, replay: Replay, position: int) -> bool:
         """Whether a planned task that comes before that one, and has not ended, writes the handle."""
-        agenda = handle.agenda
-        if agenda is None:
+        use_schedule = handle.use_schedule
+        if use_schedule is None:
             return False
         for each in self.replays:
-            if each is replay or agenda.replay is None:
-                at = len(agenda.positions) if each is not replay else bisect_left(agenda.positions, position)
-                if at and agenda.positions[at - 1] < len(each.done) and self._writes_before(agenda, at, each):
+            if each is replay or use_schedule.replay is None:
+                at = len(use_schedule.positions) if each is not replay else bisect_left(use_schedule.positions, position)
+                if at and use_schedule.positions[at - 1] < len(each.done) and self._writes_before(use_schedule, at, each):
                     return True
             if each is replay:
                 break
         return False
 
     @staticmethod
-    def _writes_before(agenda: Agenda, at: int, replay: Replay) -> bool:
+    def _writes_before(use_schedule: UseSchedule, at: int, replay: Replay) -> bool:
         """Whether the last task of a replay that writes the handle before that use of it has not ended."""
-        while at and agenda.positions[at - 1] >= replay.frontier:
+        while at and use_schedule.positions[at - 1] >= replay.frontier:
             at -= 1
-            if agenda.modes[at] != R:
-                return not replay.done[agenda.positions[at]]
+            if use_schedule.modes[at] != R:
+                return not replay.done[use_schedule.positions[at]]
         return False
 
     def leaves(self, replica: Replica) -> bool:
         """Whether the handle is expected to leave the memory where tasks run before it is read next."""
-        agenda = replica.handle.agenda
-        if agenda is None or not agenda.leaves or not self.replays:
+        use_schedule = replica.handle.use_schedule
+        if use_schedule is None or not use_schedule.leaves or not self.replays:
             return False
         distance, overwrites = self.next_use_of(replica)
         if overwrites or distance == FAR:
             return False
         oldest = self.replays[0]
-        return (oldest.frontier + distance) % len(oldest.tasks) in agenda.leaves
+        return (oldest.frontier + distance) % len(oldest.tasks) in use_schedule.leaves
 
 
 class EvictionPolicy(Protocol):
@@ -133,7 +133,7 @@ class EvictionPolicy(Protocol):
         tolerance: a replica of the size that is needed may cost so many times more than the best one, and a hole so many times more than as many
             bytes of the best ones that do not lie side by side.
         adds_up: whether prices are bytes to move, so that those of neighbours add up to that of the hole they leave.
-        foresees: whether it goes by the planned order, so that what leaves is what the forecast of that order says (`Horizon.leaves`).
+        foresees: whether it goes by the planned order, so that what leaves is what the forecast of that order says (`Foresight.leaves`).
     """
 
     tolerance: float
@@ -157,22 +157,22 @@ class NextUse:
     adds_up = True
     foresees = True
 
-    def __init__(self, horizon: Horizon) -> None:
-        self.horizon = horizon
+    def __init__(self, foresight: Foresight) -> None:
+        self.foresight = foresight
 
     def key(self, replica: Replica) -> float:
         """`order` of the next use; of those nobody knows of, the least recently used first."""
-        distance, overwrites = self.horizon.next_use_of(replica)
+        distance, overwrites = self.foresight.next_use_of(replica)
         if overwrites:
             return inf
         if distance == FAR:
             return NEVER - replica.last_use
-        return self.horizon.order + distance
+        return self.foresight.order + distance
 
     def price(self, key: float, *, dirty: bool) -> float:
         """Bytes to move per byte of room, over the distance of the next use; what was used long ago is expected to be used late."""
-        horizon = self.horizon
-        distance = key - horizon.order if is_foreseen(key) else FAR * (1 + horizon.clock + key - NEVER)
+        foresight = self.foresight
+        distance = key - foresight.order if is_foreseen(key) else FAR * (1 + foresight.clock + key - NEVER)
         return (2.0 if dirty else 1.0) / max(distance, 1.0)
 
 
@@ -183,7 +183,7 @@ class LeastRecentlyUsed:
     adds_up = False
     foresees = False
 
-    def __init__(self, horizon: Horizon) -> None:
+    def __init__(self, foresight: Foresight) -> None:
         pass
 
     def key(self, replica: Replica) -> float:
@@ -202,7 +202,7 @@ class FirstInFirstOut:
     adds_up = False
     foresees = False
 
-    def __init__(self, horizon: Horizon) -> None:
+    def __init__(self, foresight: Foresight) -> None:
         pass
 
     def key(self, replica: Replica) -> float:
@@ -214,7 +214,7 @@ class FirstInFirstOut:
         return -key
 
 
-EVICTION_POLICIES: Final[dict[str, Callable[[Horizon], EvictionPolicy]]] = {
+EVICTION_POLICIES: Final[dict[str, Callable[[Foresight], EvictionPolicy]]] = {
     "next-use": NextUse,
     "lru": LeastRecentlyUsed,
     "fifo": FirstInFirstOut,

@@ -46,15 +46,15 @@ class ExtentAllocator:
 
     Args:
         capacity: bytes; rounded down to whole pages.
-        keeps_places: whether untouched memory, while much of it is left, is preferred to extents that would have to be cut or merged: then what
+        keeps_offsets: whether untouched memory, while much of it is left, is preferred to extents that would have to be cut or merged: then what
             comes and goes in the same sizes finds its old places again. For memory that is taken whole from the start.
     """
 
-    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "keeps_places", "low", "used")
+    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "keeps_offsets", "low", "used")
 
-    def __init__(self, capacity: int, *, keeps_places: bool = False) -> None:
+    def __init__(self, capacity: int, *, keeps_offsets: bool = False) -> None:
         self.capacity = capacity // PAGE * PAGE
-        self.keeps_places = keeps_places
+        self.keeps_offsets = keeps_offsets
         self.low = 0
         self.high = self.capacity
         self.used = 0
@@ -80,7 +80,7 @@ class ExtentAllocator:
             return bin_.popitem()[0]
         above = size * LARGE >= self.capacity
         offset = None
-        if self.keeps_places and self.high - self.low > max(size, self.capacity // UNTOUCHED):
+        if self.keeps_offsets and self.high - self.low > max(size, self.capacity // UNTOUCHED):
             offset = self._from_gap(size, above)
         if offset is None:
             offset = self._best_fit(size, above)
@@ -95,7 +95,7 @@ class ExtentAllocator:
             self.used += size
         return offset
 
-    def claim(self, offset: int, size: int) -> None:
+    def take_at(self, offset: int, size: int) -> None:
         """Take the extent [offset, offset + size), which must be free.
 
         Raises:
@@ -231,7 +231,7 @@ class MemoryNode:
         budget: hard limit in bytes on everything allocated here.
         is_storage: whether it is a file: no worker computes there, extents need not lie within the first `budget` bytes, and what is given
             back beyond them is to be discarded.
-        keeps_places: see `ExtentAllocator`.
+        keeps_offsets: see `ExtentAllocator`.
         is_counted: whether what is here has buffers of its own: bytes count and addresses mean nothing, so memory is never in pieces. Data may
             arrive unasked (`HandleAdopted`), and then even above the budget; nothing is admitted before it is met again.
 
@@ -256,13 +256,13 @@ class MemoryNode:
         "taken",
     )
 
-    def __init__(self, name: str, budget: int, *, is_storage: bool = False, is_counted: bool = False, keeps_places: bool = False) -> None:
+    def __init__(self, name: str, budget: int, *, is_storage: bool = False, is_counted: bool = False, keeps_offsets: bool = False) -> None:
         self.name = name
         self.budget = budget
         self.is_storage = is_storage
         self.is_counted = is_counted
         extent = _ANYWHERE if is_counted else budget * _SPREAD if is_storage else budget
-        self.extents = ExtentAllocator(extent, keeps_places=keeps_places)
+        self.extents = ExtentAllocator(extent, keeps_offsets=keeps_offsets)
         self.starts: dict[int, Replica] = {}
         self.ends: dict[int, Replica] = {}
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
@@ -300,9 +300,9 @@ class MemoryNode:
         """Bytes of the largest extent that could be taken now."""
         return max(self.budget - self.used, 0) if self.is_counted else self.extents.largest_hole()
 
-    def claim(self, offset: int, size: int, data_class: DataClass) -> None:
+    def take_at(self, offset: int, size: int, data_class: DataClass) -> None:
         """Take a free extent of one's choice, entered in the ledger."""
-        self.extents.claim(offset, size)
+        self.extents.take_at(offset, size)
         self._enter(size, data_class)
 
     def occupy(self, replica: Replica) -> None:

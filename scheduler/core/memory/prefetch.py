@@ -5,7 +5,7 @@ tried before them whenever something changes, what they bring can be dropped for
 by the reckoning that eviction goes by, so they end. (They stood back for such a task once. Where memory is short there is nearly always one, so
 nearly everything was fetched too late.)
 Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one. Beyond that share they take,
-one at a time, what the forecast of the planned order says will leave before it is used again (`Agenda.leaves`): a link that idles in one part of
+one at a time, what the forecast of the planned order says will leave before it is used again (`UseSchedule.leaves`): a link that idles in one part of
 a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
 own copy never waits behind many. Looks at the tasks that will run on its node: all, where workers compute on one node only; else those of the
 node's part of the step, if the plan has parts. Without parts several devices rely on admitting tasks ahead instead, because nobody knows yet
@@ -117,7 +117,7 @@ class Lookahead:
 
     def _is_over(self) -> bool:
         """Whether tasks behind the walk may miss something, or tasks have come that it does not know."""
-        replicas, replays = self.replicas, self.replicas.horizon.replays
+        replicas, replays = self.replicas, self.replicas.foresight.replays
         if self._num_events >= self._most_events or (replays[0].first_order, replays[-1].first_order) != self._known:
             return True
         if self._passed and replicas.copies.num_ended[self.node] != self._num_ended:
@@ -141,13 +141,13 @@ class Lookahead:
         self._behind.clear()
         self._reach = replicas.nodes[self.node].budget // AHEAD
         self._at = self._next()
-        replays = replicas.horizon.replays
+        replays = replicas.foresight.replays
         self._known = replays[0].first_order, replays[-1].first_order
         self._num_events = self._passed = 0
         self._num_ended = replicas.copies.num_ended[self.node]
 
     def _tasks_ahead(self) -> Iterator[tuple[Replay, int]]:
-        for replay in tuple(self.replicas.horizon.replays):
+        for replay in tuple(self.replicas.foresight.replays):
             done = replay.done
             for position in self._positions_ahead(replay):
                 if not done[position]:
@@ -157,13 +157,13 @@ class Lookahead:
         """Positions of the tasks that will run here; some of them may have ended."""
         if self.is_only:
             return range(replay.frontier, len(replay.tasks))
-        if self.node not in replay.part_nodes:
+        if self.node not in replay.partition_nodes:
             return ()
-        part = replay.part_nodes.index(self.node)
-        positions, head, done = replay.parts[part], replay.heads[part], replay.done
+        partition = replay.partition_nodes.index(self.node)
+        positions, head, done = replay.partitions[partition], replay.heads[partition], replay.done
         while head < len(positions) and done[positions[head]]:
             head += 1
-        replay.heads[part] = head
+        replay.heads[partition] = head
         return islice(positions, head, None)
 
     def _prefetch(self, limit: int, actions: list[Action]) -> None:
@@ -186,7 +186,7 @@ class Lookahead:
 
     def _distance(self, replay: Replay, position: int) -> int:
         """Planned tasks from now until that one."""
-        replays = self.replicas.horizon.replays
+        replays = self.replicas.foresight.replays
         distance = position - replays[0].frontier
         for each in replays:
             if each is replay:
@@ -211,10 +211,10 @@ class Lookahead:
                 if source is None:
                     continue  # an earlier task has yet to write it
                 distance = self._distance(replay, position)
-                due, overwrites = replicas.horizon.next_use(handle)
-                if overwrites or due > distance:
+                next_use, overwrites = replicas.foresight.next_use(handle)
+                if overwrites or next_use > distance:
                     continue  # the same, over old data; or it would go at once for what is fetched next
-                if due < distance and replicas.horizon.will_change(handle, replay, position):
+                if next_use < distance and replicas.foresight.will_change(handle, replay, position):
                     continue  # elsewhere, before this task reads it
                 if replicas.copies.num_on(source.node, node) >= QUEUE and replicas.is_memory(source.node):
                     self._passed += handle.size
@@ -235,14 +235,14 @@ class Lookahead:
         node = replicas.nodes[node_id]
         offset = node.take(handle.size, handle.data_class)
         if offset is None:
-            plan = replicas.shelves[node_id].plan_droppable([handle.size], replicas.horizon.order + distance)
+            plan = replicas.candidates[node_id].plan_droppable([handle.size], replicas.foresight.order + distance)
             if plan is None:
                 return False
             (offset,), victims = plan
             replicas.evict(victims, actions)
-            node.claim(offset, handle.size, handle.data_class)
+            node.take_at(offset, handle.size, handle.data_class)
         node.mark()
-        actions.append(replicas.copies.start(source, replicas.settle_in(handle, node_id, offset)))
+        actions.append(replicas.copies.start(source, replicas.install(handle, node_id, offset)))
         return True
 
     def _write_back(self, actions: list[Action]) -> None:
@@ -259,15 +259,15 @@ class Lookahead:
             self._looked_at = node.taken
             self._may_leave = replicas.eviction.foresees
             self._wanted = goal - (node.budget - node.used)
-            self._wanted -= replicas.shelves[self.node].clean_nbytes(self._wanted)
+            self._wanted -= replicas.candidates[self.node].clean_nbytes(self._wanted)
         if self._wanted > 0:
-            for replica in replicas.shelves[self.node].dirty(WRITES - num_writing):
+            for replica in replicas.candidates[self.node].dirty(WRITES - num_writing):
                 if self._wanted > 0:
                     replicas.write_back(replica, actions)
                     self._wanted -= replica.handle.size
         elif self._may_leave and not num_writing:
-            for replica in replicas.shelves[self.node].dirty(LEAVING):
-                if replicas.horizon.leaves(replica):
+            for replica in replicas.candidates[self.node].dirty(LEAVING):
+                if replicas.foresight.leaves(replica):
                     replicas.write_back(replica, actions)
                     return
             self._may_leave = False

@@ -3,11 +3,11 @@
 The mechanism below `admission`, `compaction` and `prefetch`, which decide what comes and what goes.
 
 Homes. The *last tier* is the storage node if there is one, else host memory. Every handle that holds data anywhere has an extent there, its
-*home*, reserved together with the first output: so every replica always has somewhere to go, and a write-back never waits for room.
+*backing replica*, reserved together with the first output: so every replica always has somewhere to go, and a write-back never waits for room.
 
-Files. Data may begin in a file: its handle then has a replica on the node `FILE`, which is its home until its first write. So its other replicas
-are dropped for others like any clean ones, wherever they are, the last tier included; the task that will write it reserves the home there, and
-when it begins to write, the file is out of date and forgotten.
+Files. Data may begin in a file: its handle then has a replica on the node `FILE`, which is its backing replica until its first write. So its other
+replicas are dropped for others like any clean ones, wherever they are, the last tier included; the task that will write it reserves the backing
+replica there, and when it begins to write, the file is out of date and forgotten.
 
 Knows extents (`memory`), copies under way (`copies`), the replica protocol (`coherence`) and who may take room on the last tier (`claims`).
 """
@@ -21,11 +21,11 @@ from ..errors import DoesNotFit, InvalidEvent
 from ..events import Action, DiscardExtent, ForgetObject
 from ..records import FILE, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
 from . import coherence
-from .eviction_policies import EvictionPolicy, Horizon
+from .eviction_policies import EvictionPolicy, Foresight
 from .extents import MemoryNode, rounded
-from .reservations import Claims
+from .reservations import Reservations
 from .transfers import Copies
-from .victim_selection import Shelf
+from .victim_selection import Candidates
 
 
 class Replicas:
@@ -33,13 +33,13 @@ class Replicas:
 
     Args:
         nodes: host memory first; a storage node, if any, last.
-        horizon: where the recorded steps stand.
+        foresight: where the recorded steps stand.
         eviction: who goes first.
 
     Attributes:
         last: the last tier.
         has_several: whether there is more than one node, or data in files, so that data may move.
-        shelves: every replica of each node, scratch included, and which of them may go.
+        candidates: every replica of each node, scratch included, and which of them may go.
         copies: those under way.
         num_released: replicas dropped and copies ended so far: what a task that waits for memory waits for.
         claims: who may take room on the last tier.
@@ -54,13 +54,13 @@ class Replicas:
 
     __slots__ = (
         "broken",
+        "candidates",
         "changed",
-        "claims",
         "copies",
         "eviction",
+        "foresight",
         "has_several",
         "held",
-        "horizon",
         "last",
         "missed",
         "nodes",
@@ -69,18 +69,18 @@ class Replicas:
         "num_files",
         "num_released",
         "readers",
-        "shelves",
+        "reservations",
         "wanted",
     )  # fmt: skip
 
-    def __init__(self, nodes: Sequence[MemoryNode], horizon: Horizon, eviction: EvictionPolicy) -> None:
+    def __init__(self, nodes: Sequence[MemoryNode], foresight: Foresight, eviction: EvictionPolicy) -> None:
         self.nodes = list(nodes)
         self.has_several = len(self.nodes) > 1
-        self.horizon = horizon
+        self.foresight = foresight
         self.eviction = eviction
         self.last = NodeId(len(self.nodes) - 1) if self.nodes[-1].is_storage else RAM
-        self.claims = Claims(self.nodes[self.last], self.last, horizon)
-        self.shelves = [Shelf(node, eviction) for node in self.nodes]
+        self.reservations = Reservations(self.nodes[self.last], self.last, foresight)
+        self.candidates = [Candidates(node, eviction) for node in self.nodes]
         self.copies = Copies(len(self.nodes), self.last)
         self.num_evictions = 0
         self.missed = [inf] * len(self.nodes)
@@ -128,22 +128,22 @@ class Replicas:
                 f"{node.used:,} B are taken; raise the budget, or attach sources before data is written",
                 node.name,
             )
-        replica = self.settle_in(room, RAM, offset, private=True)
-        replica.is_home = True
+        replica = self.install(room, RAM, offset, private=True)
+        replica.is_backing = True
         if self.last == RAM:
-            self.claims.enter(replica, 0)
+            self.reservations.enter(replica, 0)
         self.readers.append(replica)
         node.mark()
 
     def attach(self, handle: HandleRecord, source: object) -> None:
         """The data of a handle, which has no replica, is from now on what lies in a file."""
-        handle.replicas[FILE] = Replica(handle, FILE, 0, "shared", is_home=True, view=source)
+        handle.replicas[FILE] = Replica(handle, FILE, 0, "shared", is_backing=True, view=source)
         self.has_several = True
         self.num_files += 1
         self.num_cold += 1
 
     def adopt(self, handle: HandleRecord, actions: list[Action], *, stays: bool) -> None:
-        """Count data that has come to be in host memory by itself, and reserve its home.
+        """Count data that has come to be in host memory by itself, and reserve its backing replica.
 
         Raises:
             DoesNotFit: the last tier has no room for it; nothing has changed.
@@ -152,13 +152,13 @@ class Replicas:
         node = self.nodes[RAM]
         if handle.replicas or handle in self.held or not node.is_counted:
             raise InvalidEvent(f"{handle!r} was adopted by node {node.name}, where it cannot appear by itself")
-        replica = self.settle_in(handle, RAM, node.adopt(handle.size, handle.data_class), private=stays)
+        replica = self.install(handle, RAM, node.adopt(handle.size, handle.data_class), private=stays)
         if stays:
-            replica.is_home = True
+            replica.is_backing = True
             self.held[handle] = replica
         elif self.last == RAM:
-            self.claims.enter(replica, 0)
-        elif not self.make_home(handle, 0, actions):
+            self.reservations.enter(replica, 0)
+        elif not self.reserve_backing(handle, 0, actions):
             self.drop(replica, actions)
             below = self.nodes[self.last]
             raise DoesNotFit(
@@ -168,65 +168,65 @@ class Replicas:
             )
         if not stays:
             replica.state = "modified"
-            if not replica.is_home:
-                self.shelves[RAM].offer(replica)
+            if not replica.is_backing:
+                self.candidates[RAM].add(replica)
 
     def change(self, handle: HandleRecord) -> None:
         """What is in host memory, and used there, differs from now on from what the last tier has of it, or is getting."""
-        replica, home = handle.replicas[RAM], handle.replicas.get(self.last)
-        if home is None or home is replica:
+        replica, backing = handle.replicas[RAM], handle.replicas.get(self.last)
+        if backing is None or backing is replica:
             return
-        if home.arriving:
+        if backing.arriving:
             self.changed.add(handle)
-        elif home.state != "reserved":
-            home.state, replica.state = "reserved", "modified"
+        elif backing.state != "reserved":
+            backing.state, replica.state = "reserved", "modified"
 
     def let_go(self, handle: HandleRecord, actions: list[Action]) -> None:
         """The program no longer keeps what it held."""
         replica = self.held.pop(handle)
-        replica.is_home = False
+        replica.is_backing = False
         self.drop(replica, actions)
 
     def want(self, handles: Iterable[HandleRecord]) -> None:
         """A replay begins that uses these."""
-        if not self.horizon.replays:
+        if not self.foresight.replays:
             self.wanted.clear()
         self.wanted.update(handle for handle in handles if len(handle.replicas) == 1 and FILE in handle.replicas)
 
     def _take(self, node_id: NodeId, handle: HandleRecord, actions: list[Action]) -> int | None:
         """A new extent for a handle, in memory over what can be dropped at once if there is no hole; None if that makes none either."""
-        node, shelf = self.nodes[node_id], self.shelves[node_id]
+        node, candidates = self.nodes[node_id], self.candidates[node_id]
         offset = node.take(handle.size, handle.data_class)
         if offset is None and not node.is_storage and (self.num_files or node_id != self.last):  # a disk tier refuses for its budget, not for a hole
-            plan = shelf.plan([handle.size])
+            plan = candidates.plan([handle.size])
             if plan is None or any(victim.pins or coherence.is_needed(victim) for victim in plan[1]):
-                plan = shelf.plan_droppable([handle.size], -inf)
+                plan = candidates.plan_droppable([handle.size], -inf)
             if plan is not None:
                 (offset,), victims = plan
                 self.evict(victims, actions)
-                node.claim(offset, handle.size, handle.data_class)
+                node.take_at(offset, handle.size, handle.data_class)
         return offset
 
-    def make_home(self, handle: HandleRecord, order: int, actions: list[Action]) -> bool:
+    def reserve_backing(self, handle: HandleRecord, order: int, actions: list[Action]) -> bool:
         """Reserve the handle's extent on the last tier for the task of that order; what was read into it from a file becomes it, or may go for it."""
-        home = handle.replicas.get(self.last)
-        if home is None:
+        backing = handle.replicas.get(self.last)
+        if backing is None:
             offset = self._take(self.last, handle, actions)
             if offset is None:
                 return False
-            home = self.settle_in(handle, self.last, offset)
-        self.claims.enter(home, order)
+            backing = self.install(handle, self.last, offset)
+        self.reservations.enter(backing, order)
         return True
 
-    def unmake_home(self, home: Replica, actions: list[Action]) -> None:
-        """Undo `make_home`: that releases nothing which a task could wait for."""
+    def release_backing(self, backing: Replica, actions: list[Action]) -> None:
+        """Undo `reserve_backing`: that releases nothing which a task could wait for."""
         num_released = self.num_released
-        if home.state == "reserved" and not home.pins:
-            self.drop(home, actions)
+        if backing.state == "reserved" and not backing.pins:
+            self.drop(backing, actions)
         else:
-            self.claims.leave(home)
-            if home.pins == home.outgoing:
-                self.shelves[self.last].offer(home)
+            self.reservations.leave(backing)
+            if backing.pins == backing.outgoing:
+                self.candidates[self.last].add(backing)
         self.num_released = num_released
 
     def take_back(self, taken: Sequence[Replica], actions: list[Action]) -> None:
@@ -236,7 +236,7 @@ class Replicas:
             self.unpin(replica)
             if replica.pins or replica.arriving:
                 continue
-            if replica.state == "scratch" or (replica.state == "reserved" and (not replica.is_home or len(replica.handle.replicas) == 1)):
+            if replica.state == "scratch" or (replica.state == "reserved" and (not replica.is_backing or len(replica.handle.replicas) == 1)):
                 self.drop(replica, actions)
         self.num_released = num_released
 
@@ -249,13 +249,13 @@ class Replicas:
 
     def _miss(self, replica: Replica) -> None:
         """A replica is about to go although a planned task may read it on its node."""
-        distance, overwrites = self.horizon.next_use_of(replica)
+        distance, overwrites = self.foresight.next_use_of(replica)
         if not overwrites:
-            self.missed[replica.node] = min(self.missed[replica.node], self.horizon.order + distance)
+            self.missed[replica.node] = min(self.missed[replica.node], self.foresight.order + distance)
 
-    def settle_in(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
+    def install(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
         """A new replica over an extent just taken."""
-        replica = Replica(handle, node_id, offset, since=self.horizon.clock)
+        replica = Replica(handle, node_id, offset, since=self.foresight.clock)
         if private:
             replica.state = "scratch"
         else:
@@ -264,19 +264,19 @@ class Replicas:
                 self.wanted.discard(handle)
             handle.replicas[node_id] = replica
         self.nodes[node_id].occupy(replica)
-        shelf = self.shelves[node_id]
-        if handle.size <= shelf.tiny:
-            shelf.tiny_nbytes += handle.size
+        candidates = self.candidates[node_id]
+        if handle.size <= candidates.tiny:
+            candidates.tiny_nbytes += handle.size
         return replica
 
     def unpin(self, replica: Replica) -> None:
         """One user less; without any but copies the replica may go."""
         replica.pins -= 1
-        if replica.pins == replica.outgoing and not replica.is_home:
-            self.shelves[replica.node].offer(replica)
+        if replica.pins == replica.outgoing and not replica.is_backing:
+            self.candidates[replica.node].add(replica)
 
     def drop(self, replica: Replica, actions: list[Action]) -> None:
-        """Give a replica's extent back, or forget a file; an empty home goes with the last other replica.
+        """Give a replica's extent back, or forget a file; an empty backing replica goes with the last other replica.
 
         Raises:
             InvalidEvent: something still uses it.
@@ -293,13 +293,13 @@ class Replicas:
                 if not self.num_files:
                     self.has_several = len(self.nodes) > 1
                 return
-            if replica.is_home:
-                self.claims.leave(replica)
+            if replica.is_backing:
+                self.reservations.leave(replica)
         node = self.nodes[replica.node]
-        shelf = self.shelves[replica.node]
-        shelf.leave(replica)
-        if handle.size <= shelf.tiny:
-            shelf.tiny_nbytes -= handle.size
+        candidates = self.candidates[replica.node]
+        candidates.leave(replica)
+        if handle.size <= candidates.tiny:
+            candidates.tiny_nbytes -= handle.size
         replica.view = None
         node.vacate(replica)
         if node.is_counted:
@@ -309,28 +309,28 @@ class Replicas:
             actions.append(DiscardExtent(replica.node, replica.offset, handle.size))
         self.num_released += 1
         if replica.state != "scratch" and len(handle.replicas) == 1:
-            (home,) = handle.replicas.values()
-            if home.node == FILE:
+            (backing,) = handle.replicas.values()
+            if backing.node == FILE:
                 self.num_cold += 1
-            if home.is_home and home.state == "reserved" and not home.pins:
-                self.drop(home, actions)
+            if backing.is_backing and backing.state == "reserved" and not backing.pins:
+                self.drop(backing, actions)
 
     def drop_unpinned(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """Drop every replica nobody is using; what a copy still uses goes when it has ended, and the homes with the last of them."""
+        """Drop every replica nobody is using; what a copy still uses goes when it has ended, and the backing replicas with the last of them."""
         for replica in list(handle.replicas.values()):
             if replica.pins or replica.node not in handle.replicas:
                 continue
-            if replica.is_home:
+            if replica.is_backing:
                 replica.state = "reserved"
             else:
                 self.drop(replica, actions)
-        if all(replica.is_home and not replica.pins for replica in handle.replicas.values()):
+        if all(replica.is_backing and not replica.pins for replica in handle.replicas.values()):
             for replica in list(handle.replicas.values()):
                 if replica.node in handle.replicas:  # else it went with the other one
                     self.drop(replica, actions)
 
     def invalidate_others(self, task: Task, actions: list[Action]) -> None:
-        """The task is about to write: drop every other replica of what it writes, and empty its home."""
+        """The task is about to write: drop every other replica of what it writes, and empty its backing replica."""
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             if mode != R and mode != SCRATCH and len(handle.replicas) > 1:
                 for other in [other for other in handle.replicas.values() if other is not replica]:
@@ -339,7 +339,7 @@ class Replicas:
                             self._miss(other)
                         self.drop(other, actions)
                     elif other.pins:
-                        raise InvalidEvent(f"{handle!r} would be overwritten while its home is in use")
+                        raise InvalidEvent(f"{handle!r} would be overwritten while its backing replica is in use")
                     else:
                         other.state = "reserved"
 
@@ -369,18 +369,18 @@ class Replicas:
         return [task for task in waiting if not task.num_arriving]
 
     def write_back(self, victim: Replica, actions: list[Action]) -> None:
-        """Start copying a sole replica to a lower tier: host memory if there is a hole, else home."""
+        """Start copying a sole replica to a lower tier: host memory if there is a hole, else to its backing replica."""
         handle = victim.handle
         target = handle.replicas[self.last]
         if victim.node != RAM != self.last and RAM not in handle.replicas:
             offset = self.nodes[RAM].take(handle.size, handle.data_class)
             if offset is not None:
-                target = self.settle_in(handle, RAM, offset)
+                target = self.install(handle, RAM, offset)
         self.nodes[target.node].mark()
         if not target.arriving:
             actions.append(self.copies.start(victim, target))
         if victim.pins == victim.outgoing:  # as good as clean from now on
-            self.shelves[victim.node].offer(victim)
+            self.candidates[victim.node].add(victim)
 
     def are_clean(self, victims: Sequence[Replica], actions: list[Action]) -> bool:
         """Whether dropping the victims loses nothing; if it does, start the write-backs that are missing."""
@@ -394,5 +394,5 @@ class Replicas:
     def break_tier(self, error: BaseException) -> None:
         """The last tier takes no more data: what is dirty stays where it is."""
         self.broken = error
-        for shelf in self.shelves:
-            shelf.keep_dirty = True
+        for candidates in self.candidates:
+            candidates.keep_dirty = True

@@ -26,102 +26,102 @@ from collections.abc import Iterable
 
 from ..errors import InvalidEvent
 from ..records import SCRATCH, HandleRecord, NodeId, R, Replay, Replica, SharedUse, Task, W
-from .coherence import wants_home
-from .eviction_policies import Horizon
+from .coherence import wants_backing
+from .eviction_policies import Foresight
 from .extents import MemoryNode
 
 
-class Claims:
+class Reservations:
     """The books of the last tier.
 
     Args:
         node: the last tier.
         node_id: its number.
-        horizon: where the recorded steps stand.
+        foresight: where the recorded steps stand.
 
     Attributes:
         kept: bytes of data that outlives replays, promised data included.
         ahead: bytes of temporaries that the planned order would not have made yet.
     """
 
-    __slots__ = ("_homes_ahead", "_num_entered", "_promised", "_reserve", "ahead", "horizon", "kept", "node", "node_id")
+    __slots__ = ("_backing_ahead", "_num_entered", "_promised", "_reserve", "ahead", "foresight", "kept", "node", "node_id")
 
-    def __init__(self, node: MemoryNode, node_id: NodeId, horizon: Horizon) -> None:
+    def __init__(self, node: MemoryNode, node_id: NodeId, foresight: Foresight) -> None:
         self.node = node
         self.node_id = node_id
-        self.horizon = horizon
+        self.foresight = foresight
         self.kept = 0
         self.ahead = 0
         self._reserve = 0  # at least the largest claim
         self._promised: dict[HandleRecord, int] = {}  # by how many replays
-        self._homes_ahead: list[tuple[int, int, Replica]] = []  # (order of the maker, number, home)
+        self._backing_ahead: list[tuple[int, int, Replica]] = []  # (order of the maker, number, backing replica)
         self._num_entered = 0
 
     def allow(self, task: Task) -> bool:
         """Whether the task may take the room it needs on the last tier."""
-        replays = self.horizon.replays
+        replays = self.foresight.replays
         if not replays:
             return True
         step = task.step
         wanted = 0 if step is None else step.makes[task.position]
         if step is not None and self.ahead + wanted <= self.node.budget - self.kept - self._reserve:
             return True
-        order = self.horizon.order
+        order = self.foresight.order
         if task.order <= order:
             return True
-        missing = [handle for handle, mode in task.accesses if mode != SCRATCH and wants_home(handle, mode, self.node_id)]
+        missing = [handle for handle, mode in task.accesses if mode != SCRATCH and wants_backing(handle, mode, self.node_id)]
         if not missing:
             return True
         if step is None:
             wanted = sum(handle.size for handle in missing if handle not in self._promised)
-        self._drop_due(order)
+        self._drop_reached(order)
         reserve = self._reserve = max([replay.peaks[replay.frontier] for replay in replays])
         return self.kept + self.ahead + reserve + wanted <= self.node.budget
 
-    def enter(self, home: Replica, order: int) -> None:
-        """A replica on the last tier becomes its handle's home, for the task of that order."""
-        handle = home.handle
-        home.is_home = True
+    def enter(self, backing: Replica, order: int) -> None:
+        """A replica on the last tier becomes its handle's backing replica, for the task of that order."""
+        handle = backing.handle
+        backing.is_backing = True
         if not _is_temporary(handle):
             if self._promised.pop(handle, None) is None:
                 self.kept += handle.size
-        elif order > self.horizon.order:
-            home.is_ahead = True
+        elif order > self.foresight.order:
+            backing.is_ahead = True
             self.ahead += handle.size
             self._num_entered += 1
-            self._drop_due(self.horizon.order)
-            heapq.heappush(self._homes_ahead, (order, self._num_entered, home))
+            self._drop_reached(self.foresight.order)
+            heapq.heappush(self._backing_ahead, (order, self._num_entered, backing))
 
     def reenter(self, handle: HandleRecord, replay: Replay) -> None:
-        """A replay begins that will make `handle`, whose home is still in use from an earlier replay."""
-        self._drop_due(self.horizon.order)
-        home = handle.replicas.get(self.node_id)
-        if home is not None and handle.agenda is not None:
-            self.enter(home, replay.first_order + handle.agenda.positions[0])
+        """A replay begins that will make `handle`, whose backing replica is still in use from an earlier replay."""
+        self._drop_reached(self.foresight.order)
+        backing = handle.replicas.get(self.node_id)
+        if backing is not None and handle.use_schedule is not None:
+            self.enter(backing, replay.first_order + handle.use_schedule.positions[0])
 
-    def leave(self, home: Replica) -> None:
-        """A home is none any more. Data that was lost but outlives replays is a promise again of those in flight that may make it anew."""
-        handle = home.handle
-        home.is_home = False
-        if home.is_ahead:
-            home.is_ahead = False
+    def leave(self, backing: Replica) -> None:
+        """A backing replica is none any more. Data that was lost but outlives replays is a promise again of those in flight that may make it anew."""
+        handle = backing.handle
+        backing.is_backing = False
+        if backing.is_ahead:
+            backing.is_ahead = False
             self.ahead -= handle.size
         elif not _is_temporary(handle):
-            replays = self.horizon.replays if handle.num_uses else ()
+            replays = self.foresight.replays if handle.num_uses else ()
             number = sum(any(use.handle is handle and self._is_to_make(use) for use in replay.shared) for replay in replays)
             if number:
                 self._promised[handle] = number
             else:
                 self.kept -= handle.size
 
-    def _drop_due(self, order: int) -> None:
+    def _drop_reached(self, order: int) -> None:
         """What was made ahead of its time and is due by now counts as in time."""
-        ahead = self._homes_ahead
+        ahead = self._backing_ahead
         while ahead and ahead[0][0] <= order:
-            home = heapq.heappop(ahead)[2]
-            if home.is_ahead:
-                home.is_ahead = False
-                self.ahead -= home.handle.size
+            backing = heapq.heappop(ahead)[2]
+            if backing.is_ahead:
+                backing.is_ahead = False
+                self.ahead -= backing.handle.size
 
     def promise(self, replay: Replay) -> None:
         """A replay begins: what it will make and leave behind counts from now on."""
@@ -136,7 +136,7 @@ class Claims:
 
     def forget(self, replay: Replay) -> None:
         """A replay has ended: what it promised and did not make, it never will."""
-        self._reserve = max([each.peaks[each.frontier] for each in self.horizon.replays], default=0)
+        self._reserve = max([each.peaks[each.frontier] for each in self.foresight.replays], default=0)
         for use in replay.shared if self._promised else ():
             count = self._promised.get(use.handle, 0) if self._is_to_make(use) else 0
             if count == 1:
@@ -146,22 +146,22 @@ class Claims:
                 self._promised[use.handle] = count - 1
 
     def _is_to_make(self, use: SharedUse) -> bool:
-        """Whether a replay may still give a handle its home."""
-        return wants_home(use.handle, R if use.first_writer is None else W, self.node_id)
+        """Whether a replay may still give a handle its backing replica."""
+        return wants_backing(use.handle, R if use.first_writer is None else W, self.node_id)
 
-    def validate(self, homes: Iterable[Replica]) -> None:
-        """Check the books against the homes on the last tier.
+    def validate(self, backings: Iterable[Replica]) -> None:
+        """Check the books against the backing replicas on the last tier.
 
         Raises:
             InvalidEvent: they do not add up.
         """
         kept = sum(handle.size for handle in self._promised)
         ahead = 0
-        for home in homes:
-            if not _is_temporary(home.handle):
-                kept += home.handle.size
-            elif home.is_ahead:
-                ahead += home.handle.size
+        for backing in backings:
+            if not _is_temporary(backing.handle):
+                kept += backing.handle.size
+            elif backing.is_ahead:
+                ahead += backing.handle.size
         if (kept, ahead) != (self.kept, self.ahead):
             raise InvalidEvent(
                 f"node {self.node.name} keeps {kept} B and holds {ahead} B made ahead of their time, but {self.kept} and {self.ahead} were counted"
@@ -170,4 +170,4 @@ class Claims:
 
 def _is_temporary(handle: HandleRecord) -> bool:
     """Whether the handle lives and dies within a replay."""
-    return handle.agenda is not None and handle.agenda.replay is not None
+    return handle.use_schedule is not None and handle.use_schedule.replay is not None

@@ -1,6 +1,6 @@
 """Which replicas of a node to drop so that extents fit: candidates kept sorted, and the hole that letting them go would make.
 
-A shelf holds one node's replicas by place and, when nothing but copies uses them, as candidates in two heaps: clean (dropping them loses
+A candidates holds one node's replicas by place and, when nothing but copies uses them, as candidates in two heaps: clean (dropping them loses
 nothing) and dirty (they must be written back first). A plan lets candidates go in the order of the eviction policy, on paper, and merges them
 with the free memory around them until a hole is large enough; only those inside the hole are victims. Candidates enter the heaps when these are
 next asked: until then, most of them are used again, dropped, or offered once more. Entries of the heaps go stale when a replica is used, moved or
@@ -53,7 +53,7 @@ Drawn = list[tuple[list[Entry], Entry]]
 """Entries taken out of heaps for a while."""
 
 
-class Shelf:
+class Candidates:
     """The replicas of one node, as candidates for eviction.
 
     Args:
@@ -74,34 +74,34 @@ class Shelf:
         self._heaps: Heaps = ([], [])
         self._tiny: Heaps = ([], [])
         self._by_size: dict[int, Heaps] = {}
-        self._offered: dict[Replica, None] = {}  # since the heaps were last asked for anything
-        self._offers: dict[Replica, Entry] = {}  # the entries that hold
-        self._num_offers = 0
+        self._added: dict[Replica, None] = {}  # since the heaps were last asked for anything
+        self._entries: dict[Replica, Entry] = {}  # the entries that hold
+        self._num_entries = 0
         self._checked: set[int] = set()  # numbers of entries that hold, found since a plan was begun: nothing changes while it is made
 
     def leave(self, replica: Replica) -> None:
         """A replica was dropped."""
-        self._offered.pop(replica, None)
-        self._offers.pop(replica, None)
+        self._added.pop(replica, None)
+        self._entries.pop(replica, None)
 
-    def offer(self, replica: Replica) -> None:
+    def add(self, replica: Replica) -> None:
         """Nothing but copies uses the replica any more: it is a candidate."""
-        self._offered[replica] = None
+        self._added[replica] = None
 
-    def _take_offers(self) -> None:
+    def _take_added(self) -> None:
         """What was offered since this was called last enters the heaps, as far as it is still unused."""
         self._checked.clear()
-        for replica in self._offered:
+        for replica in self._added:
             if is_unused(replica):
                 self._enter(replica)
-        self._offered.clear()
+        self._added.clear()
 
     def _enter(self, replica: Replica) -> None:
         """Enter a candidate into its heaps, as it is now."""
         dirty = is_dirty(replica)
-        self._num_offers += 1
+        self._num_entries += 1
         key = self.policy.key(replica)
-        entry = self._offers[replica] = (-key, self._num_offers, replica)
+        entry = self._entries[replica] = (-key, self._num_entries, replica)
         size = replica.handle.size
         if size <= self.tiny and self.tiny_nbytes * TINY_SHARE <= self.node.budget and is_foreseen(key):
             heaps: tuple[list[Entry], ...] = (self._tiny[dirty],)
@@ -112,20 +112,20 @@ class Shelf:
         for heap in heaps:
             heapq.heappush(heap, entry)
             if len(heap) > 4 * len(self.node.starts) + 64:
-                heap[:] = [each for each in heap if self._offers.get(each[2]) is each]
+                heap[:] = [each for each in heap if self._entries.get(each[2]) is each]
                 heapq.heapify(heap)
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
         """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
-        self._take_offers()
+        self._take_added()
         drawn: Drawn = []
         if self.node.is_counted:
             return self._plan_bytes(sizes, self._all(self._heaps, drawn), drawn)
-        found = _Paper(self).place(sizes, self._all(self._heaps, drawn), lambda size: self._twin(size, drawn))
+        found = _Paper(self).allocate(sizes, self._all(self._heaps, drawn), lambda size: self._twin(size, drawn))
         self._put_back(drawn)
         if found is None or not self.policy.adds_up or self._cost(found[1]) <= self.policy.tolerance * self._least_cost(found[1], drawn):
             return found
-        other = _Paper(self).place_cheaply(sizes, self._cost_of)
+        other = _Paper(self).allocate_cheaply(sizes, self._cost_of)
         return found if other is None or self._cost(found[1]) <= self._cost(other[1]) else other
 
     def _plan_bytes(self, sizes: Sequence[int], candidates: Iterator[Replica], drawn: Drawn) -> tuple[list[int], list[Replica]] | None:
@@ -137,7 +137,7 @@ class Shelf:
                 victims[replica] = None
                 excess -= replica.handle.size
         self._put_back(drawn)
-        places = None if excess > 0 else _Paper(self).place(sizes, iter(()), lambda size: None)
+        places = None if excess > 0 else _Paper(self).allocate(sizes, iter(()), lambda size: None)
         return None if places is None else (places[0], list(victims))
 
     def _least_cost(self, victims: Sequence[Replica], drawn: Drawn) -> float:
@@ -155,40 +155,40 @@ class Shelf:
 
     def _cost_of(self, replica: Replica) -> float:
         """Bytes of a replica times its price, as of its last offer; infinite if it may not go."""
-        offer = self._offers.get(replica)
-        if offer is None or replica.pins != replica.outgoing or replica.is_home:  # hot path: `is_unused`
+        add = self._entries.get(replica)
+        if add is None or replica.pins != replica.outgoing or replica.is_backing:  # hot path: `is_unused`
             return inf
         is_needed = coherence.is_needed(replica)
         if is_needed and self.keep_dirty:
             return inf
-        return replica.handle.size * self.policy.price(-offer[0], dirty=is_needed and not replica.outgoing)
+        return replica.handle.size * self.policy.price(-add[0], dirty=is_needed and not replica.outgoing)
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
-        self._take_offers()
+        self._take_added()
         drawn: Drawn = []
         candidates = self._clean(self._heaps[0], drawn, later_than)
         if self.node.is_counted:
             return self._plan_bytes(sizes, candidates, drawn)
-        found = _Paper(self, later_than).place(sizes, candidates, lambda size: self._clean_twin(size, drawn, later_than))
+        found = _Paper(self, later_than).allocate(sizes, candidates, lambda size: self._clean_twin(size, drawn, later_than))
         self._put_back(drawn)
         return found
 
     def clean_nbytes(self, enough: int) -> int:
         """Bytes of candidates that can be dropped at once, as of their last offer and but for tiny ones; stops counting at `enough`."""
-        self._take_offers()
+        self._take_added()
         nbytes = 0
         for entry in self._heaps[0]:
             if nbytes >= enough:
                 break
             replica = entry[2]
-            if self._offers.get(replica) is entry and is_unused(replica):
+            if self._entries.get(replica) is entry and is_unused(replica):
                 nbytes += replica.handle.size
         return nbytes
 
     def dirty(self, limit: int) -> list[Replica]:
         """The first dirty candidates, at most `limit`, that no copy uses yet."""
-        self._take_offers()
+        self._take_added()
         drawn: Drawn = []
         heap = self._heaps[1]
         while len(drawn) < limit and self._top(heap, 1) is not None:
@@ -250,7 +250,7 @@ class Shelf:
             key, number, replica = entry
             if number in self._checked:
                 return replica
-            if self._offers.get(replica) is not entry or not is_unused(replica):
+            if self._entries.get(replica) is not entry or not is_unused(replica):
                 heapq.heappop(heap)
             elif is_dirty(replica) != dirty or -self.policy.key(replica) != key:
                 heapq.heappop(heap)
@@ -269,15 +269,15 @@ class Shelf:
 class _Paper:
     """Free memory on paper: runs of free extents and of candidates that were let go."""
 
-    def __init__(self, shelf: Shelf, later_than: float | None = None) -> None:
-        self.shelf = shelf
+    def __init__(self, candidates: Candidates, later_than: float | None = None) -> None:
+        self.candidates = candidates
         self.later_than = later_than
-        free = shelf.node.extents.all_free()
+        free = candidates.node.extents.all_free()
         self.runs = {offset: offset + size for offset, size in free}  # start -> end
         self.ends = {offset + size: offset for offset, size in free}  # end -> start
         self.gone: dict[int, Replica] = {}  # let go, by offset
 
-    def place(
+    def allocate(
         self, sizes: Sequence[int], candidates: Iterator[Replica], twin: Callable[[int], Replica | None]
     ) -> tuple[list[int], list[Replica]] | None:
         """Let candidates go until every size has its place.
@@ -301,13 +301,13 @@ class _Paper:
             offsets.append(self._carve(start, size, victims))
         return offsets, list(victims)
 
-    def place_cheaply(self, sizes: Sequence[int], cost_of: Callable[[Replica], float]) -> tuple[list[int], list[Replica]] | None:
+    def allocate_cheaply(self, sizes: Sequence[int], cost_of: Callable[[Replica], float]) -> tuple[list[int], list[Replica]] | None:
         """For every size in turn, let those neighbours go that cost least together.
 
         Args:
             cost_of: a replica; infinite if it may not go.
         """
-        costs = {replica.offset: cost_of(replica) for replica in self.shelf.node.starts.values()}
+        costs = {replica.offset: cost_of(replica) for replica in self.candidates.node.starts.values()}
         offsets: list[int] = []
         victims: dict[Replica, None] = {}
         for size in sizes:
@@ -331,7 +331,7 @@ class _Paper:
         spans: list[tuple[int, int, float, Replica | None]] = [(start, end, 0.0, None) for start, end in self.runs.items()]
         spans += [
             (offset, offset + replica.handle.size, costs[offset], replica)
-            for offset, replica in self.shelf.node.starts.items()
+            for offset, replica in self.candidates.node.starts.items()
             if offset not in self.gone and costs[offset] < inf
         ]
         spans.sort(key=lambda span: span[0])
@@ -352,7 +352,7 @@ class _Paper:
         self.gone[replica.offset] = replica
         start, end = self._add(replica.offset, replica.offset + replica.handle.size)
         small = size // SMALL
-        node = self.shelf.node
+        node = self.candidates.node
         while end - start < size:
             after, before = node.starts.get(end), node.ends.get(start)
             if after is not None and after.handle.size <= small and self._may_go(after):
@@ -368,11 +368,11 @@ class _Paper:
     def _may_go(self, replica: Replica) -> bool:
         if replica.offset in self.gone:  # its place is taken
             return False
-        if not is_unused(replica) or (self.shelf.keep_dirty and coherence.is_needed(replica)):
+        if not is_unused(replica) or (self.candidates.keep_dirty and coherence.is_needed(replica)):
             return False
         if self.later_than is None:
             return True
-        return not replica.pins and not coherence.is_needed(replica) and self.shelf.policy.key(replica) > self.later_than
+        return not replica.pins and not coherence.is_needed(replica) and self.candidates.policy.key(replica) > self.later_than
 
     def _add(self, start: int, end: int) -> tuple[int, int]:
         """Enter a run and merge it with its neighbours; returns the whole."""
@@ -412,5 +412,5 @@ def is_dirty(replica: Replica) -> bool:
 
 
 def is_unused(replica: Replica) -> bool:
-    """Whether nothing but copies uses the replica, and it is no home."""
-    return replica.pins == replica.outgoing and not replica.is_home
+    """Whether nothing but copies uses the replica, and it is no backing replica."""
+    return replica.pins == replica.outgoing and not replica.is_backing

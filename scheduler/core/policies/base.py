@@ -12,13 +12,13 @@ class Policy(Protocol):
     """Holds ready tasks and hands them out.
 
     Attributes:
-        keeps_parts: whether it queues a task nowhere but where the plan wants it (`Task.planned_node`).
+        keeps_partitions: whether it queues a task nowhere but where the plan wants it (`Task.planned_node`).
     """
 
-    keeps_parts: bool
+    keeps_partitions: bool
 
     def join(self, worker: Worker) -> None:
-        """A worker joins the crew; called once for each, before its first `pop`."""
+        """A worker joins; called once for each, before its first `pop`."""
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Take a task that became ready; `worker` is the one whose finished task made it so, if any."""

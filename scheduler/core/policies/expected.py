@@ -121,7 +121,7 @@ class ExpectedEnd:
     """
 
     weighs_data = False
-    keeps_parts = False
+    keeps_partitions = False
     is_sorted = False
     queues: type[Queues] = Queues
 
@@ -224,7 +224,7 @@ class DataAware(ExpectedEnd):
     """dmda: dm + transfers + evictions."""
 
     weighs_data = True
-    keeps_parts = True
+    keeps_partitions = True
 
 
 class DataAwareSorted(DataAware):

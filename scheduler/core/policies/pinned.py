@@ -21,7 +21,7 @@ class Pinned:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.keeps_parts = policy.keeps_parts
+        self.keeps_partitions = policy.keeps_partitions
         self._lines: dict[WorkerId, list[tuple[int, int, TaskId, Task]]] = {}
         self._num = 0
 

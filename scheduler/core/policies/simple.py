@@ -15,7 +15,7 @@ from ..records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
 class Eager:
     """First ready, first served."""
 
-    keeps_parts = False
+    keeps_partitions = False
 
     def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._queues: dict[tuple[WorkerKind, ...], deque[tuple[int, Task]]] = {}
@@ -52,7 +52,7 @@ class Eager:
 class Prio:
     """Highest priority first, then submission order: keeps close to the order in which the program was written, hence to its memory peak."""
 
-    keeps_parts = False
+    keeps_partitions = False
 
     def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._heaps: dict[tuple[WorkerKind, ...], list[tuple[int, int, int, Task]]] = {}
@@ -87,7 +87,7 @@ class Prio:
 class LocalityStealing:
     """A queue per worker; a task joins the worker that holds most of its bytes, an idle worker steals the oldest task of the longest queue."""
 
-    keeps_parts = False
+    keeps_partitions = False
 
     def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
         self._queues: dict[WorkerId, deque[Task]] = {}
@@ -102,7 +102,7 @@ class LocalityStealing:
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Queue the task with the worker that freed it, if the task's data is there, else with a worker where it is."""
-        node = self._home(task)
+        node = self._main_node(task)
         if worker is not None and worker.node == node and worker.id in self._queues:
             self._queues[worker.id].append(task)
             return
@@ -128,7 +128,7 @@ class LocalityStealing:
         return len(self._stray) + sum(map(len, self._queues.values()))
 
     @staticmethod
-    def _home(task: Task) -> NodeId:
+    def _main_node(task: Task) -> NodeId:
         """The node that holds most bytes of the task's valid data."""
         held: dict[NodeId, int] = {}
         for handle, _ in task.accesses:

@@ -62,7 +62,7 @@ def _blocks(batch: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[
                     yield Block(b, h, first, last, seen, num_heads)
 
 
-def _rooms(scratch: Array, dtype: np.dtype[Any], block: Block) -> tuple[Array, Array]:
+def _work_arrays(scratch: Array, dtype: np.dtype[Any], block: Block) -> tuple[Array, Array]:
     """Two matrices (queries, keys) in the scratch memory."""
     shape = (block.last - block.first, block.num_keys)
     size = shape[0] * shape[1] * dtype.itemsize
@@ -157,7 +157,7 @@ def add_keys(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, 
     size = at.head_size
     for block in _blocks(q.shape[0], q.shape[2] // size, q.shape[1], k.shape[1], at):
         rows = slice(block.first, block.last)
-        s, _ = _rooms(scratch, q.dtype, block)
+        s, _ = _work_arrays(scratch, q.dtype, block)
         out = _columns(o, block, size, rows)
         _scores(q, k, s, block, at)
         weigh(s, out, peak[block.b, block.h, rows], total[block.b, block.h, rows], block, at, first)
@@ -242,7 +242,7 @@ def attention_backward(
     *keys, scratch = rest
     _clear(dq, dk, dv, first_k, first_q)
     for block in _blocks(q.shape[0], q.shape[2] // at.head_size, q.shape[1], k.shape[1], at):
-        s, ds = _rooms(scratch, q.dtype, block)
+        s, ds = _work_arrays(scratch, q.dtype, block)
         queries = slice(block.first, block.last)
         if stored:
             s[...] = kept[block.b, block.h, queries, : block.num_keys]
@@ -363,7 +363,7 @@ def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: 
             gemm(weights, values, out, beta=float(accumulate))
             continue
         key, scratch = rest
-        thinned, _ = _rooms(scratch, s.dtype, block)  # the kept weights stay whole, so the product takes a thinned copy
+        thinned, _ = _work_arrays(scratch, s.dtype, block)  # the kept weights stay whole, so the product takes a thinned copy
         for piece, keep in _survivors(key, block, at, scratch):
             queries, columns = piece
             thin(weights[piece], keep, at.p, thinned[piece])

@@ -66,8 +66,8 @@ def pieces(*arrays: Array, nbytes: int = PIECE_BYTES) -> Iterator[tuple[Array, .
         yield tuple(array[piece] for array in flat)
 
 
-def roomy_pieces(*arrays: Array, rooms: int, nbytes: int = WORK_BYTES) -> Iterator[tuple[Array, ...]]:
-    """Pieces of the arrays, each followed by `rooms` arrays of its size to work in, without allocating for most of them.
+def pieces_with_work(*arrays: Array, num_work: int, nbytes: int = WORK_BYTES) -> Iterator[tuple[Array, ...]]:
+    """Pieces of the arrays, each followed by `num_work` arrays of its size to work in, without allocating for most of them.
 
     The room is the rest of the last array, which must be a pure output that overlaps no other: what lies behind the piece is garbage until its turn
     comes. Only near the end, where too little of it is left, pieces are small and work in `nbytes` of their own.
@@ -76,21 +76,21 @@ def roomy_pieces(*arrays: Array, rooms: int, nbytes: int = WORK_BYTES) -> Iterat
     out, own, start = flat[-1], None, 0
     while start < out.size:
         count = PIECE_BYTES // out.itemsize
-        lent = start + (1 + rooms) * count <= out.size
-        if not lent:
-            step = nbytes // (rooms * out.itemsize)
-            own = np.empty((rooms, step), out.dtype) if own is None else own
+        borrowed = start + (1 + num_work) * count <= out.size
+        if not borrowed:
+            step = nbytes // (num_work * out.itemsize)
+            own = np.empty((num_work, step), out.dtype) if own is None else own
             count = min(step, out.size - start)
         stop = start + count
-        room = [out[stop + i * count : stop + (i + 1) * count] if own is None else own[i, :count] for i in range(rooms)]
-        yield (*(array[start:stop] for array in flat), *room)
+        work = [out[stop + i * count : stop + (i + 1) * count] if own is None else own[i, :count] for i in range(num_work)]
+        yield (*(array[start:stop] for array in flat), *work)
         start = stop
 
 
 @register("accumulate", "cpu")
-def accumulate(total: Array, part: Array) -> None:
+def accumulate(total: Array, addend: Array) -> None:
     """total += part."""
-    np.add(total, part, out=total)
+    np.add(total, addend, out=total)
 
 
 @register("add", "cpu")
@@ -238,11 +238,11 @@ def activation_backward(x: Array, dy: Array, dx: Array, *, kind: str) -> None:
         exp_loops.gelu_new_backward(x.reshape(-1), dy.reshape(-1), dx.reshape(-1), *_GELU)
         return
     if kind == "relu":
-        for a, g, d, t in roomy_pieces(x, dy, dx, rooms=1):
+        for a, g, d, t in pieces_with_work(x, dy, dx, num_work=1):
             np.multiply(g, np.greater(a, 0, out=t.view(np.bool_)[: a.size]), out=d)
         return
     nbytes = WORK_BYTES // 4 if kind == "gelu" else WORK_BYTES  # erf takes memory too
-    for a, g, d, t, *more in roomy_pieces(x, dy, dx, rooms=2 if kind == "gelu_new" else 1, nbytes=nbytes):
+    for a, g, d, t, *more in pieces_with_work(x, dy, dx, num_work=2 if kind == "gelu_new" else 1, nbytes=nbytes):
         if kind == "gelu_new":
             _gelu_new_slope(a, t, more[0], d)
             d *= g
@@ -306,7 +306,7 @@ def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Arr
 
         exp_loops.silu_gate_backward(*(tile.reshape(-1) for tile in (gate, up, dy, dgate, dup)))
         return
-    for a, u, g, da, du, s in roomy_pieces(gate, up, dy, dgate, dup, rooms=1):
+    for a, u, g, da, du, s in pieces_with_work(gate, up, dy, dgate, dup, num_work=1):
         with np.errstate(over="ignore"):
             _sigmoid(a, s)
         np.multiply(a, s, out=du)  # silu
@@ -349,12 +349,12 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
 
 
 @register("add_into", "cpu")
-def add_into(part: Array, total: Array, *, accumulate: bool) -> None:
+def add_into(addend: Array, total: Array, *, accumulate: bool) -> None:
     """total (+)= part."""
     if accumulate:
-        np.add(total, part, out=total)
+        np.add(total, addend, out=total)
     else:
-        np.copyto(total, part, casting="unsafe")
+        np.copyto(total, addend, casting="unsafe")
 
 
 @register("rotary_angles", "cpu")

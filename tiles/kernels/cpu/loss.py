@@ -44,12 +44,12 @@ def loss_scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:
     return num_rows * min(COLUMNS, num_columns) * itemsize
 
 
-def blocks(xs: Sequence[Array], ws: Sequence[Array], dtype: np.dtype[Any], room: Array, product: Product) -> Iterator[tuple[int, int, Array]]:
+def blocks(xs: Sequence[Array], ws: Sequence[Array], dtype: np.dtype[Any], buffer: Array, product: Product) -> Iterator[tuple[int, int, Array]]:
     """(first column, last column, logits) for each block of columns."""
     num_columns = ws[0].shape[0]
     for first in range(0, num_columns, COLUMNS):
         last = min(first + COLUMNS, num_columns)
-        s = np.ndarray((xs[0].shape[0], last - first), dtype, buffer=room)
+        s = np.ndarray((xs[0].shape[0], last - first), dtype, buffer=buffer)
         for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
             product(x, w[first:last], s, number > 0)
         yield first, last, s

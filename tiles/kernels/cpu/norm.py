@@ -39,7 +39,7 @@ def norm_scratch_nbytes(num_rows: int, width: int, itemsize: int) -> int:
     return min(BLOCK_BYTES, num_rows * width * itemsize)
 
 
-def _lent(dx: Array, block: slice) -> Array:
+def _work_beside(dx: Array, block: slice) -> Array:
     """Room to work on a block of the pure output `dx`: the block after it, which is garbage until its turn, or at the end own memory. Flat."""
     rest = dx[block.stop : 2 * block.stop - block.start]
     if len(rest) == block.stop - block.start:
@@ -172,7 +172,7 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
         g, out = dy[block], dx[block]
         np.subtract(x[block], mean[block][:, None], out=out)
         out *= rstd[block][:, None]
-        _backward_block(rstd[block], g, gamma, out, dgamma, _lent(dx, block), True)
+        _backward_block(rstd[block], g, gamma, out, dgamma, _work_beside(dx, block), True)
         add_column_sums(g, dbeta)
         if residual:
             dx[block] += rows(extra[0])[block]
@@ -192,7 +192,7 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Arr
         return
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         np.multiply(x[block], rstd[block][:, None], out=dx[block])
-        _backward_block(rstd[block], dy[block], gamma, dx[block], dgamma, _lent(dx, block), False)
+        _backward_block(rstd[block], dy[block], gamma, dx[block], dgamma, _work_beside(dx, block), False)
         if residual:
             dx[block] += rows(extra[0])[block]
 
@@ -293,7 +293,7 @@ def norm_backward_apply(
         if center:
             add_column_sums(g, sums[1])
         out *= (weighted[block] / width)[:, None]
-        _subtract_from_scaled(g, gamma, out, _lent(dx, block))
+        _subtract_from_scaled(g, gamma, out, _work_beside(dx, block))
         if center:
             out -= (plain[block] / width)[:, None]
         out *= rstd[block][:, None]

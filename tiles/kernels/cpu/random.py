@@ -26,14 +26,14 @@ _LAST_SHIFT: Final = np.uint32(16)
 _HIGH_FACTOR: Final = np.uint32(0x9E3779B9)
 
 
-def row_bits(key: tuple[int, int], base: Array, width: int, room: Array | None = None) -> Array:
+def row_bits(key: tuple[int, int], base: Array, width: int, buffer: Array | None = None) -> Array:
     """Random bits of rows of consecutive indices: row r holds base[r], base[r] + 1, ... (uint64)  # (R,) -> (R, width).
 
     Args:
-        room: uint8, 8 bytes for each element, to work in; its first half becomes the result.
+        buffer: uint8, 8 bytes for each element, to work in; its first half becomes the result.
     """
     size = base.size * width
-    x, work = (np.empty(8 * size, np.uint8) if room is None else room[: 8 * size]).view(np.uint32).reshape(2, base.size, width)
+    x, work = (np.empty(8 * size, np.uint8) if buffer is None else buffer[: 8 * size]).view(np.uint32).reshape(2, base.size, width)
     low = base.astype(np.uint32)
     for part in cut(width, 4096):
         np.add(low[:, None], np.arange(part.start, part.stop, dtype=np.uint32), out=x[:, part])
@@ -62,22 +62,22 @@ def _mix_high(x: Array, low: Array, high: Array) -> None:
         x[row, first:] ^= (high[row : row + 1] * _HIGH_FACTOR) ^ ((high[row : row + 1] + np.uint32(1)) * _HIGH_FACTOR)
 
 
-def _keep(key: tuple[int, int], base: Array, width: int, least: np.uint32, room: Array) -> Array:
-    """Which elements of rows of consecutive indices survive; the mask lives in `room`, 8 bytes per element  # -> (R, width)."""
-    found = row_bits(key, base, width, room)
-    keep: Array = room[4 * found.size : 5 * found.size].view(np.bool_).reshape(found.shape)
+def _keep(key: tuple[int, int], base: Array, width: int, least: np.uint32, buffer: Array) -> Array:
+    """Which elements of rows of consecutive indices survive; the mask lives in `buffer`, 8 bytes per element  # -> (R, width)."""
+    found = row_bits(key, base, width, buffer)
+    keep: Array = buffer[4 * found.size : 5 * found.size].view(np.bool_).reshape(found.shape)
     return np.greater_equal(found, least, out=keep)
 
 
-def survivors(key: tuple[int, int], base: Array, width: int, p: float, room: Array) -> Iterator[tuple[slice, slice, Array]]:
+def survivors(key: tuple[int, int], base: Array, width: int, p: float, buffer: Array) -> Iterator[tuple[slice, slice, Array]]:
     """(rows, columns, which of their elements survive) for rows of consecutive indices, piece by piece.
 
     Args:
-        room: uint8: pieces have an element for each 8 bytes of it, and masks live in it until the next piece.
+        buffer: uint8: pieces have an element for each 8 bytes of it, and masks live in it until the next piece.
     """
     least = np.uint32(threshold(p))
-    for piece, columns in cells(base.size, width, 1, room.size // 8):
-        yield piece, columns, _keep(key, base[piece] + np.uint64(columns.start), columns.stop - columns.start, least, room)
+    for piece, columns in cells(base.size, width, 1, buffer.size // 8):
+        yield piece, columns, _keep(key, base[piece] + np.uint64(columns.start), columns.stop - columns.start, least, buffer)
 
 
 def thin(x: Array, keep: Array, p: float, out: Array) -> None:
@@ -146,13 +146,13 @@ def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tup
                 np.copyto(out[block], source[block])
                 thin_rows(out[block], bases[part], mixed, p)
         return
-    for room, base, piece, columns, target in _draws(y, shape, origin, PIECE_BYTES // 2, 8):
-        thin(source[piece, columns], _keep(mixed, base, target.shape[1], least, room), p, target)
+    for buffer, base, piece, columns, target in _draws(y, shape, origin, PIECE_BYTES // 2, 8):
+        thin(source[piece, columns], _keep(mixed, base, target.shape[1], least, buffer), p, target)
 
 
-def _uniform(key: tuple[int, int], base: Array, room: Array, u: Array) -> None:
+def _uniform(key: tuple[int, int], base: Array, buffer: Array, u: Array) -> None:
     """u = numbers in (0, 1) of rows of consecutive indices, fp64."""
-    np.add(row_bits(key, base, u.shape[1], room), 0.5, out=u)
+    np.add(row_bits(key, base, u.shape[1], buffer), 0.5, out=u)
     u /= 2.0**32
 
 
@@ -160,10 +160,10 @@ def _uniform(key: tuple[int, int], base: Array, room: Array, u: Array) -> None:
 def random_normal(out: Array, *, std: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """out ~ N(0, std^2) by Box and Muller (1958); each element uses two uniforms of its own index."""
     keys = mix(seed, 0, stream), mix(seed, 1, stream)
-    for room, base, _, _, target in _draws(out, shape, origin, 4096, 24):
-        radius, turn = room[: 16 * target.size].view(np.float64).reshape(2, *target.shape)
+    for buffer, base, _, _, target in _draws(out, shape, origin, 4096, 24):
+        radius, turn = buffer[: 16 * target.size].view(np.float64).reshape(2, *target.shape)
         for key, u in zip(keys, (radius, turn), strict=True):
-            _uniform(key, base, room[16 * target.size :], u)
+            _uniform(key, base, buffer[16 * target.size :], u)
         np.log(radius, out=radius)
         radius *= -2.0
         np.sqrt(radius, out=radius)
@@ -177,9 +177,9 @@ def random_normal(out: Array, *, std: float, seed: int, stream: int, shape: tupl
 @register("random_uniform", "cpu")
 def random_uniform(out: Array, *, low: float, high: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """out ~ U(low, high)."""
-    for room, base, _, _, target in _draws(out, shape, origin, 4096, 16):
-        u = room[: 8 * target.size].view(np.float64).reshape(target.shape)
-        _uniform(mix(seed, 0, stream), base, room[8 * target.size :], u)
+    for buffer, base, _, _, target in _draws(out, shape, origin, 4096, 16):
+        u = buffer[: 8 * target.size].view(np.float64).reshape(target.shape)
+        _uniform(mix(seed, 0, stream), base, buffer[8 * target.size :], u)
         u *= high - low
         u += low
         target[...] = u

@@ -13,11 +13,11 @@ from ..reference import attention as reference
 from ..reference.random import threshold
 from ..registry import BF16, register
 from .array import DeviceArray
-from .launch import Source
+from .launch import KernelSource
 
-_source = Source("attention")
-_flash = Source("flash")
-_norms = Source("norm")
+_source = KernelSource("attention")
+_flash = KernelSource("flash")
+_norms = KernelSource("norm")
 _FLOAT: Final = np.dtype(np.float32)
 QUERIES: Final = 32
 KEYS: Final = 32

@@ -37,12 +37,12 @@ class CudaDevice(CupyGpu):
 
     Args:
         facts: of the card.
-        part: see `CupyGpu`.
+        partition: see `CupyGpu`.
         tf32: whether products of fp32 tiles may round their factors to 10 bits of mantissa.
     """
 
-    def __init__(self, facts: GpuFacts, part: int | None = None, *, tf32: bool = False) -> None:
-        super().__init__(facts, part)
+    def __init__(self, facts: GpuFacts, partition: int | None = None, *, tf32: bool = False) -> None:
+        super().__init__(facts, partition)
         from cupy.cuda import driver
 
         self._driver = driver
@@ -50,7 +50,7 @@ class CudaDevice(CupyGpu):
         self._allowed: dict[int, int] = {}
         self.adopt()
         self._most_shared = int(self._cuda.deviceGetAttribute(self._cuda.cudaDevAttrMaxSharedMemoryPerBlockOptin, self.index))
-        self._room = DeviceArray(self.reserve(ROOM_NBYTES), (ROOM_NBYTES,), np.dtype(np.uint8))
+        self._workspace = DeviceArray(self.reserve(ROOM_NBYTES), (ROOM_NBYTES,), np.dtype(np.uint8))
         self._spare: int | None = self.reserve(SPARE_NBYTES)
         self._local = threading.local()
         self.products_flops = 0.0
@@ -64,9 +64,9 @@ class CudaDevice(CupyGpu):
         use(self)
 
     @property
-    def room(self) -> DeviceArray:
+    def workspace(self) -> DeviceArray:
         """Memory for one kernel at a time."""
-        return self._room
+        return self._workspace
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel."""

@@ -9,16 +9,16 @@ import numpy as np
 
 from ..registry import BUILT_IN_ACTIVATIONS, register
 from .array import DeviceArray
-from .launch import Source, device
+from .launch import KernelSource, device
 
-_source = Source("elementwise")
+_source = KernelSource("elementwise")
 _FLOAT = np.dtype(np.float32)
 
 
 @register("accumulate", "cuda")
-def accumulate(total: DeviceArray, part: DeviceArray) -> None:
+def accumulate(total: DeviceArray, addend: DeviceArray) -> None:
     """total += part."""
-    add(total, part, total)
+    add(total, addend, total)
 
 
 @register("add", "cuda")
@@ -57,12 +57,12 @@ def fill(out: DeviceArray, *, value: float) -> None:
 
 
 @register("add_into", "cuda")
-def add_into(part: DeviceArray, total: DeviceArray, *, accumulate: bool) -> None:
+def add_into(addend: DeviceArray, total: DeviceArray, *, accumulate: bool) -> None:
     """total (+)= part."""
     if accumulate:
-        add(total, part, total)
+        add(total, addend, total)
     else:
-        copy(part, total)
+        copy(addend, total)
 
 
 @register("add_rows", "cuda")

@@ -75,7 +75,7 @@ class Device(Protocol):
     """What kernels need of a device; everything is ordered as it was started."""
 
     @property
-    def room(self) -> DeviceArray:
+    def workspace(self) -> DeviceArray:
         """`ROOM_NBYTES` of memory for one kernel at a time."""
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
@@ -124,7 +124,7 @@ def device() -> Device:
     return found
 
 
-class Source:
+class KernelSource:
     """Kernels of one file.
 
     Args:

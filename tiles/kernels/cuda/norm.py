@@ -8,9 +8,9 @@ import numpy as np
 
 from ..registry import register
 from .array import DeviceArray
-from .launch import Source
+from .launch import KernelSource
 
-_source = Source("norm")
+_source = KernelSource("norm")
 
 
 def _width(x: DeviceArray) -> np.int32:

@@ -14,9 +14,9 @@ from ..reference.random import mix, threshold
 from ..registry import register
 from .array import DeviceArray
 from .elementwise import fill
-from .launch import THREADS, Source, device
+from .launch import THREADS, KernelSource, device
 
-_source = Source("tables")
+_source = KernelSource("tables")
 _FLOAT: Final = np.dtype(np.float32)
 COLUMNS: Final = 1024
 """Logits per row that exist at a time, as on the CPU, whose scratch is declared."""
@@ -40,12 +40,12 @@ def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray
     _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), shared=8 * THREADS)
 
 
-def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], room: DeviceArray) -> Any:
+def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], scratch: DeviceArray) -> Any:
     """(first column, logits in fp32) for each block of columns."""
     num_rows, num_columns = xs[0].shape[0], ws[0].shape[0]
     for first in range(0, num_columns, COLUMNS):
         last = min(first + COLUMNS, num_columns)
-        s = room.at(np.float32, num_rows, last - first)
+        s = scratch.at(np.float32, num_rows, last - first)
         for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
             device().gemm(x, w[first:last], s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0)
         yield first, last, s
@@ -54,8 +54,8 @@ def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], room: DeviceAr
 @register("head_forward", "cuda")
 def head_forward(*tiles: DeviceArray, num_c: int, v_start: int, vocab: int, first: bool) -> None:
     """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
-    xs, ws, (targets, peak, total, picked, room) = [x.rows() for x in tiles[:num_c]], tiles[num_c : 2 * num_c], tiles[2 * num_c :]
-    for start, _, s in _logits(xs, ws, room):
+    xs, ws, (targets, peak, total, picked, scratch) = [x.rows() for x in tiles[:num_c]], tiles[num_c : 2 * num_c], tiles[2 * num_c :]
+    for start, _, s in _logits(xs, ws, scratch):
         begins = np.int32(first and start == 0)
         _source.by_row("add_logits", s, s, targets, peak, total, picked, np.int32(v_start + start), np.int32(s.shape[1]), begins)
 
@@ -138,7 +138,7 @@ def sgd(
 def sum_squares(x: DeviceArray, out: DeviceArray) -> None:
     """out[0] = sum of squares of x in fp64."""
     blocks = max(1, min(_MOST_PARTS, -(-x.size // (16 * THREADS))))
-    parts = device().room.at(np.float64, blocks)
+    parts = device().workspace.at(np.float64, blocks)
     _source.start("squares", x.dtype, x, parts, np.int64(x.size), grid=(blocks, 1, 1), shared=8 * THREADS)
     _source.start("add_doubles", _FLOAT, parts, out, np.int32(blocks), grid=(1, 1, 1), threads=1)
 
@@ -151,7 +151,7 @@ def sum_scalars(*arrays: DeviceArray) -> None:
         _source.start("add_scalar", _FLOAT, part, out, np.int32(number == 0), grid=(1, 1, 1), threads=1)
 
 
-def _place(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:
+def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:
     """A tile's place in its tensor, of up to 4 axes."""
     place, stride = np.zeros((), _PLACE), 1
     place["extents"] = 1
@@ -164,12 +164,12 @@ def _place(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, 
 @register("dropout", "cuda")
 def dropout(x: DeviceArray, key: DeviceArray, y: DeviceArray, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
-    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _place(shape, origin, x.shape))
+    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
     _source.each("dropout", x.dtype, x.size, x, key, y, *numbers)
 
 
-def _key(*parts: int) -> np.uint64:
-    low, high = mix(*parts)
+def _key(*numbers: int) -> np.uint64:
+    low, high = mix(*numbers)
     return np.uint64(low | high << 32)
 
 
@@ -177,11 +177,11 @@ def _key(*parts: int) -> np.uint64:
 def random_normal(out: DeviceArray, *, std: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """out ~ N(0, std^2)."""
     keys = (_key(seed, 0, stream), _key(seed, 1, stream))
-    _source.each("random_normal", out.dtype, out.size, out, np.float64(std), *keys, _place(shape, origin, out.shape))
+    _source.each("random_normal", out.dtype, out.size, out, np.float64(std), *keys, _position(shape, origin, out.shape))
 
 
 @register("random_uniform", "cuda")
 def random_uniform(out: DeviceArray, *, low: float, high: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """out ~ U(low, high)."""
-    numbers = (np.float64(low), np.float64(high), _key(seed, 0, stream), _place(shape, origin, out.shape))
+    numbers = (np.float64(low), np.float64(high), _key(seed, 0, stream), _position(shape, origin, out.shape))
     _source.each("random_uniform", out.dtype, out.size, out, *numbers)

@@ -52,9 +52,9 @@ def slope(x: Array, kind: str) -> Array:
 
 
 @register("accumulate", "reference")
-def accumulate(total: Array, part: Array) -> None:
+def accumulate(total: Array, addend: Array) -> None:
     """total += part."""
-    total[...] = total + part
+    total[...] = total + addend
 
 
 @register("add", "reference")
@@ -141,9 +141,9 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
 
 
 @register("add_into", "reference")
-def add_into(part: Array, total: Array, *, accumulate: bool) -> None:
+def add_into(addend: Array, total: Array, *, accumulate: bool) -> None:
     """total (+)= part."""
-    total[...] = total + part if accumulate else part
+    total[...] = total + addend if accumulate else addend
 
 
 @register("rotary_angles", "reference")

@@ -19,10 +19,10 @@ Array = npt.NDArray[Any]
 _MASK: Final = (1 << 64) - 1
 
 
-def mix(*parts: int) -> tuple[int, int]:
+def mix(*numbers: int) -> tuple[int, int]:
     """A 64-bit key, as two 32-bit halves, from any integers."""
     state = 0
-    for part in parts:
+    for part in numbers:
         state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK

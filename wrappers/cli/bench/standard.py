@@ -38,7 +38,7 @@ def captured(settings: TrainSettings, config: ModelConfig | None = None, target:
     run = resolve(settings, config, machine=devices_of(settings.resources, settings.model.dtype, checks=False))
     if target is not None:
         run = retiled(run, coarse_tiling(config, run.step.minibatch, run.model.seq_len, target))
-    return capture(run)
+    return capture(run).plan
 
 
 def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None) -> TrainSettings:

@@ -113,7 +113,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         for (source, end), link in sorted(models.links.items())
     }
     return {
-        "gpus": [asdict(card) for card in dict.fromkeys(card for card, _ in plan.parts)],
+        "gpus": [asdict(card) for card in dict.fromkeys(card for card, _ in plan.devices)],
         "no_gpu_because": plan.why_none,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "nodes": dict(target.nodes),

@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     machine = machine_from(settings.machine)
     prompts = prompts_of(settings.text)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from nntask.inference import Generator, ModelSource, Sampling, check_room
+    from nntask.inference import Generator, ModelSource, Sampling, check_memory
     from nntask.tiling import generation_tiling
 
     asked = settings.text
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
     if asked.cache and longest <= source.context:
         length = min(source.context, longest + asked.max_new_tokens - 1)
-        check_room(source, tiling, asked.dtype, machine, batch=batch, length=length, prompt_length=longest)
+        check_memory(source, tiling, asked.dtype, machine, batch=batch, length=length, prompt_length=longest)
     with runtime_of(machine, "--batch" if batch > 1 else "") as runtime:
         model = source.build(runtime, tiling, asked.dtype)
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)

@@ -20,12 +20,12 @@ from nntask.config import ClusterSettings, RunConfig, check_shared, local_nodes
 from nntask.data import Batch, Dataset
 from nntask.engine import NodesChanged, Outcome, outcome_of
 from nntask.optim import Share, buckets_of, most_nodes, shares
-from nntask.planning import Sketch, sketch
+from nntask.planning import CapturedStep, capture
 
 from ..dashboard.plugin import install
 from .cluster import ClusterWorker, Connection
 from .failures import NodeFailed, blamed, blaming
-from .node import Order, Part
+from .node import NodeOutcome, Order
 from .node_records import NodeRecords
 from .peers import PeerLost
 from .remote_tensors import Mirror
@@ -53,7 +53,7 @@ class ClusterEngine:
     def __init__(
         self,
         team: Team,
-        shapes: Sketch,
+        shapes: CapturedStep,
         all_shares: Sequence[Share],
         told: Sequence[Mapping[str, Any]],
         machines: Sequence[Mapping[str, Any]],
@@ -72,22 +72,22 @@ class ClusterEngine:
         """Begin optimizer step `step` on all nodes."""
         return _Pending(self, step, lr, self.team.begin("step", step, lr, batch.begin))
 
-    def finish(self, step: int, lr: float, begun: float, parts: Sequence[Part]) -> Outcome:
+    def finish(self, step: int, lr: float, begun: float, outcomes: Sequence[NodeOutcome]) -> Outcome:
         """Combine the nodes' outcomes of a step."""
         now = monotonic()
         seconds = now - max(begun, self._last_end)
         if self._last_end:
             self.team.note_step(now - self._last_end)
         self._last_end = now
-        self._stats = [part.stats for part in parts]
+        self._stats = [part.stats for part in outcomes]
         losses = [0.0] * self._shares[0].num_minibatches
-        for share, part in zip(self._shares, parts, strict=True):
+        for share, part in zip(self._shares, outcomes, strict=True):
             for number, loss in zip(share.minibatches, part.losses, strict=True):
                 losses[number] = loss
-        squares = parts[0].squares
+        squares = outcomes[0].squares
         assert squares is not None  # the first node always has it
         outcome = outcome_of(losses, squares)
-        self.records.add(step, lr, outcome, parts, seconds)
+        self.records.add(step, lr, outcome, outcomes, seconds)
         return outcome
 
     def evaluate(self, batch: Batch) -> float:
@@ -301,7 +301,7 @@ class DaskCluster:
         check_cards([team.workers[rank] for rank in oldest], [places[rank][1] for rank in oldest])
         patience = FIRST_STEP_SECONDS + max(seconds for *_, seconds in places)  # what a node gives up itself it can explain
         team.call("connect", [address for address, *_ in places], patience=patience)
-        shapes = sketch(run, 1, run.start.base)
+        shapes = capture(run, 1, run.start.base)
         trained = list(shapes.trained.values())
         widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32
         largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.workers))) * max(widest, 1))

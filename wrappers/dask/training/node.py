@@ -62,7 +62,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NodeOutcome:
     """What a node has to say of a step: its losses, their mean per token, the sum of squares of the gradient if it was told, and its counters so
     far."""
 
@@ -185,7 +185,7 @@ class TrainingNode:
         transport = self._comms if share.num_nodes > 1 else None
         engine = self._engine = RecordedEngine(run, runtime, start, share=share, transport=transport)
         num_tasks = engine.num_tasks
-        self._check_room()
+        self._check_memory()
         runtime.wait()
         give_back_freed()  # what reading weights and planning the step took
         return {
@@ -203,7 +203,7 @@ class TrainingNode:
 
         return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self._name}
 
-    def _check_room(self) -> None:
+    def _check_memory(self) -> None:
         """Refuse a step that might wait for memory forever: below its minimum, arriving buckets might fill the memory that their receivers wait for.
 
         Raises:
@@ -255,7 +255,7 @@ class TrainingNode:
             )
         return f"{nbytes - passing}B"
 
-    async def step(self, number: int, lr: float, begin: Cursor) -> Part:
+    async def step(self, number: int, lr: float, begin: Cursor) -> NodeOutcome:
         """Compute this node's shard of step `number` (from 1), whose batch begins at `begin` in the data; at most two steps are under way."""
         begun = perf_counter()
         flight = await self._run(self._starts, self._start, number, lr, begin)
@@ -268,14 +268,14 @@ class TrainingNode:
         self._stream.cursor = begin
         return self._engine.start(number, lr, self._stream.next())
 
-    def _finish(self, flight: Any, number: int, begun: float) -> Part:
-        losses, squares = flight.part()
+    def _finish(self, flight: Any, number: int, begun: float) -> NodeOutcome:
+        losses, squares = flight.shard_outcome()
         share, stats, now = self._order.share, self._stats(), perf_counter()
         loss = sum(losses) * share.num_minibatches / len(losses)  # each is its part of the step's mean
         seconds, self._last_end = now - max(begun, self._last_end), now
         if self._order.board:
             self._publish(number, loss, len(losses) * self._run_config.step.minibatch * self._stream.length / seconds, stats)
-        return Part(losses, loss, squares, stats)
+        return NodeOutcome(losses, loss, squares, stats)
 
     def _publish(self, number: int, loss: float, tokens_per_second: float, stats: Mapping[str, Any]) -> None:
         """Report the step to the dashboard without waiting; training does not depend on it."""

@@ -11,7 +11,7 @@ from nntask.optim import Share
 from nntask.telemetry import Journal, Meter
 from nntask.training import METRICS, NODES, write_machine
 
-from .node import Part
+from .node import NodeOutcome
 
 
 class NodeRecords:
@@ -39,7 +39,7 @@ class NodeRecords:
         self._meters = [Meter(self._counters(rank, each["stats"])) for rank, each in enumerate(told)]
         self._journals: list[Journal] = []
 
-    def add(self, step: int, lr: float, outcome: Outcome, parts: Sequence[Part], seconds: float) -> None:
+    def add(self, step: int, lr: float, outcome: Outcome, outcomes: Sequence[NodeOutcome], seconds: float) -> None:
         """Write the lines of a finished step.
 
         Raises:
@@ -47,7 +47,7 @@ class NodeRecords:
         """
         if not self._journals:
             self._open()
-        for rank, (journal, part) in enumerate(zip(self._journals, parts, strict=True)):
+        for rank, (journal, part) in enumerate(zip(self._journals, outcomes, strict=True)):
             share = self._shares[rank]
             tokens = len(share.minibatches) * self._tokens
             line = {

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nntask.optim import buckets_of, owners_of
-from nntask.planning import Sketch
+from nntask.planning import CapturedStep
 from scheduler import DataClass, Handle, InlineRuntime, Kind, Mode, View
 from tiles import TileTensor
 
@@ -41,7 +41,7 @@ class Mirror(InlineRuntime):
         model, optimizer: the trained tensors, and the optimizer's state, by name.
     """
 
-    def __init__(self, team: Team, shapes: Sketch) -> None:
+    def __init__(self, team: Team, shapes: CapturedStep) -> None:
         super().__init__()
         self._team = team
         owners = owners_of(buckets_of(list(shapes.trained.values()), len(team.actors)))

@@ -296,7 +296,7 @@ def _mixed(x: Any, key0: Any, key1: Any) -> Any:
 
 
 @inlined(EXACT)
-def _thin_part(x: Array, low: Any, high: Any, key0: Any, key1: Any, least: Any, factor: Any) -> None:
+def _thin_piece(x: Array, low: Any, high: Any, key0: Any, key1: Any, least: Any, factor: Any) -> None:
     """`thin` for consecutive elements, the first with index low + 2^32 high, whose lower halves do not wrap round."""
     key = np.uint32(key0 ^ np.uint32(high * _HIGH_FACTOR))
     for j in range(x.size):
@@ -309,6 +309,6 @@ def thin(x: Array, bases: Array, key0: Any, key1: Any, least: Any, factor: Any) 
     for i in range(x.shape[0]):
         low, high = np.int64(bases[i] & _LOW_MASK), np.uint32(bases[i] >> np.uint64(32))
         edge = min(x.shape[1], 4294967296 - low)
-        _thin_part(x[i, :edge], low, high, key0, key1, least, factor)
+        _thin_piece(x[i, :edge], low, high, key0, key1, least, factor)
         if edge < x.shape[1]:
-            _thin_part(x[i, edge:], np.int64(0), np.uint32(high + np.uint32(1)), key0, key1, least, factor)
+            _thin_piece(x[i, edge:], np.int64(0), np.uint32(high + np.uint32(1)), key0, key1, least, factor)

@@ -39,9 +39,9 @@ _NORM_ROWS: Final = 64
 """Rows that go through a layer norm's backward pass together: 192 KiB of fp32 for 768 features."""
 
 
-def are_bf16(*places: int) -> Callable[[Views, Constants], bool]:
-    """Whether the tiles at `places` are bf16."""
-    return lambda views, constants: all(views[place].dtype == BF16 for place in places)
+def are_bf16(*positions: int) -> Callable[[Views, Constants], bool]:
+    """Whether the tiles at `positions` are bf16."""
+    return lambda views, constants: all(views[position].dtype == BF16 for position in positions)
 
 
 def _takes_product(views: Views, constants: Constants) -> bool:
@@ -230,14 +230,14 @@ def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: 
     xs, ws = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
     ids, lse = tiles[2 * num_c].reshape(-1), tiles[2 * num_c + 1].reshape(-1)
     dxs, dws = tiles[2 * num_c + 2 : 3 * num_c + 2], tiles[3 * num_c + 2 : -2]
-    room, own = tiles[-2:]
+    buffer, own = tiles[-2:]
     sums, used = [], 0
     for dx in dxs:
         sums.append(np.ndarray(rows(dx).shape, np.float32, buffer=own, offset=used))
         used += sums[-1].nbytes
         if not first:
             onednn.convert(dx, sums[-1].reshape(dx.shape))
-    for start, end, p in blocks(xs, ws, _FP32, room, _product):
+    for start, end, p in blocks(xs, ws, _FP32, buffer, _product):
         logit_gradients(p, ids, lse, v_start + start, v_start + end, scale)
         short = np.ndarray(p.shape, BF16, buffer=own, offset=used)
         onednn.convert(p, short)

@@ -80,7 +80,7 @@ def _blocks(b: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[_Blo
                 yield _Block(b, heads.start, heads.stop, first, last, seen, num_heads)
 
 
-class _Rooms:
+class _WorkArrays:
     """Arrays of garbage, cut from one task's scratch memory in order."""
 
     def __init__(self, scratch: Array) -> None:
@@ -97,14 +97,14 @@ def _heads(x: Array, size: int) -> Array:
     return x.reshape(x.shape[0], -1, size).transpose(1, 0, 2)
 
 
-def _packed(x: Array, size: int, room: Array) -> Array:
+def _packed(x: Array, size: int, buffer: Array) -> Array:
     """A copy of a (t, G * D) matrix with each head's rows side by side, as often as heads of queries share it  # (H, t, D).
 
     Products read it faster, and those of all heads are one call.
     """
     heads = _heads(x.view(np.uint16), size)
-    _groups(room.view(np.uint16), len(heads))[...] = heads[:, None]
-    return room
+    _groups(buffer.view(np.uint16), len(heads))[...] = heads[:, None]
+    return buffer
 
 
 def _groups(x: Array, num_heads: int) -> Array:
@@ -142,11 +142,11 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
     key = extra[-1] if at.p else None
     size = at.head_size
     tq, tk, width, most = _sizes((q, k), at)
-    rooms, num_heads = _Rooms(own), width // size
+    rooms, num_heads = _WorkArrays(own), width // size
     room_s, room_out = rooms.take(np.float32, most), rooms.take(np.float32, min(QUERIES, tq) * width)
     packed, room_short = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk)], rooms.take(BF16, most)
     for b in range(q.shape[0]):
-        hq, hk, hv = (_packed(x[b], size, room) for x, room in zip((q, k, v), packed, strict=True))
+        hq, hk, hv = (_packed(x[b], size, buffer) for x, buffer in zip((q, k, v), packed, strict=True))
         for block in _blocks(b, num_heads, tq, tk, at):
             place, seen = (block.heads, block.queries), slice(0, block.num_keys)
             s, short = _cut(room_s, block.shape), _cut(room_short, block.shape)
@@ -169,9 +169,9 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
         extra[0][...] += peak
 
 
-def _cut(room: Array, shape: tuple[int, ...]) -> Array:
+def _cut(buffer: Array, shape: tuple[int, ...]) -> Array:
     """The beginning of a flat array in another shape."""
-    return room[: prod(shape)].reshape(shape)
+    return buffer[: prod(shape)].reshape(shape)
 
 
 def _takes_backward(views: Views, constants: Constants) -> bool:
@@ -205,7 +205,7 @@ def attention_backward(
     *keys, scratch, own = rest
     size = at.head_size
     tq, tk, width, most = _sizes((q, k), at)
-    rooms, num_heads = _Rooms(own), width // size
+    rooms, num_heads = _WorkArrays(own), width // size
     rooms_s = rooms.take(np.float32, 2, most)
     sums = [rooms.take(np.float32, num_heads, tk, size) for _ in range(2)]
     packed = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
@@ -213,7 +213,7 @@ def attention_backward(
     if first_k:
         dq.view(np.uint16).fill(0)  # queries that see none of these keys
     for b in range(q.shape[0]):
-        hq, hk, hv, hdo = (_packed(x[b], size, room) for x, room in zip((q, k, v, do), packed, strict=True))
+        hq, hk, hv, hdo = (_packed(x[b], size, buffer) for x, buffer in zip((q, k, v, do), packed, strict=True))
         for total, target in zip(sums, (dk, dv), strict=True):
             heads = _heads(target[b], size)
             if first_q or len(heads) < num_heads:
@@ -222,8 +222,8 @@ def attention_backward(
                 convert(heads, _groups(total, len(heads))[:, 0])
         for block in _blocks(b, num_heads, tq, tk, at):
             place, seen = (block.heads, block.queries), (block.heads, slice(0, block.num_keys))
-            s, ds = (_cut(room, block.shape) for room in rooms_s)
-            short, dshort = (_cut(room, block.shape) for room in rooms_short)
+            s, ds = (_cut(buffer, block.shape) for buffer in rooms_s)
+            short, dshort = (_cut(buffer, block.shape) for buffer in rooms_short)
             _scores(hq, hk, s, block, at)
             gemm(hdo[place], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
             for n, head in block.by_head():
