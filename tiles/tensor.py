@@ -25,7 +25,7 @@ class TileTensor:
     """A tensor cut into tiles.
 
     Args:
-        runtime: who owns the data.
+        runtime: owner of the data.
         shape: extents; a scalar is shape (1,).
         tile: extents of a tile, -1 for a whole axis.
         dtype: element type.
@@ -84,7 +84,7 @@ class TileTensor:
         return self.handles[self.tiling.flat(index)]
 
     def read(self) -> npt.NDArray[Any]:
-        """The whole tensor as an array; waits for whoever writes it."""
+        """The whole tensor as an array; waits for the tasks that write it."""
         return self.gather(lambda handle: self.runtime.acquire(handle, "R"))
 
     def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
@@ -96,7 +96,7 @@ class TileTensor:
         return out
 
     def write(self, values: npt.ArrayLike) -> None:
-        """Overwrite the whole tensor; waits for whoever still uses it.
+        """Overwrite the whole tensor; waits for the tasks that still use it.
 
         Raises:
             ValueError: the shape differs.

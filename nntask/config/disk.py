@@ -34,7 +34,7 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
 
 
 def imaginary_disk_of(text: str) -> int | None:
-    """Bytes that --disk says of a machine that nobody has; None for no disk tier.
+    """Bytes that --disk says of an imaginary machine; None for no disk tier.
 
     Raises:
         UsageError: it says none.

@@ -1,4 +1,4 @@
-"""Everything a training run can be told, as plain data: one field per flag of ``nntask train``, in groups.
+"""All settings of a training run, as plain data: one field per flag of ``nntask train``, in groups.
 
 A field's name with dashes is its flag; the text under it is its help. An unset value is None, and `resolution.resolve` fills it in. `LOCKED` lists
 the groups that a resumed run must share with the run it continues; the others may differ.

@@ -19,7 +19,7 @@ from .settings import TrainSettings
 from .units import LARGEST, fraction_of, is_size, parse_size
 
 DEFAULT_LENGTH: Final = 4096
-"""Tokens of a sequence where nobody chose, at most: models that reach 131,072 are not trained on so many."""
+"""Most tokens of a sequence where no length was chosen: models that reach 131,072 are not trained on so many."""
 _COUNTS: Final = (
     ("tiling", "batch", 1),
     ("tiling", "lanes", 1),
@@ -96,7 +96,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
     """Check every value on its own; needs no model.
 
     Args:
-        is_imaginary: whether they are of a machine that nobody has, whose --disk is a size.
+        is_imaginary: whether they are of an imaginary machine, whose --disk is a size.
 
     Raises:
         UsageError: the first one that breaks its rule.

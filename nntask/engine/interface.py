@@ -71,7 +71,7 @@ class Trained(Engine, Protocol):
         """Number of weights that are learnt."""
 
     def peak_flops(self) -> float:
-        """Flop/s of matrix products on whoever computes, measured now: what no step can beat."""
+        """Flop/s of matrix products on the workers or GPUs, measured once in a process: no step can beat it."""
 
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""
@@ -118,7 +118,7 @@ class Cluster(Protocol):
         """
 
     def check_members(self) -> None:
-        """A checkpoint has just been saved: a good moment to change who takes part.
+        """A checkpoint has just been saved: a good moment to change which nodes take part.
 
         Raises:
             NodesChanged: there are more nodes now.

@@ -179,7 +179,7 @@ class InFlight:
     """A training step under way.
 
     Attributes:
-        meanwhile: called now and then while somebody waits for it.
+        meanwhile: called now and then while the program waits for it.
     """
 
     ticket: Ticket
@@ -196,7 +196,7 @@ class InFlight:
     def result(self) -> Outcome:
         """Wait until the step is over."""
         losses, squares = self.shard_outcome()
-        assert squares is not None  # a node that is not told has others beside it
+        assert squares is not None  # only a node of several may be without it
         return outcome_of(losses, squares)
 
 

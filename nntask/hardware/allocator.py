@@ -6,7 +6,7 @@ process uses again and again: each of 128 KiB or more is mapped anew, page by pa
 message and temporary, which cost a quarter of its processor time here.
 
 What is freed then stays with the process. glibc has an arena for every few threads, and gives back only what is free at an arena's end, where that is
-more than a threshold: a piece in use keeps everything below it. So who knows that much was freed says so: `give_back_freed`.
+more than a threshold: a piece in use keeps everything below it. So code that has freed much says so: `give_back_freed`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reuse_freed_memory() -> bool:
     """Let this process keep freed pieces of up to 32 MiB for what it needs next, for good: at the end of each arena 64 MiB, below pieces in use all.
 
     Returns:
-        False where the C library is not glibc, or whoever started the process has chosen a threshold (MALLOC_MMAP_THRESHOLD_).
+        False where the C library is not glibc, or the environment has chosen a threshold (MALLOC_MMAP_THRESHOLD_).
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False

@@ -1,7 +1,7 @@
 """The GPUs of a run, from its flags: which cards, in how many parts, with how much memory of each; and the devices themselves.
 
-Where GPUs are used, everything that has a CUDA kernel runs on them and nowhere else, so a loss does not depend on who was free; workers of the CPU
-run what has none, and there are none unless `--ncpu` asks for them.
+Where GPUs are used, everything that has a CUDA kernel runs on them and nowhere else, so a loss does not depend on which worker was free; workers of
+the CPU run what has none, and there are none unless `--ncpu` asks for them.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def without_nccl(gpus: GpuPlan, split: int, taken: int) -> str:
 
 
 def gpu_peak(gpus: Sequence[Any]) -> float:
-    """Flop/s of matrix products on all of them, as measured when they were opened; 0 where nobody has measured. Parts of a card share its rate."""
+    """Flop/s of matrix products on all of them, as measured when they were opened; 0 where they were not measured. Parts of a card share its rate."""
     return float(sum({getattr(gpu, "index", number): getattr(gpu, "products_flops", 0.0) for number, gpu in enumerate(gpus)}.values()))
 
 

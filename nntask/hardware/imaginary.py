@@ -1,4 +1,4 @@
-"""Machines that nobody has (``8x80GiB@150TF``), as flags describe them: devices that reach their peak, links of the given rate, and host memory
+"""Imaginary machines (``8x80GiB@150TF``), as flags describe them: devices that reach their peak, links of the given rate, and host memory
 without workers; and the tiles that a step has there."""
 
 from __future__ import annotations

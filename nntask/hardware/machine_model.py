@@ -1,8 +1,8 @@
 """Machines that a step is planned for: this one with its budgets, or an imaginary one (`imagined`); and how long tasks and copies take there.
 
 This machine: workers and budgets of its `MachineSpec`; durations and link rates from the models of earlier runs, and for
-what nobody has measured the cost function over the measured peak of matrix products and of memory. Nothing here is written, and no memory is taken
-but for measuring.
+for tasks that were never measured, the cost function over the measured peak of matrix products and of memory. Nothing here is written, and no memory
+is taken but for measuring.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Target:
         nodes: (name, budget in bytes) of each memory node, host memory first, the disk tier last.
         storage: whether the last node is a disk tier.
         models: durations and links that are known.
-        rates: of a worker of each kind, for tasks that nobody has measured; None to measure this machine.
+        rates: of a worker of each kind, for tasks that were never measured; None to measure this machine.
         staging: bytes of host memory besides, that copies between the disk tier and GPUs keep of its budget.
     """
 
@@ -100,7 +100,7 @@ class Target:
 
     @property
     def is_imaginary(self) -> bool:
-        """Whether it is given, and nobody measures it."""
+        """Whether it is given instead of measured."""
         return self.rates is not None
 
     @property

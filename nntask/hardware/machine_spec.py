@@ -1,7 +1,7 @@
 """The devices and budgets of this process, worked out once from its flags: numbers and bytes, which everything behind takes as they are.
 
-`devices_of` says who computes; `machine_of` besides how much of each memory there is, for which it looks at the limits of the process and of the
-disk. The client of a cluster and a plan of an imaginary machine need no budgets of this one.
+`devices_of` says which devices compute; `machine_of` also says how much of each memory there is, for which it looks at the limits of the process and
+of the disk. The client of a cluster and a plan of an imaginary machine need no budgets of this one.
 """
 
 from __future__ import annotations

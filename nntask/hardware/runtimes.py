@@ -106,11 +106,11 @@ FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, 
 
 
 def told(error: Exception, runtime: Runtime, machine: MachineSpec, aside: str, *, lower: str | None = None) -> Exception:
-    """What the user is told of one of `FAILURES`.
+    """The error that the user sees for one of `FAILURES`.
 
-    First what the runtime knows to have gone wrong, since whoever needed that data is cancelled one after another: the disk tier, a GPU, a task
-    that found no room, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the error
-    itself.
+    First what the runtime knows to have gone wrong, since the tasks that needed that data are cancelled one after another: the disk tier, a GPU, a
+    task that found no room, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the
+    error itself.
 
     Args:
         machine: that the runtime was opened on.

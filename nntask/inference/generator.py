@@ -123,7 +123,8 @@ class Generator:
         return _Steps(self.model, self.runtime, cache, texts).scores
 
     def _fill(self, cache: KVCache, texts: list[list[int]]) -> None:
-        """Put keys and values of all tokens but the last of each text into the cache, tile by tile; behind shorter texts lies what nobody sees."""
+        """Put keys and values of all tokens but the last of each text into the cache, tile by tile; behind shorter texts lies padding that is
+        never read."""
         longest = max(map(len, texts)) - 1
         for start in range(0, longest, cache.tile):
             end = min(start + cache.tile, longest)

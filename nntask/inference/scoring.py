@@ -46,7 +46,7 @@ def perplexity(
         batch: windows at once.
         select: only the first windows, -1 for all.
         dtype: see `ModelSource.build`.
-        progress: told after each batch how many windows are scored, and how many there are.
+        progress: called after each batch with the number of windows scored, and of all windows.
 
     Raises:
         DataError: the file holds fewer than two tokens.
@@ -60,7 +60,7 @@ def perplexity(
     scorer = Inference(source.build(runtime, tiling, dtype), runtime, length)
     batches = _told(windows(file, length, batch, select), batch, num_windows(file, length, select), progress)
     found = evaluate(scorer, batches, tokenizer.byte_lengths() if tokenizer else None)
-    assert found is not None  # nobody stops it
+    assert found is not None  # nothing stops it
     if not isfinite(found.loss):
         raise Diverged(
             f"the loss of {file.path} is {found.loss}: weights are not finite, or too large for the element type; "

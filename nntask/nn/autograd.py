@@ -4,11 +4,11 @@ Rules.
 
 - A `Node` stands for one operation of the forward pass. It references the nodes its inputs come from and, in its backward function, just the
   tile tensors that function needs; never its outputs. So data that no backward function needs dies with its last Python reference, and a forward
-  pass that nobody differentiates leaves nothing behind. There are no reference cycles: nothing waits for the garbage collector.
+  pass that is not differentiated leaves nothing behind. There are no reference cycles: nothing waits for the garbage collector.
 - `backward` visits nodes in reverse order of creation. A node is emptied before its backward function returns: its activations are free as soon
   as the tasks that read them are.
 - Gradients of activations are replaced, never changed in place: two nodes may share one tile tensor. Gradients of parameters are accumulators:
-  operations contribute to them by REDUX, over as many backward passes as the program likes, until somebody sets them to None.
+  operations contribute to them by REDUX, over as many backward passes as the program likes, until the program sets them to None.
 
 Only emission happens here: nothing waits, nothing reads a value, so all of it works while a step is being recorded.
 """
@@ -139,7 +139,7 @@ class Tensor:
 
     Args:
         data: the tiles.
-        edge: where its gradient goes; None when nobody wants one.
+        edge: where its gradient goes; None when none is wanted.
     """
 
     __slots__ = ("__weakref__", "data", "edge")
@@ -164,7 +164,7 @@ class Tensor:
         return None if self.edge is None else self.edge.gradient
 
     def read(self) -> npt.NDArray[Any]:
-        """The whole tensor as an array; waits for whoever writes it."""
+        """The whole tensor as an array; waits for the tasks that write it."""
         return self.data.read()
 
     def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:

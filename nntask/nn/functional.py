@@ -149,7 +149,7 @@ def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> t
 def _rms_norm_backward(
     x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None
 ) -> TileTensor:
-    """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, if somebody wants it."""
+    """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, if gamma is learnt."""
     dgamma = None if edge is None else accumulator_of(edge)
     return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual)
 
@@ -163,7 +163,7 @@ def _layer_norm_backward(
     edges: tuple[Edge | None, ...],
     dresidual: TileTensor | None,
 ) -> TileTensor:
-    """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, if somebody wants them."""
+    """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, if they are learnt."""
     dgamma, dbeta = (None if edge is None else accumulator_of(edge) for edge in edges)
     return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
 

@@ -63,7 +63,7 @@ class KVCache:
     Args:
         config: of the model.
         tiling: of the model; seq_tile is the tile along the positions.
-        runtime: who owns the data.
+        runtime: owner of the data.
         batch: B.
         length: P, most tokens of a text.
         dtype: element type of the model.

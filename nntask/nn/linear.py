@@ -67,7 +67,7 @@ def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str, *, adde
 
 
 Through = Callable[[TileTensor], TileTensor | None]
-"""Takes dy (.., N), contributes to the gradients of weights, and gives dx (.., K), a new tensor; None where nobody wants it."""
+"""Takes dy (.., N), contributes to the gradients of weights, and gives dx (.., K), a new tensor; None where it is not wanted."""
 
 
 def _with_tape(name: str, x: Tensor, w: Tensor, b: Tensor | None, added: LowRank | None, y: TileTensor, through: Through) -> Tensor:
@@ -83,7 +83,7 @@ def _with_tape(name: str, x: Tensor, w: Tensor, b: Tensor | None, added: LowRank
 
 def _weight_backward(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool) -> Through:
     w_data, w_edge, b_edge, wants_dx = w.data, w.edge, None if b is None else b.edge, x.edge is not None
-    x_data = None if w_edge is None else x.data  # what nobody will read is not kept
+    x_data = None if w_edge is None else x.data  # data that no task will read is not kept
 
     def backward(dy: TileTensor) -> TileTensor | None:
         if w_edge is not None and x_data is not None:

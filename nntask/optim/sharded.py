@@ -1,4 +1,4 @@
-"""Data-parallel training on several nodes: who does which part of a step, and the tasks in which nodes exchange what they made of it.
+"""Data-parallel training on several nodes: which node computes which shard of a step, and the tasks in which nodes exchange their results.
 
 Every node has the whole model and takes some lanes of the gradient sums, with the minibatches that belong to them. It sums its lanes as far as the
 fixed tree of lanes has both halves on this node. Each tile of a parameter has one owner: it receives the other nodes' parts of the gradient, ends the
@@ -146,7 +146,7 @@ def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
 
 
 def _spread(sizes: Sequence[int], num_nodes: int) -> list[int]:
-    """An owner for each size, so that all own about as much, of neighbours too: one after another to whoever has least (Graham, 1966).
+    """An owner for each size, so that all own about as much, of neighbours too: one after another to the owner that has least (Graham, 1966).
 
     Where sizes are alike, what ends at about the same time then travels over every node's link. It begins with the last size, because nothing hides
     the travel of what a backward pass ends last.
@@ -206,7 +206,7 @@ class Exchange:
     def emit(self, optimizer: Optimizer) -> None:
         """Emit everything from the end of the backward passes to the next step's parameters, and forget the gradients.
 
-        `optimizer.grad_norm` is None afterwards on nodes that are not told the norm: all but the first, where nothing is clipped by it.
+        `optimizer.grad_norm` is None afterwards on nodes that do not receive the norm: all but the first, where nothing is clipped by it.
         """
         Emission(self, optimizer).run()
 
@@ -285,11 +285,11 @@ class Emission:
         """The sum of squares of the whole gradient, on the first node or on all."""
         me, key = self.share.rank, "squares"
         parts = [self._squares_of(rank) for rank in range(self.share.num_nodes)]
-        told = [me, *self.share.peers] if everywhere else [0]
-        for peer in told:
+        receivers = [me, *self.share.peers] if everywhere else [0]
+        for peer in receivers:
             if peer != me and parts[me]:
                 self._send(parts[me], peer, key)
-        if me not in told:
+        if me not in receivers:
             return None
         for peer in self.share.peers:
             if parts[peer]:

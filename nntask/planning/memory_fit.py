@@ -55,7 +55,7 @@ class CapturedStep:
         plan: the step in submission order.
         trained, frozen: the model's tensors by name, those that are learnt and those that are not; they have shapes and types, and no data.
         optimizer: likewise, of its state.
-        reading: bytes of host memory for those who read the files that the weights begin in.
+        reading: bytes of host memory for the readers of the files that the weights begin in.
     """
 
     plan: StepPlan
@@ -135,7 +135,7 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
 
     Args:
         thrifty: with updates as early as they can instead, the candidate order that needs least.
-        reading: bytes of host memory for those who read files.
+        reading: bytes of host memory for file readers.
     """
     hungriest = max(plan.tasks, key=_touched)
     persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
@@ -153,7 +153,7 @@ def least_needs(plan: StepPlan, run: RunConfig, target: Target, order: PlannedOr
 
     Args:
         order: None to look no further once the submission order fits.
-        reading: bytes of host memory for those who read files.
+        reading: bytes of host memory for file readers.
     """
     name = run.step.order
     if name not in (AUTO, SUBMISSION):

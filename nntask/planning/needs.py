@@ -22,7 +22,7 @@ class Needs:
         persistent: of what outlives the step and does not stay in files.
         hungriest: that task.
         least: that the task touches which touches least of those that have flops; a device without as much would stay idle, but for copies.
-        reading: of host memory besides, for those who read files.
+        reading: bytes of host memory besides, for file readers.
     """
 
     task: int
@@ -39,7 +39,7 @@ class Needs:
         return self.total if target.last in target.compute_nodes else self.passive
 
     def minimum(self, target: Target) -> dict[str, int]:
-        """Least budget of each node of a machine, as flags give it: of host memory with what those who read files and copies to GPUs take of it.
+        """Least budget of each node of a machine, as flags give it: of host memory with what file readers and copies to GPUs take of it.
 
         Where workers of host memory can run the hungriest task, devices need room for the smallest one that has flops.
         """

@@ -119,7 +119,7 @@ def _in_coarse_tiles(run: RunConfig, target: Target, factor: int = 1) -> RunConf
 
 
 def _simulate(order: PlannedOrder, run: RunConfig, target: Target, needs: Needs) -> tuple[Simulation | None, str, str]:
-    """What the step costs, the memory of those who read files beside it; or why it cannot run, and the node without room if it has the least."""
+    """What the step costs, the memory of file readers beside it; or why it cannot run, and the node without room if it has the least."""
     if not needs.fit(target):
         return None, shortage(target, needs), ""
     target = target.without(needs.reading)
@@ -156,7 +156,7 @@ def _simulate(order: PlannedOrder, run: RunConfig, target: Target, needs: Needs)
 def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
     """Bytes and class of the largest tile that a task makes and a later one needs no longer.
 
-    The peak of a run depends on who is first when two are: by so much for each worker, in each of the steps in flight.
+    The peak of a run depends on which of two workers is first: by so much for each worker, in each of the steps in flight.
     """
     made = (handle for task in plan.tasks for handle, mode in task.accesses if mode == W and plan.owned.get(handle) is False)
     largest = max(made, key=lambda handle: handle.size, default=None)

@@ -60,7 +60,7 @@ def matching(word: str, names: Collection[str]) -> frozenset[str]:
 
 
 def table(placement: Placement, number: int, policy: str, workers: Mapping[WorkerId, str]) -> str:
-    """A placement as lines: seconds of each candidate, cheapest first, who took the task, and whether that was planned."""
+    """A placement as lines: seconds of each candidate, cheapest first, the worker that took the task, and whether that was planned."""
     how = "goes by these seconds" if placement.weighs_costs else "weighs no costs; these are for comparison"
     if placement.planned_node is not None:
         planned = ", ".join(workers[each.worker] for each in placement.candidates if each.node == placement.planned_node)

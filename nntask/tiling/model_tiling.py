@@ -1,4 +1,4 @@
-"""How a model is cut: the tile sizes of its six dimensions, and the committed table they come from when nobody chose.
+"""How a model is cut: the tile sizes of its six dimensions, and the committed table they come from when none were chosen.
 
 Tile sizes are part of the numerics (they fix the order of sums), so the table looks only at the model and the shape of a minibatch, never at
 workers, budgets or measurements. Its limits (tokens, features and vocabulary rows per tile) become sizes in `cut`, which is also the grid that
@@ -68,7 +68,7 @@ class ModelTiling:
 
 
 class Limits(NamedTuple):
-    """How large a tile may be; everything about a tiling that somebody chooses.
+    """How large a tile may be; everything about a tiling that the user chooses.
 
     Args:
         tokens: tokens per tile.
@@ -90,7 +90,7 @@ _TABLE: Final = {
     "cuda": ((1 << 30, Limits(tokens=4096, features=8192, vocab=16384)),),
 }
 """Device class -> (largest n_embd, limits for models up to that width). Those of GPUs follow from the cost of a launch, some microseconds, beside
-products at hundreds of Tflop/s; nobody has tuned them on a card yet."""
+products at hundreds of Tflop/s; they have not been tuned on a card yet."""
 _FEW_ROWS: Final = 512
 _MULTIPLE: Final = 64
 

@@ -2,8 +2,8 @@
 
 Each side is a runtime with one worker of its kind, driven by a thread of its own; both submit the same tasks in the same order, so a task is known by
 its number. The side that comes first to a task keeps a copy of what the task wrote, the other compares its own with that and forgets the copy. A side
-that is far ahead waits. Of all tasks that differ the first in submission order is told: what it read was equal within the tolerance, so it is the one
-that went wrong.
+that is far ahead waits. Of all tasks that differ the first in submission order is reported: what it read was equal within the tolerance, so it is the
+one that went wrong.
 """
 
 from __future__ import annotations
@@ -148,11 +148,11 @@ class Comparison:
 
 
 class _OtherSideFailed(Exception):
-    """Stops a side that nobody waits for any more."""
+    """Stops a side whose result is not needed any more."""
 
 
 def compare(name: str, a: Array, b: Array, rtol: float, atol: float) -> tuple[float, TileDifference | None]:
-    """The largest difference between two arrays of equal shape and type, and what is to be told if any is beyond the tolerance."""
+    """The largest difference between two arrays of equal shape and type, and what is to be reported if any is beyond the tolerance."""
     if a.tobytes() == b.tobytes():
         return 0.0, None
     x, y = a.astype(np.float64), b.astype(np.float64)
@@ -166,10 +166,10 @@ def compare(name: str, a: Array, b: Array, rtol: float, atol: float) -> tuple[fl
         return largest, None
     index = np.unravel_index(int(np.argmax(np.where(beyond, gap, -1))), gap.shape)
     place = tuple(int(i) for i in index)
-    told = TileDifference(
+    reported = TileDifference(
         name, a.shape, str(a.dtype), float(gap[place]), place, float(x[place]), float(y[place]), int(np.count_nonzero(beyond)), int(gap.size)
     )
-    return largest, told
+    return largest, reported
 
 
 def run_side_by_side(comparison: Comparison, sides: tuple[Callable[[], Runtime], Callable[[], Runtime]], program: Callable[[Runtime], None]) -> None:
@@ -192,7 +192,7 @@ def run_side_by_side(comparison: Comparison, sides: tuple[Callable[[], Runtime],
                 program(runtime)
                 runtime.wait()
             failed = False
-        except BaseException as error:  # told by the thread that asked
+        except BaseException as error:  # raised by the thread that asked
             errors.append(error)
         finally:
             comparison.end(which, failed=failed)

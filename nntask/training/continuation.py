@@ -45,6 +45,6 @@ def _command(run: RunConfig) -> str:
 
 
 def _on(cluster: ClusterSettings) -> str:
-    """The flags that say on which machines a run was, as it was told; a resumed run does not know them."""
+    """The flags that name the machines of a run, as the user gave them; a resumed run does not know them."""
     found = ((f.name.replace("_", "-"), getattr(cluster, f.name)) for f in fields(cluster) if getattr(cluster, f.name) != f.default)
     return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in found)

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: whoever trains holds a lock on a file in it for as long as the process lives.
+"""One run at a time in a run directory: the training process holds a lock on a file in it for as long as it lives.
 
 The kernel lets go of the lock when the process ends, however it ends, so a run that was killed can be continued at once; the file stays and means
 nothing by itself. Processes that the run starts do not keep the lock: the file is closed when they execute their program, and a run that ends lets go
@@ -67,7 +67,7 @@ class RunLock:
 
 
 def check_unlocked(run: Path, flag: str) -> None:
-    """Check that nobody trains in a directory, creating nothing.
+    """Check that no process trains in a directory, creating nothing.
 
     Raises:
         UsageError: another process does.

@@ -24,7 +24,7 @@ class Session:
     """A run with its data, its engine, and the user it talks to.
 
     Args:
-        runtime: counters of whoever computes.
+        runtime: counters of the workers.
         fallbacks: tasks of a step that run on the CPU because they have no CUDA kernel, by name.
     """
 

@@ -50,7 +50,7 @@ class Dispatch:
     """Workers, ready tasks and blocked tasks.
 
     Attributes:
-        to_cancel: tasks found to have nothing to read, and why; whoever owns the dispatch cancels them.
+        to_cancel: tasks found to have nothing to read, and why; the owner of the dispatch cancels them.
         blocked: per node, tasks waiting for memory, oldest first.
         held: recorded tasks too far ahead of the planned order, a heap.
         num_active: tasks running, the program's included.
@@ -97,7 +97,7 @@ class Dispatch:
         return watched.placements
 
     def push(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
-        """Take a task that waits for nobody; `worker` ran the last one it waited for."""
+        """Take a task that waits for no other; `worker` ran the last one it waited for."""
         task.state = "ready"
         step = task.step
         if step is not None:

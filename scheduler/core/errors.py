@@ -68,4 +68,4 @@ class Stalled(SchedulerError, RuntimeError):
 
 
 class InvalidEvent(SchedulerError, RuntimeError):
-    """The state machine was told something impossible."""
+    """The state machine received an impossible event."""

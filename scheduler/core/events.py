@@ -72,7 +72,7 @@ class HandleReleased:
 
 @dataclass(slots=True, eq=False)
 class SourceAttached:
-    """From now on the data of `handle`, which nobody uses, is what lies at `source` in a file; readers need `scratch` bytes of host memory."""
+    """From now on the data of `handle`, which no task uses, is what lies at `source` in a file; readers need `scratch` bytes of host memory."""
 
     handle: HandleRecord
     source: object
@@ -81,7 +81,7 @@ class SourceAttached:
 
 @dataclass(slots=True, eq=False)
 class HandleAdopted:
-    """The data of `handle`, whose size nobody knew before, is in host memory, in a buffer of its own: counted from now on.
+    """The data of `handle`, whose size was not known before, is in host memory, in a buffer of its own: counted from now on.
 
     `next_use` is the order of the task that uses it next; `stays` says that it never leaves host memory, because the program holds it.
     """

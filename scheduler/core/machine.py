@@ -279,7 +279,7 @@ class Machine:
             self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
 
     def _on_copy_failed(self, event: CopyFailed, actions: list[Action]) -> None:
-        """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and who waits for them is cancelled."""
+        """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and tasks that wait for them are cancelled."""
         source, target, error = event.source, event.target, event.error
         handle = source.handle
         waiting = self._replicas.end_copy(source, target)
@@ -339,7 +339,7 @@ class Machine:
             self._lookaheads.choose_nodes()
 
     def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
-        """The task waits for nobody; `worker` ran the last one it waited for."""
+        """The task waits for no other; `worker` ran the last one it waited for."""
         if not (self.num_lost and self._reads_lost_data(task)):
             self._dispatch.push(task, worker, actions)
 

@@ -9,7 +9,7 @@ what the kind of worker does per second.
 Links. Latency + bytes / bandwidth per (source, target), fitted to measured copies by medians (Theil and Sen), so a few slow ones move nothing.
 
 Rules: durations come in as arguments, nothing here knows time, tasks in flight or files (`storage.perfstore` keeps models between runs). Nothing
-is locked: whoever records from several threads does so under the machine's lock.
+is locked: threads record under the machine's lock.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rate(NamedTuple):
 
 
 RATES: Final[Mapping[WorkerKind, Rate]] = {"cpu": Rate(5e10, 1e10), "sim": Rate(5e10, 1e10), "cuda": Rate(2e13, 1.5e12)}
-"""Rough rates of one worker, until somebody knows better."""
+"""Rough rates of one worker, until they are measured."""
 
 
 class MemoryView(Protocol):
@@ -126,7 +126,7 @@ NO_ESTIMATES: Final = NoEstimates()
 
 
 class Given:
-    """Estimates somebody knows beforehand, as in virtual time.
+    """Estimates known beforehand, as in virtual time.
 
     Args:
         duration: seconds of a task on a kind of worker.
@@ -206,7 +206,7 @@ class Series:
 
     def __init__(self, samples: Sequence[float] = ()) -> None:
         self.samples = deque(samples, KEPT)
-        self._typical: float | None = None  # of the samples as they are, once somebody has asked
+        self._typical: float | None = None  # of the samples as they are, once asked for
         self.is_warm = False
 
     def add(self, seconds: float) -> None:
@@ -314,7 +314,7 @@ class Models:
     """Estimates from measurements.
 
     Args:
-        rates: what a worker of each kind does per second, for tasks nobody has measured.
+        rates: what a worker of each kind does per second, for tasks that were never measured.
 
     Attributes:
         history: durations of tasks.

@@ -106,7 +106,7 @@ class HandleRecord:
         lost: why its data does not exist any more, if so; `root` is the failure where that began.
         use_schedule: when the recorded step that used it last uses it.
         preferred_offset: offset that it had where a task last made room for it: taken again if it is free, so that replays find the same addresses.
-        next_use: order of the plain task that uses it next, where whoever submits tasks knows.
+        next_use: order of the plain task that uses it next, where the submitter knows it.
     """
 
     id: HandleId
@@ -149,9 +149,9 @@ class Task:
         pin: the only worker that may run it, if the program has placed it by hand.
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
-        token: who waits for the task to run, when that is the program.
+        token: the waiter of the program, where the program waits for the task to run.
         model_key: codelet name and footprint, once a performance model has asked for them.
-        next_uses: of a plain task, for each access the order of the plain task that uses the handle after this one, where whoever submits them knows.
+        next_uses: of a plain task, for each access the order of the plain task that uses the handle after this one, where the submitter knows it.
     """
 
     id: TaskId

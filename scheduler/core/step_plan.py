@@ -79,7 +79,7 @@ class StepPlan:
 
     @staticmethod
     def _enter(use: _Use, position: int, mode: Mode, waits: set[int]) -> None:
-        """Enter one access and collect what it waits for; the same rule as `graph.link`."""
+        """Enter one access and collect what it waits for; the same rule as `dependencies.link`."""
         if use.first_writer is None and not use.readers and (mode == R or mode == RW):
             use.needs_data = True
         use.num_uses += 1

@@ -1,6 +1,6 @@
 """A GPU of host memory whose streams run late and in any order that CUDA allows, to find what waits for nothing where it should wait for something.
 
-What is put on a stream is kept and carried out only when somebody waits for an event, or asks for one, and then a step at a time on streams chosen
+What is put on a stream is kept and carried out only when a thread waits for an event, or asks for one, and then a step at a time on streams chosen
 by chance: a copy that should have waited for a kernel on another stream reads what was there before. A stream held by an event waits for the record
 that the event stood for at that moment, as CUDA's does. Faults can be planted.
 """
@@ -181,7 +181,7 @@ class FakeGpu:
         del self.pinned[address]
 
     def close(self) -> None:
-        """Remember that somebody did."""
+        """Remember that a thread has asked."""
         self.is_closed = True
 
     def later(self, step: Callable[[], Any]) -> None:

@@ -1,7 +1,8 @@
-"""NCCL between threads of one process, each with GPUs of host memory (`gpu.FakeGpu`): who waits for whom is as on cards, and faults can be planted.
+"""NCCL between threads of one process, each with GPUs of host memory (`gpu.FakeGpu`): ranks wait for each other as on cards, and faults can be
+planted.
 
 A rank that joins waits for the other one, and ranks on one card come back from that one after another. Joining may wait for the whole card, and so
-for a peer of what is under way on it: nobody joins on a card that has begun to carry.
+for a peer of what is under way on it: no rank joins on a card that has begun to carry.
 
 A send keeps its stream where it is until the other rank's stream has come to the matching receive, and the other way round; only then bytes are
 copied. Aborting a rank ends what is on its stream and tells the other rank nothing, as between cards that reach each other's memory. Sizes that
@@ -22,7 +23,7 @@ from ..drivers.nccl import Communicator, UniqueId
 from .gpu import FakeGpu, FakeStream
 
 _APART_SECONDS: Final = 0.01
-"""Between the ends of two joins on a card: who does not wait for all of them has begun to carry by then."""
+"""Between the ends of two joins on a card: a rank that does not wait for all of them has begun to carry by then."""
 
 COMMUNICATOR_NBYTES = 3 << 20
 """Of a card's memory, for each rank on it."""
@@ -49,7 +50,7 @@ class FakeNetwork:
     """What the nodes of a test are connected by.
 
     Attributes:
-        stands_after: transfers after which nothing goes through any more, if that is planted; nobody is told.
+        stands_after: transfers after which nothing goes through any more, if that is planted; no error says so.
         fails_after: the same, and `Communicator.check` says so.
         lets_go: set while `Communicator.abort` comes back.
         num_asked, num_transfers: that were put on streams, each by both its ranks, and that have gone through.
@@ -97,7 +98,7 @@ class FakeNetwork:
             return pair
 
     def take_down(self) -> None:
-        """Who waits for another rank to join is told that it will not."""
+        """Ranks that wait for another one to join learn that it will not."""
         with self.changed:
             self._is_down = True
             self.changed.notify_all()
@@ -230,7 +231,7 @@ class FakeNccl:
         gpus: handles that were asked for.
         joins: whether a rank of this node ever joins; if not, it waits until the network is taken down.
         num_ids: ids that were asked for.
-        has_sockets: whether there is anything to listen on; if not, nobody gets an id.
+        has_sockets: whether there is anything to listen on; if not, no rank gets an id.
     """
 
     def __init__(self, network: FakeNetwork, card: str = "0", memory: int = 1 << 40) -> None:

@@ -1,6 +1,6 @@
 """All kernels of ours, imported when one is first wanted, and those of the program over them.
 
-Kernel modules register themselves (`registry`); whoever looks a kernel up asks here, so that the tables are full by then.
+Kernel modules register themselves (`registry`); lookups of kernels come here, so that the tables are full by then.
 """
 
 from __future__ import annotations

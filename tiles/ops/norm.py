@@ -195,7 +195,7 @@ def _norm_backward_row(
 
 
 def _contribution(gamma: TileTensor, total: TileTensor | None, c: int) -> Access:
-    """Where a task leaves its part of the gradient of tile `c` of gamma or beta: in the sum, or in working memory where nobody wants it."""
+    """Where a task leaves its part of the gradient of tile `c` of gamma or beta: in the sum, or in working memory where it is not wanted."""
     if total is not None:
         return total[c,], REDUX
     view = TileView((gamma.tiling.extents((c,))[0],), np.dtype(np.float64 if gamma.dtype == np.float64 else np.float32))

@@ -1,7 +1,7 @@
 """Replicas of one handle on several nodes: the MSI protocol as a table.
 
 Rule: the valid replicas of a handle are equal; at most one is "modified", and then it is the only valid one. "invalid" is the absence of a
-replica; "reserved" is an extent without data yet. Knows nothing of tasks, extents or who carries out copies.
+replica; "reserved" is an extent without data yet. Knows nothing of tasks, extents or the drivers that copy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def best_source(handle: HandleRecord, target: Replica | None) -> Replica | None:
 
 
 def is_needed(replica: Replica) -> bool:
-    """Whether dropping this replica would lose data that somebody may still read.
+    """Whether dropping this replica would lose data that may still be read.
 
     Lost data and data about to be overwritten (an admitted task has reserved room for it elsewhere without fetching it) are not needed.
     """

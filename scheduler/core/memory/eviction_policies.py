@@ -1,7 +1,7 @@
 """Which replica goes first when a node is full: eviction policies, as small pure classes behind one question.
 
-A policy gives every replica a key that stands still while it is not used, so that `victims` can keep replicas sorted, and a price to weigh the
-best clean replica against the best dirty one. Dead data never gets here: it is freed with its last use, under every policy.
+A policy gives every replica a key that stands still while it is not used, so that `victim_selection` can keep replicas sorted, and a price to weigh
+the best clean replica against the best dirty one. Dead data never gets here: it is freed with its last use, under every policy.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..records import HandleRecord, R, Replay, Replica, UseSchedule, W
 from . import coherence
 
 FAR: Final = 1 << 20
-"""Planned tasks until a use nobody knows of, for each event since the last one."""
+"""Planned tasks until an unknown use, for each event since the last one."""
 
 NEVER: Final = 1 << 60
 """`order` of such a use, for the first event's replica."""
 
 
 def is_foreseen(key: float) -> bool:
-    """Whether a key of `NextUse` is that of a use somebody knows of."""
+    """Whether a key of `NextUse` is that of a known use."""
     return key < NEVER >> 1
 
 
@@ -42,7 +42,8 @@ class Foresight:
 
     @property
     def order(self) -> int:
-        """`order` of the oldest planned task that has not ended; without a step under way, where plain tasks stand, -1 if nobody foresees them."""
+        """`order` of the oldest planned task that has not ended; without a step under way, where plain tasks stand, -1 if their uses are not
+        foreseen."""
         if not self.replays:
             return self.reached
         oldest = self.replays[0]

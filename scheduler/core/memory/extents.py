@@ -5,7 +5,7 @@ class; so nothing else keeps a list of what lies where. A handle lists its own r
 
 Allocation is best fit with coalescing; any free extent serves any size. On top lie bins of just-freed extents by exact size, because a training
 step frees and takes the same sizes over and over: a bin hit costs a list pop. Bins are flushed (coalesced) before untouched memory is taken, so
-they never cost memory. Knows no tasks, no coherence and nobody's reasons.
+they never cost memory. Knows neither tasks nor coherence nor why extents are taken.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class ExtentAllocator:
 
 
 class MemoryNode:
-    """A memory node: its budget, and who occupies it.
+    """A memory node: its budget, and the replicas that occupy it.
 
     An extent is taken or claimed first, then occupied by a replica, and given back when that replica vacates it. A file of objects that are no
     replicas uses `take` and `give` alone.

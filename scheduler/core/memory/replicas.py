@@ -9,7 +9,7 @@ Files. Data may begin in a file: its handle then has a replica on the node `FILE
 replicas are dropped for others like any clean ones, wherever they are, the last tier included; the task that will write it reserves the backing
 replica there, and when it begins to write, the file is out of date and forgotten.
 
-Knows extents (`memory`), copies under way (`copies`), the replica protocol (`coherence`) and who may take room on the last tier (`claims`).
+Knows extents (`extents`), copies under way (`transfers`), the replica protocol (`coherence`) and reservations on the last tier (`reservations`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Replicas:
     Args:
         nodes: host memory first; a storage node, if any, last.
         foresight: where the recorded steps stand.
-        eviction: who goes first.
+        eviction: order in which replicas go.
 
     Attributes:
         last: the last tier.
@@ -44,7 +44,7 @@ class Replicas:
         num_released: replicas dropped and copies ended so far: what a task that waits for memory waits for.
         claims: who may take room on the last tier.
         broken: why the last tier takes no more data, if so.
-        readers: extents of host memory that those who read files work in; they may move, and never go.
+        readers: extents of host memory where file readers work; they may move, and never go.
         changed: data that differs from what is on its way to the last tier.
         held: data that the program keeps in host memory until its handle is released.
         missed: of each node, `order` of the next use of what was evicted from it or overwritten elsewhere: the first one since its lookahead looked.
@@ -107,11 +107,11 @@ class Replicas:
 
     @property
     def readers_bytes(self) -> int:
-        """Bytes of host memory that those who read files have."""
+        """Bytes of host memory of the file readers."""
         return sum(replica.handle.size for replica in self.readers)
 
     def take_for_readers(self, handle: HandleRecord, nbytes: int, actions: list[Action]) -> None:
-        """Those who read files get so many bytes of host memory in all, because the data of `handle` needs them; they keep what they have.
+        """File readers get so many bytes of host memory in all, because the data of `handle` needs them; they keep what they have.
 
         Raises:
             DoesNotFit: there is no room, not even where data lies that can be dropped at once; nothing has changed.
@@ -316,7 +316,7 @@ class Replicas:
                 self.drop(backing, actions)
 
     def drop_unpinned(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """Drop every replica nobody is using; what a copy still uses goes when it has ended, and the backing replicas with the last of them."""
+        """Drop every unused replica; what a copy still uses goes when it has ended, and the backing replicas with the last of them."""
         for replica in list(handle.replicas.values()):
             if replica.pins or replica.node not in handle.replicas:
                 continue

@@ -9,7 +9,7 @@ where "what outlives replays" includes what the replays in flight will still mak
 
 Why that is enough. Whenever the tasks under way have ended, running the rest in planned order needs at each place at most what outlives replays, the
 temporaries of that place, and those made ahead that are not due yet: the left side. So if the budget is at least `StepPlan.minimum_bytes`, the oldest
-task finds room as soon as nobody else uses some, and the state stays so after it. Data that died ahead of its time only makes more room; so does a
+task finds room as soon as others give some back, and the state stays so after it. Data that died ahead of its time only makes more room; so does a
 replay that ends, for all its temporaries are dead. A replay that starts may promise more than is free: then only the oldest task makes anything until
 those made ahead have become due. Scratch ends with its task, so the claim of the planned task that uses it is enough.
 

@@ -1,4 +1,4 @@
-"""Copies between replicas while they are under way, who waits for them, and the books of the links they go over."""
+"""Copies between replicas while they are under way, the tasks that wait for them, and the books of the links they go over."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ A candidate of just the size that is looked for goes first, if the policy finds 
 in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
 between two that go, it goes with them. And what is tiny beside the node goes when nothing larger can: parameters of norms and means of rows were
 almost half of all copies of a GPT-2 step, each as slow as a tile's, and made no room. So it is as long as what is tiny takes a small share of the
-node, and only where somebody will use it.
+node, and only where it will be used.
 
 In that order a large tile that is needed soon can be the first hole, because no neighbours among the cheap small ones make one. So where prices add
 up and the hole costs more than as many bytes of the cheapest candidates would, a window is slid over the node to find the neighbours that cost
@@ -41,7 +41,7 @@ TINY_SHARE: Final = 16
 """Unless all of them together have more than this fraction of the budget."""
 
 TRIED: Final = 200
-"""Candidates looked at, at most, for a hole that nobody waits for."""
+"""Candidates looked at, at most, for a hole that no task waits for."""
 
 Entry = tuple[float, int, Replica]
 """(-key, number of the offer, replica): sorts like the key; the number breaks ties, and says whether the entry still holds."""
@@ -407,7 +407,7 @@ class _Paper:
 
 
 def is_dirty(replica: Replica) -> bool:
-    """Whether the replica must be written back before it is dropped, and nobody does so yet."""
+    """Whether the replica must be written back before it is dropped, and that has not begun."""
     return not replica.outgoing and coherence.is_needed(replica)
 
 

@@ -70,7 +70,7 @@ class WorkerGroup:
 
 
 def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Container[HandleRecord] = ()) -> Move:
-    """What the task misses on a node; data that nobody has written yet is not missed."""
+    """What the task misses on a node; data that no task has written yet is not missed."""
     memory = estimates.memory
     nbytes = room = 0
     transfer = wait = 0.0
@@ -120,7 +120,7 @@ def missing_bytes(task: Task, node: NodeId) -> int:
 
 
 def assigned_seconds(worker: Worker, estimates: Estimates) -> float:
-    """Seconds of the tasks the worker holds; the one it runs counts in full, since nobody here has a clock."""
+    """Seconds of the tasks the worker holds; the one it runs counts in full, since there is no clock here."""
     return sum(estimates.task_seconds(task, worker.kind) for task in worker.assigned)
 
 

@@ -6,7 +6,7 @@ a *group* and share its queue: what is estimated once per group costs as little 
 dmda and dmdas queue a task whose node is planned (`Task.planned_node`) there, whatever it costs.
 
 Decisions stay late. A worker whose group has nothing for it takes the task from the far end of another group's queue, if it expects to end it no
-later than the group where it waits. So nobody idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
+later than the group where it waits. So no worker idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
 Tasks that no group can run yet wait for a worker that can.
 """
 

@@ -1,4 +1,4 @@
-"""A policy that is watched: what chosen tasks would have cost on each worker when they became ready, and who took them.
+"""A policy that is watched: what chosen tasks would have cost on each worker when they became ready, and which worker took them.
 
 Wraps another policy and changes none of its decisions. Policies that weigh costs (dm, dmda, dmdas, reuse) are asked themselves, queues included;
 for those that do not (eager, prio, lws) the candidates are what `costs.explain` makes of the same estimates. A task whose node is planned
@@ -30,7 +30,7 @@ class Placement:
         candidates: estimates at the moment it became ready, cheapest first.
         weighs_costs: whether the policy goes by them.
         planned_node: the node where the plan wants the task, if the policy keeps to that: then the candidates did not decide.
-        chosen: who took it; where costs are weighed an idle worker may, if it expects to end the task before the cheapest one would.
+        chosen: the worker that took it; where costs are weighed an idle worker may, if it expects to end the task before the cheapest one would.
     """
 
     name: str

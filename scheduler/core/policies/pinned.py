@@ -1,7 +1,8 @@
 """A policy in front of another one: tasks that the program has placed by hand wait for their worker, the others are the other policy's.
 
 It stands there from the first pinned task on, so programs that place nothing pay nothing. A worker takes its own tasks first, by priority, then
-submission order: nobody else can. The other policy does not count them when it weighs queues; where that sends a worker too much, others steal it.
+submission order: no other worker can run it. The other policy does not count them when it weighs queues; where that sends a worker too much, others
+steal it.
 """
 
 from __future__ import annotations

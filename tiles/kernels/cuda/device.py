@@ -18,7 +18,7 @@ from .launch import ROOM_NBYTES, Arguments, use
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
 SPARE_NBYTES: Final = 64 << 20
-"""Held back for the moment in which a library asks for memory that somebody else has taken."""
+"""Held back for the moment in which a library asks for memory that another process has taken."""
 
 _PEAK_SIZE: Final = 4096
 _PEAK_PRODUCTS: Final = 10
@@ -28,7 +28,7 @@ _CANNOT_TRANSLATE: Final = (218, 221, 222, 223)
 _FREE_SHARED: Final = 48 << 10
 """Shared memory of a block that needs no permission."""
 _MODULES: dict[tuple[int, str, str], int] = {}
-"""Kernels that this process has loaded, by card, source and element type: they stay for whoever opens the card again."""
+"""Kernels that this process has loaded, by card, source and element type: they stay for the next opening of the card."""
 _T = TypeVar("_T")
 
 
@@ -180,8 +180,8 @@ class CudaDevice(CupyGpu):
     def _again(self, error: RuntimeError, call: Callable[[], _T]) -> _T:
         """After a call that failed: once more, if memory was short and there is some to give back.
 
-        What fails while a graph is recorded is told as it is: libraries say of what cannot be recorded what they say of a device that works no more,
-        and nothing may be waited for. Its kernels are started one by one then, where the same failure would be seen for what it is.
+        A failure while a graph is recorded is reported as it is: libraries say of what cannot be recorded what they say of a device that works no
+            more, and nothing may be waited for. Its kernels are started one by one then, where the same failure would be seen for what it is.
 
         Raises:
             DeviceFailed: the device works no more.

@@ -1,6 +1,6 @@
 """How kernels reach a device: which one computes for this thread, how a function of a source is started, and matrix products.
 
-A source in ``source/`` is compiled once per element type (float, bf16) by whoever the device is: NVRTC for a GPU, a C++ compiler where a test runs
+A source in ``source/`` is compiled once per element type (float, bf16) by the device: NVRTC for a GPU, a C++ compiler where a test runs
 the same source on a CPU. Arguments travel as the driver's interface wants them, a list of addresses of values.
 """
 

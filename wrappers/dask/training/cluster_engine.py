@@ -42,7 +42,7 @@ class ClusterEngine:
         team: the team, connected and open.
         shapes: tensors of the model and the optimizer, without data.
         all_shares: shard of each node.
-        told: each node's answer to `open`.
+        answers: each node's answer to `open`.
         machines: contents of each node's machine.json.
         records: step records of the nodes.
 
@@ -55,16 +55,16 @@ class ClusterEngine:
         team: Team,
         shapes: CapturedStep,
         all_shares: Sequence[Share],
-        told: Sequence[Mapping[str, Any]],
+        answers: Sequence[Mapping[str, Any]],
         machines: Sequence[Mapping[str, Any]],
         records: NodeRecords,
     ) -> None:
         self.team, self._shares, self.records = team, all_shares, records
         self.gpus: Sequence[Any] = ()
-        self.num_tasks = sum(each["num_tasks"] for each in told)
-        self.num_trained = int(told[0]["num_trained"])
+        self.num_tasks = sum(each["num_tasks"] for each in answers)
+        self.num_trained = int(answers[0]["num_trained"])
         self._peak_flops = float(sum(machine["peak_flops"] for machine in machines))
-        self._stats: list[Mapping[str, Any]] = [each["stats"] for each in told]
+        self._stats: list[Mapping[str, Any]] = [each["stats"] for each in answers]
         self.mirror = Mirror(team, shapes)
         self._last_end = 0.0
 
@@ -311,10 +311,12 @@ class DaskCluster:
             team.ask(share.rank, "open", Order(run, share, dataset.fingerprint, hosts.count(host), largest, board))
             for share, host in zip(all_shares, hosts, strict=True)
         ]
-        told = team.gather(opening, OPEN_SECONDS)
+        answers = team.gather(opening, OPEN_SECONDS)
         machines = team.call("describe")
         tokens = run.step.minibatch * run.model.seq_len
-        return ClusterEngine(team, shapes, all_shares, told, machines, NodeRecords(run.directory, run.start.step, all_shares, tokens, told, machines))
+        return ClusterEngine(
+            team, shapes, all_shares, answers, machines, NodeRecords(run.directory, run.start.step, all_shares, tokens, answers, machines)
+        )
 
     def _has_board(self) -> bool:
         """Whether the scheduler shows runs, tested once; a library missing there costs the page, not the training."""

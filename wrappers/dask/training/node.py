@@ -42,7 +42,7 @@ def is_claimed(worker: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a node is told when it opens.
+    """What a node receives when it opens.
 
     Attributes:
         run: the run, but for the machine, which each node has its own of.
@@ -63,8 +63,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutcome:
-    """What a node has to say of a step: its losses, their mean per token, the sum of squares of the gradient if it was told, and its counters so
-    far."""
+    """A node's results of a step: its losses, their mean per token, the gradient's sum of squares if the node has it, and its counters so far."""
 
     losses: list[float]
     loss: float

@@ -22,7 +22,7 @@ class NodeRecords:
         first: number of steps done already; lines of later steps, of a team that was lost, are dropped.
         all_shares: shard of each node.
         tokens: number of tokens of a minibatch.
-        told: each node's answer to `open`.
+        answers: each node's answer to `open`.
         machines: contents of each node's machine.json.
     """
 
@@ -32,11 +32,11 @@ class NodeRecords:
         first: int,
         all_shares: Sequence[Share],
         tokens: int,
-        told: Sequence[Mapping[str, Any]],
+        answers: Sequence[Mapping[str, Any]],
         machines: Sequence[Mapping[str, Any]],
     ) -> None:
         self._run, self._first, self._shares, self._tokens, self._machines = run, first, all_shares, tokens, machines
-        self._meters = [Meter(self._counters(rank, each["stats"])) for rank, each in enumerate(told)]
+        self._meters = [Meter(self._counters(rank, each["stats"])) for rank, each in enumerate(answers)]
         self._journals: list[Journal] = []
 
     def add(self, step: int, lr: float, outcome: Outcome, outcomes: Sequence[NodeOutcome], seconds: float) -> None:
