@@ -4,7 +4,7 @@ from .gpus import GpuPlan, cards, gpus_of, open_nccl, without_nccl
 from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
 from .machine_model import DISK, RAM, Target, durations, memory_bandwidth, open_store, this_machine
 from .machine_spec import MachineSpec, devices_of, free_bytes, machine_of, with_budgets
-from .runtimes import FAILURES, open_runtime, runtime_for, told
+from .runtimes import FAILURES, as_user_error, open_runtime, runtime_for
 
 __all__ = [
     "BOUNDLESS",
@@ -14,6 +14,7 @@ __all__ = [
     "GpuPlan",
     "MachineSpec",
     "Target",
+    "as_user_error",
     "cards",
     "coarse_tiling",
     "devices_of",
@@ -33,7 +34,6 @@ __all__ = [
     "reuse_freed_memory",
     "runtime_for",
     "this_machine",
-    "told",
     "with_budgets",
     "without_nccl",
 ]

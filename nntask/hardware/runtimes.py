@@ -105,7 +105,7 @@ FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, 
 """What a runtime raises of what happened to the run, rather than of a mistake of ours."""
 
 
-def told(error: Exception, runtime: Runtime, machine: MachineSpec, aside: str, *, lower: str | None = None) -> Exception:
+def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, aside: str, *, lower: str | None = None) -> Exception:
     """The error that the user sees for one of `FAILURES`.
 
     First what the runtime knows to have gone wrong, since the tasks that needed that data are cancelled one after another: the disk tier, a GPU, a

@@ -34,7 +34,7 @@ from ..data.sampler import Batch
 from ..engine.recorded import RecordedEngine
 from ..errors import UsageError
 from ..hardware.machine_model import this_machine
-from ..hardware.runtimes import FAILURES, runtime_for, told
+from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
 from ..planning.memory_fit import capture, least_needs, no_collections
 from ..tiling.model_tiling import Limits, ModelTiling, cut, table_limits
 from ..tiling.tile_table import FLAG, add_row, read_table, shape_of
@@ -229,7 +229,7 @@ def _run(run: RunConfig, stopped: Stopped) -> tuple[StepPlan, _Lap]:
             plan = engine.order.plan
             return plan, min(_laps(engine, runtime, watch, batch, stopped), key=lambda lap: lap.seconds)
     except FAILURES as error:
-        raise told(error, runtime, machine, "the run has not begun, name another place with --disk") from error
+        raise as_user_error(error, runtime, machine, "the run has not begun, name another place with --disk") from error
 
 
 def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:

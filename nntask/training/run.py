@@ -19,7 +19,7 @@ from ..engine.interface import Cluster, NodesChanged
 from ..engine.recorded import RecordedEngine
 from ..errors import DataError, UsageError
 from ..hardware.gpus import check_fallbacks
-from ..hardware.runtimes import FAILURES, runtime_for, told
+from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
 from ..inference.samples import sample_prompt
 from ..planning.memory_fit import capture, check_fit
 from ..telemetry.explain import Explainer, matching
@@ -80,7 +80,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         printer.say(to_toml(run.settings))
         return 0
     interrupts = Interrupts()
-    interrupts.what_there_is = partial(left_behind, run.directory)
+    interrupts.say_what_is_left = partial(left_behind, run.directory)
     with RunLock(run.directory, run.start.flag, partial(check_directory, run)) as lock, interrupts:
         if cluster is not None:
             return _on_cluster(run, cluster, lock, printer, interrupts)
@@ -108,7 +108,7 @@ def _here(run: RunConfig, foreseen: _Foreseen, lock: RunLock, printer: StepPrint
             return _go(session, Hooks(on_step, tracer.is_edge, partial(validate, session), at_end=partial(tracer.write, engine.step)))
     except FAILURES as error:
         lower = None if run.start.resumed is None else ""  # which has model and tiling of its checkpoint
-        raise told(error, runtime, run.machine, left_behind(run.directory), lower=lower) from error
+        raise as_user_error(error, runtime, run.machine, left_behind(run.directory), lower=lower) from error
 
 
 def _on_cluster(run: RunConfig, cluster: Cluster, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:
@@ -195,7 +195,7 @@ def _go(session: Session, hooks: Hooks) -> int:
         raise
     for ending in endings:
         ending()
-    interrupts.what_there_is = partial(all_there, run, loop.step, steps)
+    interrupts.say_what_is_left = partial(all_there, run, loop.step, steps)
     if loop.step < steps:
         printer.say(interrupted(run, loop.step))
     else:

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM while training: the first asks for an orderly end, the second ends the process at once.
 
 The first only sets a flag; the training loop looks at it between steps, lets what is in flight finish and saves. Whoever does not wait for that is
-told what there is.
+told what is left.
 
 Python runs handlers on the main thread, once that thread runs Python. The system may give a signal to any thread, and the main one may sleep
 without limit: a second signal would then never be heard. So a thread of its own reads, from a pipe, the number of every signal that arrives.
@@ -31,13 +31,13 @@ class Interrupts:
 
     Attributes:
         signal: the first that came.
-        what_there_is: says, to whoever sent a second one, what can be continued.
+        say_what_is_left: says, when a second signal ends the process, what can be continued.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._first: tuple[int, float] | None = None
-        self.what_there_is: Callable[[], str] = lambda: "nothing was saved"
+        self.say_what_is_left: Callable[[], str] = lambda: "nothing was saved"
         self._undo = contextlib.ExitStack()
 
     @property
@@ -91,5 +91,5 @@ class Interrupts:
 
     def _stop(self, number: int) -> None:
         with contextlib.suppress(Exception):  # nothing keeps the process from ending
-            os.write(2, f"nntask: stopped at once; {self.what_there_is()}\n".encode())
+            os.write(2, f"nntask: stopped at once; {self.say_what_is_left()}\n".encode())
         os._exit(128 + number)

@@ -79,10 +79,9 @@ class RecordingRuntime(TaskRuntime):
         """Pin the tasks that are submitted or recorded inside the block to one worker: ``with runtime.place("sim:0")``.
 
         The tasks wait for that worker whatever the policy and the devices of minibatches are; their data moves to it. Results are the same bits.
-        Blocks
-        may nest; the innermost block that the calling thread has entered counts. Tasks that combine lanes are not pinned. A task that the worker
-        cannot run is refused when it is submitted or recorded: with `PlacementError` if the worker has no implementation of it, with `DoesNotFit` if
-        its data exceeds the budget of the worker's memory, where budgets are known (`CapturingRuntime` knows none).
+        Blocks may nest; the innermost block that the calling thread has entered counts. Tasks that combine lanes are not pinned. A task that the
+        worker cannot run is refused when it is submitted or recorded: with `PlacementError` if the worker has no implementation of it, with
+        `DoesNotFit` if its data exceeds the budget of the worker's memory, where budgets are known (`CapturingRuntime` knows none).
 
         Args:
             worker: a name of `worker_names`.

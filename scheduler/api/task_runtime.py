@@ -145,8 +145,7 @@ class TaskRuntime(abc.ABC):
 
         Raises:
             ValueError: an unfinished task uses the handle, or a recorded step has been replayed with it. A step that has not been replayed may get
-                its data
-                in this way.
+                its data in this way.
             DoesNotFit: the buffers that read the source do not fit, even if droppable data is evicted.
             RecordingError: a step is being recorded.
         """
@@ -333,8 +332,7 @@ def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:
 @contextmanager
 def contribution(number: int | None) -> Iterator[None]:
     """Let REDUX accesses of tasks submitted in the block belong to contribution `number` of each sum, and so to lane `number` mod L, whatever was
-    submitted
-    before. Hence sums of numbered contributions are the same bits wherever each contribution is made."""
+    submitted before. Hence sums of numbered contributions are the same bits wherever each contribution is made."""
     token = _contribution.set(number)
     try:
         yield

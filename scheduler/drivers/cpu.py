@@ -54,9 +54,8 @@ def cores_for(num_workers: int) -> Sequence[int | None]:
     """The core that each worker is pinned to; None for any core.
 
     Workers are pinned only where they are as many as the cores that this process may use. Fewer workers are left to the system: two programs that
-    chose
-    the same core would share it while another is idle. More workers would have to share cores. Only Linux lists and sets the cores of a thread.
-    """
+    chose the same core would share it while another is idle. More workers would have to share cores. Only Linux lists and sets the cores of a
+    thread."""
     usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
     return usable if len(usable) == num_workers else [None] * num_workers
 

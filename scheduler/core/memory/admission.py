@@ -7,8 +7,7 @@ admission is tried again when they have arrived.
 Why this ends. A write-back needs nothing that is not reserved already, so every one ends, and early ones only make dirty replicas fewer. Replicas are
 dropped only for a task admitted at that moment, or for data that is used sooner, which can be dropped for a task at once. So each attempt of the
 oldest blocked task has strictly fewer dirty replicas in its way. Other tasks cannot take what it needs of the last tier: see `reservations`. What was
-read
-from a file is never dirty: wherever it is, it can be dropped as soon as no task or copy uses it.
+read from a file is never dirty: wherever it is, it can be dropped as soon as no task or copy uses it.
 
 Works on the nodes' replicas (`replicas`) and asks which goes first (`victim_selection`); does not know policies, dependencies or failures.
 """

@@ -56,10 +56,9 @@ LEAVING: Final = 8
 what it reads, but a policy that knows the plan has few of those: the share above writes them."""
 
 EVENTS: Final = 64
-"""Where tasks run on one node only, it walks from the first planned task again after so many events at the latest, for changes that no event tells.
-Not
-often: each task passed takes as long as an event, its records being in no cache. Of several nodes, what others do changes what can be fetched: each
-walks at every event of its own."""
+"""Where tasks run on one node only, it walks from the first planned task again after so many events at the latest, for changes that no event
+tells. Not often: each task passed takes as long as an event, its records being in no cache. Of several nodes, what others do changes what can be
+fetched: each walks at every event of its own."""
 
 
 _TO_COME: Final = ("waiting", "ready", "blocked")

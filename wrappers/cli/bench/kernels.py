@@ -4,14 +4,12 @@ The step is captured as `nntask train` would record it. Of every kind of task in
 own, on this thread with one BLAS thread, like on a worker: after a warm-up, over sets of arrays that together exceed the caches. The median of its
 times counts. The sum over all tasks is the time of one worker for a step without waiting, copies or scheduling.
 
-A task is compared with the roofline of the same run (Williams, Waterman and Patterson 2009): it takes at least flops / (sgemm peak of one core) and
-at
-least bytes / (copy bandwidth of one core). The larger of these bounds decides whether a codelet is compared with products or with copies, and the
-bound divided by the measured time is its fraction of the peak. Bytes are those of tiles read plus tiles written, once each; scratch,
+A task is compared with the roofline of the same run (Williams, Waterman and Patterson 2009): it takes at least flops / (sgemm peak of one core)
+and at least bytes / (copy bandwidth of one core). The larger of these bounds decides whether a codelet is compared with products or with copies,
+and the bound divided by the measured time is its fraction of the peak. Bytes are those of tiles read plus tiles written, once each; scratch,
 write-allocation, and rows of a table that no token can name are not counted. Flops are those of matrix products; other operations never bind. The
-rows that a lookup reads in one of several vocabulary tiles depend on the tokens, so the bytes of embedding are an upper limit and its rate may exceed
-that of copies.
-"""
+rows that a lookup reads in one of several vocabulary tiles depend on the tokens, so the bytes of embedding are an upper limit and its rate may
+exceed that of copies."""
 
 from __future__ import annotations
 

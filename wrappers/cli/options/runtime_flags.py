@@ -44,11 +44,11 @@ def runtime_of(machine: MachineSpec, lower: str) -> Iterator[Runtime]:
         StorageError: the disk tier failed.
         NntaskError: weights could not be read.
     """
-    from nntask.hardware import FAILURES, open_runtime, told
+    from nntask.hardware import FAILURES, as_user_error, open_runtime
 
     runtime = open_runtime(machine)
     try:
         with runtime:
             yield runtime
     except FAILURES as error:
-        raise told(error, runtime, machine, "name another directory with --disk", lower=lower) from error
+        raise as_user_error(error, runtime, machine, "name another directory with --disk", lower=lower) from error

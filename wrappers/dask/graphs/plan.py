@@ -149,8 +149,7 @@ _num_pauses = 0
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause the garbage collector, which otherwise visits millions of new live objects again and again: for a bag of 200,000 tasks Dask makes and
-    optimizes
-    its graph in 6 s of processor time instead of 16."""
+    optimizes its graph in 6 s of processor time instead of 16."""
     global _num_pauses
     with _pauses_lock:
         _num_pauses += gc.isenabled() or _num_pauses > 0

@@ -46,8 +46,7 @@ def get(
     """Compute keys of a Dask graph: ``x.compute(scheduler=get)``.
 
     Within a task of another graph the computation shares that graph's budget; else the budget is 0.9 of free memory, without a disk. Use `runtime`
-    for
-    other budgets.
+    for other budgets.
 
     Args:
         dsk: a graph, old or new style, or an expression.

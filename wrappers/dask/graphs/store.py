@@ -309,9 +309,9 @@ class Store:
         )
 
     def look_for_deadlock(self) -> None:
-        """End the latest nested run if tasks wait for the graphs that they compute, these graphs wait for memory, and no other task runs and no copy
-        is under
-        way. The inputs of the waiting tasks stay in memory until these tasks end. The core cannot detect this, because to it they are running."""
+        """End the latest nested run if tasks wait for the graphs that they compute, these graphs wait for memory, and no other task runs and no
+        copy is under way. The inputs of the waiting tasks stay in memory until these tasks end. The core cannot detect this, because to it they
+        are running."""
         nested = [client for client in self.clients if client.is_nested and client.is_open]
         if not nested or self.failure is not None or self.machine.memory.num_copying:
             return

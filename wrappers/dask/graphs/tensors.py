@@ -32,8 +32,7 @@ def to_array(tensor: TileTensor) -> Any:
     """A tile tensor as a dask array of the same shape and element type, whose chunks are its tiles, without a copy.
 
     A chunk is read-only, and its task waits for the tasks that write the tile. Each live chunk pins its tile in host memory, and tasks that write the
-    tile
-    wait for the chunk to die; so compute the array, use it, and drop it.
+    tile wait for the chunk to die; so compute the array, use it, and drop it.
 
     Returns:
         A `dask.array.Array`.

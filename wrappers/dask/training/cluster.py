@@ -98,7 +98,7 @@ class Connection:
     def close(self) -> None:
         """Leave the cluster, and end it if it is local. A first signal does not interrupt this, a second one does."""
         with Interrupts() as interrupts:
-            interrupts.what_there_is = lambda: "what was saved is whole"
+            interrupts.say_what_is_left = lambda: "what was saved is whole"
             with contextlib.suppress(Exception):  # the client may be closed already
                 self.client.close(timeout=2)
             self._close_cluster()

@@ -37,10 +37,8 @@ def portable(error: BaseException) -> Exception:
 def forget_frames(error: BaseException) -> None:
     """Drop the tracebacks of an error and of its causes, and with them the objects of their frames.
 
-    The node is among these objects, and the node's state may refer to its errors: a reference cycle that only the garbage collector would find. The
-    node
-    of a client that is gone must end at once.
-    """
+    The node is among these objects, and the node's state may refer to its errors: a reference cycle that only the garbage collector would find.
+    The node of a client that is gone must end at once."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:

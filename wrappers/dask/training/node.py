@@ -389,9 +389,9 @@ class TrainingNode:
 
     def _told(self, error: Exception) -> Exception:
         """The error for the user behind a failure of the runtime."""
-        from nntask.hardware import FAILURES, told
+        from nntask.hardware import FAILURES, as_user_error
 
         if self._runtime is None or not isinstance(error, FAILURES):
             return error
         lower = "" if self._run_config.is_continued else None  # a checkpoint has its tiling
-        return told(error, self._runtime, self._run_config.machine, "the last checkpoint is safe", lower=lower)
+        return as_user_error(error, self._runtime, self._run_config.machine, "the last checkpoint is safe", lower=lower)
