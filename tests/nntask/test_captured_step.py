@@ -1,0 +1,73 @@
+"""The step that is checked before memory is taken is the one that runs."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+from nntask.config.resolution import resolve
+from nntask.config.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.engine.recorded import RecordedEngine
+from nntask.hardware.runtimes import runtime_for
+from nntask.models.gpt2_config import GPT2Config
+from nntask.models.llama_config import LlamaConfig
+from nntask.planning.memory_fit import capture
+from scheduler.core.step_plan import StepPlan
+
+GPT: Final = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)
+LLAMA: Final = LlamaConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    max_position_embeddings=16,
+)
+TILES: Final = {"minibatch_tile": 1, "seq_tile": 9, "embd_tile": 16, "inner_tile": 50, "vocab_tile": 25}
+STEPS: Final[dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]]] = {
+    "gpt2": (GPT, {}, {}, {}),
+    "llama": (LLAMA, {}, {}, {}),
+    "one minibatch": (GPT, {}, {"minibatch": 4}, {}),
+    "lanes, recomputation, clipping": (GPT, {"recompute": "block"}, {"lanes": 2}, {"grad_clip": 1.0}),
+    "bf16, stored scores": (LLAMA, {"dtype": "bf16", "flashattention": False}, {}, {}),
+    "adapters": (LLAMA, {}, {}, {"train": "lora:2", "lora_dropout": 0.1}),
+    "sgd": (GPT, {}, {}, {"optimizer": "sgd", "momentum": 0.9}),
+}
+"""Model, and fields of the settings of model, tiling and optimizer."""
+
+
+def shape_of(plan: StepPlan) -> tuple[Any, ...]:
+    """What two captures of one step have in common: everything but the identity of handles."""
+    numbers = {handle: number for number, handle in enumerate(plan.uses)}
+    tasks = [
+        (
+            task.name,
+            task.kinds,
+            dict(task.constants),
+            task.priority,
+            [(numbers[handle], handle.name, handle.size, handle.kind, handle.data_class, mode) for handle, mode in task.accesses],
+        )
+        for task in plan.tasks
+    ]
+    return tasks, plan.predecessors, {numbers[handle]: outlives for handle, outlives in plan.owned.items() if handle in numbers}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_check_looks_at_the_step_that_runs(name: str) -> None:
+    """What is captured before memory is taken is, task by task, what the engine records."""
+    config, model, tiling, optimizer = STEPS[name]
+    settings = TrainSettings(
+        model=ModelSettings(config_path="small.json", **model),
+        tiling=TilingSettings(**{"batch": 4, "minibatch": 2, **TILES, **tiling}),
+        optimizer=OptimizerSettings(**optimizer),
+        resources=ResourceSettings(ncpu=1, ram="1GiB", order="submission"),
+    )
+    run = resolve(settings, config)
+    captured = capture(run).plan
+    with runtime_for(run) as runtime:
+        recorded = RecordedEngine(run, runtime).step.plan
+        assert recorded is not None
+        assert shape_of(captured) == shape_of(recorded)
+    assert len(captured.tasks) > 100
