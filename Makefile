@@ -3,7 +3,7 @@
 #              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out, and random searches with all their examples
-# make test-pages   the commands of the site's pages as printed, but for the first pages, whose commands make test runs (CI runs both)
+# make test-pages   the commands of the README and of the site's pages, as printed (CI runs make test and this)
 # make test-avx2   the suite as a processor with AVX2 and without AVX-512 runs it
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
 # make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and docs/results/gpu.md

@@ -1,8 +1,7 @@
 """Every fenced shell block of the README and of docs runs as printed, in order, in a directory like a fresh clone.
 
 A block that cannot has a marker on the line before its fence: ``<!-- ci: network -->``, ``<!-- ci: gpu -->`` or ``<!-- ci: minutes -->``. Those that
-take minutes run with `make test-long`. The README and the pages of the first steps run with the suite, the other pages with `make test-pages`, which
-CI runs as well. What the commands are given (a model directory, notes, WikiText and GPT-2's tokenizer where they would be once
+take minutes run with `make test-long`, the others with `make test-pages`, which CI runs beside the suite. What the commands are given (a model directory, notes, WikiText and GPT-2's tokenizer where they would be once
 fetched) is small and made here; the Hub is never asked.
 """
 
@@ -29,8 +28,6 @@ from scheduler import InlineRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-FIRST: Final = (PAGES[0], *sorted((ROOT / "docs" / "start").glob("*.md")))
-"""Pages whose commands run with the suite."""
 FENCE = re.compile(r"(?:^<!-- ci: (?P<marker>.*?) -->\n)?^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELL: Final = ("sh", "bash")
 OTHERS: Final = ("python", "text", "toml", "json", "mermaid")
@@ -102,16 +99,13 @@ def run_blocks(page: Path, markers: tuple[str | None, ...], clone: Path) -> None
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def with_commands(markers: tuple[str | None, ...]) -> list[Any]:
+def with_commands(*markers: str | None) -> list[Any]:
     """The pages that have blocks with one of the markers, by their names."""
-    return [
-        pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page in FIRST else pytest.mark.pages)
-        for page in PAGES
-        if blocks(page, markers)
-    ]
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if blocks(page, markers)]
 
 
-@pytest.mark.parametrize("page", with_commands((None,)))
+@pytest.mark.pages
+@pytest.mark.parametrize("page", with_commands(None))
 def test_commands_run_as_printed(page: Path, clone: Path) -> None:
     """All blocks without a marker."""
     run_blocks(page, (None,), clone)
@@ -119,7 +113,7 @@ def test_commands_run_as_printed(page: Path, clone: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", with_commands(("minutes",)))
+@pytest.mark.parametrize("page", with_commands("minutes"))
 def test_commands_of_minutes_run_as_printed(page: Path, clone: Path) -> None:
     """Those that take minutes as well, among the others."""
     run_blocks(page, (None, "minutes"), clone)

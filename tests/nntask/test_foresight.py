@@ -74,7 +74,9 @@ def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str,
     return stats, moved, engine.order.name
 
 
-@pytest.mark.parametrize("machine", [pytest.param("unlimited", marks=pytest.mark.long), "RAM at 1/3 + disk", "two devices at 1/3"])
+@pytest.mark.parametrize(
+    "machine", [pytest.param("unlimited", marks=pytest.mark.long), "RAM at 1/3 + disk", pytest.param("two devices at 1/3", marks=pytest.mark.long)]
+)
 def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned in its order with what the run has measured: peaks within 1.0 to 1.1 of its own (RAM below two devices from 0.97 on), bytes within a
     tenth."""

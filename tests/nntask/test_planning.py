@@ -238,6 +238,7 @@ def all_advice_helps(asked: TrainSettings, config: GPT2Config, devices: str) -> 
     return list(refused["advice"])
 
 
+@pytest.mark.long
 def test_devices_far_too_small_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles cut for so little memory would be more tasks than a step may have: larger ones say how much memory would do, and that is true."""
     monkeypatch.setattr(fitting, "MOST_TASKS", 10_000)

@@ -279,6 +279,7 @@ def test_bench_evict(batch: int) -> None:
     assert any("(planned)" in line for line in lines)
 
 
+@pytest.mark.long
 def test_bench_evict_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bound, and a line says why."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
