@@ -17,7 +17,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-PROCESSES ?= 2
+PROCESSES ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks docs

@@ -57,6 +57,7 @@ def test_budgets_and_devices_change_no_bit(gpus: list[Emulator], tmp_path: Path)
         assert tight.stats()["evictions"] > 0
 
 
+@pytest.mark.long
 def test_bf16_stays_near_fp32(gpus: list[Emulator]) -> None:
     """bf16 tiles go to the kernels for GPUs as they are (there is nobody else to run anything), with fp32 masters: losses within 1 % of fp32's."""
     np.testing.assert_allclose(losses(on(gpus[:1]), dtype=BF16), losses(Runtime(1, ram=1 << 27)), rtol=1e-2)

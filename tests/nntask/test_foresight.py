@@ -187,6 +187,7 @@ def test_transfers_hide_behind_computation() -> None:
     assert found.seconds - free.seconds <= 0.45 * transfers
 
 
+@pytest.mark.long
 def test_the_trace_shows_copies_beside_kernels(tmp_path: Path) -> None:
     """A real run on a device with a slow link: copies in and out have tracks of their own, and much of their time kernels run."""
     asked = settings(ncpu=0, sim_gpu=1, gpu_memory=f"{needed() // 4}B", sim_bandwidth="500MB")

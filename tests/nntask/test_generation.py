@@ -124,7 +124,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [pytest.param(SMALL, id="gpt2", marks=pytest.mark.long), pytest.param(LLAMA, id="llama")])
 def test_tokens_are_the_same_everywhere(config, tmp_path):
     """Drawn tokens of unequal prompts on one and two workers, devices, and with RAM that holds a part of weights and cache, whatever leaves first."""
     prompts, how, found = prompts_of(61, 2, 13, 5), Sampling(temperature=1.5, seed=9), {}

@@ -194,7 +194,7 @@ def test_frozen_tiles_go_to_the_tier_at_most_once(tmp_path: Path) -> None:
     assert max(out.values()) > 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
 def test_frozen_tiles_of_a_directory_never_go_to_the_tier(family: str, tmp_path: Path) -> None:
     """They are read again from its files: not a byte of them is written, although memory is short and the rest goes out and comes back."""
     config = MODELS[family][1]

@@ -172,6 +172,7 @@ def test_the_largest_minibatch_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> 
         fits(plan["largest_minibatch"] + 2)
 
 
+@pytest.mark.long
 def test_presets_in_a_usual_memory() -> None:
     """The largest that fits."""
     assert plan_run(settings(), CONFIG, reach=True)["largest_model"] == "llama-tiny"

@@ -32,7 +32,7 @@ START = 130 << 20
 LIMIT = START + int(1.05 * RAM) + (250 << 20)
 CONFIG = {"vocab_size": 8000, "n_positions": 256, "n_embd": 512, "n_layer": 8, "n_head": 8}
 FLAGS = (
-    "--config-path=config.json --dataset=train.bin --dataset-path=. --val-path=. --batch=4 --minibatch=1 --minibatch-tile=1 --vocab-tile=2000 "
+    "--config-path=config.json --dataset=train.bin --dataset-path=. --val-path=. --batch=2 --minibatch=1 --minibatch-tile=1 --vocab-tile=2000 "
     "--lr=1e-3 --ncpu=2 --sample-tokens=4 --run-dir=run --eval-every=1 --eval-batches=1"
 )
 

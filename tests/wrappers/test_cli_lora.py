@@ -152,6 +152,7 @@ def test_a_base_made_from_the_seed_is_merged_by_making_it_again(here: Path) -> N
     assert np.abs(their_scores(merged, ids) - scores("run", ids)).max() < 1e-4
 
 
+@pytest.mark.long
 def test_bf16_beside_a_base_made_from_the_seed(here: Path, capsys) -> None:
     """Equal bits over workers and budgets, in training and in text; a finer type is refused; merged weights are rounded once; windows of windows."""
     start = ["--config-path=small.json", "--tokenizer-path=gpt2", "--dtype=bf16", "--steps=2"]

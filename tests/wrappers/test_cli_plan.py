@@ -214,7 +214,7 @@ def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytes
 @pytest.mark.parametrize(
     ("flags", "helps"),
     [
-        (["--devices=1x64KiB"], ["--devices"]),
+        pytest.param(["--devices=1x64KiB"], ["--devices"], marks=pytest.mark.long),
         (["--devices=1x4MiB", "--ram=300KiB"], ["--ram", "--disk"]),
         (["--devices=1x4MiB", "--ram=300KiB", "--disk=200KiB"], ["--disk"]),
     ],

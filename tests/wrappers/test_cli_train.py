@@ -490,6 +490,7 @@ def test_a_budget_that_is_too_small_ends_with_3(here, capsys):
     assert not (here / "a").exists()
 
 
+@pytest.mark.long
 def test_an_order_is_that_of_the_training_step_alone(here, capsys):
     """Validation and the sample have no such order and run all the same; the plan names the order of the run."""
     (here / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}))

@@ -46,6 +46,7 @@ def test_any_number_of_nodes_gives_the_bits_of_one(how: dict[str, object], count
         assert together.weights == alone.weights
 
 
+@pytest.mark.long
 def test_lanes_that_nodes_cannot_share_evenly() -> None:
     """5 lanes on 2 and 3 nodes: a node's lanes are several parts of the tree."""
     run = run_of(5)
