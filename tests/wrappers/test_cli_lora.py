@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -113,6 +112,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(here: Path, start: list[str]) -> None:
 @pytest.mark.parametrize(("family", "dtype", "tolerance"), [("gpt2", "fp32", 1e-4), ("llama", "fp32", 1e-4), ("llama", "bf16", 3e-2)])
 def test_peft_and_transformers_score_as_we_do(here: Path, capsys, family: str, dtype: str, tolerance: float) -> None:
     """The exported adapters beside their base, and the merged model, give our logits; the base alone does not."""
+    import peft  # takes seconds
+
     write_base(here / family, family)
     assert main([*TRAIN, f"--init-from={family}", "--steps=4", "--run-dir=run", f"--dtype={dtype}"]) == 0
     capsys.readouterr()
