@@ -90,6 +90,16 @@ def test_files_exist(page: Path) -> None:
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+@pytest.mark.parametrize("package", ["nntask", "scheduler", "tiles", "wrappers"])
+def test_modules_of_readmes_exist(package: str) -> None:
+    """The first cells of a package's tables of modules and rooms name files or folders of it."""
+    text = (ROOT / package / "README.md").read_text()
+    tables = re.findall(r"^\| (?:module|room|part) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    named = [name.rstrip("/") for table in tables for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert named
+    assert [name for name in named if not [*(ROOT / package).glob(f"**/{name}"), *(ROOT / package).glob(f"**/{name}.py")]] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_folders_of_tables_exist(page: Path) -> None:
     """A table of modules is of a folder of the product."""
