@@ -19,6 +19,8 @@ from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=str)
+one_family = pytest.mark.parametrize("family", [pytest.param(FAMILIES[0], marks=pytest.mark.long), FAMILIES[1]], ids=str)
+"""LLaMA by default, both with the long tests."""
 gpt2, llama = FAMILIES
 
 
@@ -164,7 +166,7 @@ def test_losses_do_not_depend_on_the_tiling(family, dtype, tolerance, number):
     assert train(family, family.config, ModelTiling(), dtype=dtype) != runs[0]
 
 
-@families
+@one_family
 def test_bf16_stays_near_fp32(family):
     """Weights and activations in bf16 with fp32 masters, in ragged tiles: losses of a few steps on one batch within its three digits."""
     runs = []
@@ -231,7 +233,7 @@ def recorded(family, runtime, config):
     return [*found, *(p.read() for p in model.parameters())]
 
 
-@families
+@one_family
 def test_a_recorded_step_on_workers_gives_the_bits_of_the_inline_one(family):
     """Recording reads no value, keeps nothing too short, and the order in which workers run does not matter."""
     config = family.with_dropout(0.1)

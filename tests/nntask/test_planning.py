@@ -75,6 +75,7 @@ def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     assert beside.peak_bytes_by_class["ram"]["scratch"] == alone.peak_bytes_by_class["ram"]["scratch"] + 3 * PAGE
 
 
+@pytest.mark.long
 def test_minimum_budgets_are_enough_and_one_page_less_is_not() -> None:
     """With a disk, the hungriest task in RAM and all that lives on the disk; without, all that lives in RAM."""
     with_disk = plan_run(settings(disk="scratch:1GiB"), CONFIG)["minimum_budget_bytes"]
@@ -99,6 +100,13 @@ def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
     seconds, nbytes = plan["forecast_seconds"], plan["forecast_bytes"]  # seconds are this machine's, as busy as it is now
     assert plan["order"] == min((name for name in seconds if seconds[name] <= EQUAL * min(seconds.values())), key=nbytes.__getitem__)
     assert plan["peak_bytes"]["ram"] <= needed // 4
+
+
+@pytest.mark.long
+def test_short_memory_in_an_order_that_is_asked_for() -> None:
+    """Orders by name, groups larger than the step, and a step of one minibatch, which has fewer orders."""
+    needed = plan_run(settings(), CONFIG)["needed_bytes"]
+    nbytes = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB"), CONFIG)["forecast_bytes"]
     asked = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", order="submission"), CONFIG)
     assert asked["order"] == "submission"
     all_at_once = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", order="layers:2000"), CONFIG)  # more minibatches than there are

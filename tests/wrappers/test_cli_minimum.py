@@ -29,8 +29,8 @@ MACHINES = {
 }
 
 
-USUAL = [name if "disk" in name else pytest.param(name, marks=pytest.mark.long) for name in MACHINES]
-"""Both machines without a disk run with the long tests."""
+USUAL = [name if "disk" in name and "device" in name else pytest.param(name, marks=pytest.mark.long) for name in MACHINES]
+"""By default the machine with everything; the others with the long tests."""
 
 
 @pytest.fixture
