@@ -1,11 +1,11 @@
 """Two checkouts beside each other in one run: what a task costs and how long a step takes, so that a change of structure shows what it cost.
 
     git worktree add ../before COMMIT
-    python benchmarks/same_speed.py --before ../before              # seven rounds, writes benchmarks/results/same_speed.json
+    python benchmarks/same_speed.py --before ../before              # three rounds, writes benchmarks/results/same_speed.json
     python benchmarks/same_speed.py --before ../before --output=    # written nowhere
 
 This checkout and the one of `--before` alternate, each measurement in a process of its own, with the packages of this environment. Tasks are those
-of `overhead.py`: the least over the rounds counts, since other processes only add to what a task of microseconds costs. Steps are those of
+of `overhead.py`, in short processes and five times as many rounds: the least counts, since other processes only add to a task of microseconds. Steps are those of
 `training.py`: the ratio is the median over rounds of present / before, neighbours in time, and a row whose bar lies between the first and third
 quartile of its ratios is "not resolved". `same_runs.py` asks whether the two compute the same.
 """
@@ -22,6 +22,8 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
+TASK_ROUNDS: Final = 5
+"""Rounds of tasks for each round of steps."""
 BAR: Final = 1.03
 """Most that a task or a step may cost, as a multiple of what it cost before."""
 TASKS: Final = {
@@ -65,19 +67,21 @@ def commit_of(checkout: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--before", type=Path, required=True, help="checkout to compare with")
-    parser.add_argument("--rounds", type=int, default=7, help="times each side runs (at least 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="times each side runs its steps (at least 2)")
     parser.add_argument("--output", default="same_speed", help="name of the result; empty: print it only")
     options = parser.parse_args()
     before = options.before.resolve()
     machine = common.machine()
     checkouts = {"present": common.ROOT, "before": before}
     rounds: dict[str, dict[str, list[common.Measurement]]] = {}
-    commands = {"tasks": ("-m", "nntask", "bench", "overhead", "--json")}
+    commands = {"tasks": ("-m", "nntask", "bench", "overhead", "--json", "--tasks=4000")}
     for case, (_, warmup, steps) in STEPS.items():
         script = str(common.ROOT / "benchmarks" / "training.py")
         commands[case] = (script, "--side=ours", f"--case={case}", f"--warmup={warmup}", f"--steps={steps}")
     for name, command in commands.items():
-        rounds[name] = common.alternate([side(which, checkout, command) for which, checkout in checkouts.items()], options.rounds)
+        rounds[name] = common.alternate(
+            [side(which, checkout, command) for which, checkout in checkouts.items()], options.rounds * (TASK_ROUNDS if name == "tasks" else 1)
+        )
 
     def both(name: str, key: str) -> list[list[float]]:
         return [[one[key] for one in rounds[name][which]] for which in checkouts]
