@@ -5,9 +5,9 @@
     python benchmarks/same_speed.py --before ../before --output=    # written nowhere
 
 This checkout and the one of `--before` alternate, each measurement in a process of its own, with the packages of this environment. Tasks are those
-of `overhead.py`, in short processes and five times as many rounds: the least counts, since other processes only add to a task of microseconds. Steps are those of
-`training.py`: the ratio is the median over rounds of present / before, neighbours in time, and a row whose bar lies between the first and third
-quartile of its ratios is "not resolved". `same_runs.py` asks whether the two compute the same.
+of `overhead.py`, in short processes and five times as many rounds: the least counts, since other processes only add to what a task of microseconds
+costs. Steps are those of `training.py`: the ratio is the median over rounds of present / before, neighbours in time, and a row whose bar lies
+between the first and third quartile of its ratios is "not resolved". `same_runs.py` asks whether the two compute the same.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def main() -> None:
         script = str(common.ROOT / "benchmarks" / "training.py")
         commands[case] = (script, "--side=ours", f"--case={case}", f"--warmup={warmup}", f"--steps={steps}")
     for name, command in commands.items():
+        num_rounds = options.rounds * (TASK_ROUNDS if name == "tasks" else 1)
         rounds[name] = common.alternate(
             [side(which, checkout, command) for which, checkout in checkouts.items()], options.rounds * (TASK_ROUNDS if name == "tasks" else 1)
         )
