@@ -80,9 +80,7 @@ def main() -> None:
         commands[case] = (script, "--side=ours", f"--case={case}", f"--warmup={warmup}", f"--steps={steps}")
     for name, command in commands.items():
         num_rounds = options.rounds * (TASK_ROUNDS if name == "tasks" else 1)
-        rounds[name] = common.alternate(
-            [side(which, checkout, command) for which, checkout in checkouts.items()], options.rounds * (TASK_ROUNDS if name == "tasks" else 1)
-        )
+        rounds[name] = common.alternate([side(which, checkout, command) for which, checkout in checkouts.items()], num_rounds)
 
     def both(name: str, key: str) -> list[list[float]]:
         return [[one[key] for one in rounds[name][which]] for which in checkouts]
