@@ -42,6 +42,7 @@ BESIDE: Final[Mapping[Beside, tuple[str, ...]]] = {
     "peer": ("torch", "dask.threaded", "distributed", "the same, malloc"),
     "self": (
         "unlimited",
+        "before",
         "blocking copies",
         "eager + lru",
         "everything fits",
