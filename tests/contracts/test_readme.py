@@ -32,6 +32,7 @@ BLOCKS = [
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 OTHER_FLAGS = {
+    "before",
     "code",
     "help",
     "check",
