@@ -168,11 +168,11 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def commit() -> str:
-    """Short name of the commit, with "+" when the working tree differs from it; "unknown" outside a checkout."""
+def commit(checkout: Path = ROOT) -> str:
+    """Short name of a checkout's commit, with "+" when its working tree differs from it; "unknown" outside a checkout."""
     try:
-        name = _git("rev-parse", "--short", "HEAD").strip()
-        changed = [line for line in _git("status", "--porcelain").splitlines() if not line.endswith(".json")]
+        name = _git("rev-parse", "--short", "HEAD", checkout=checkout).strip()
+        changed = [line for line in _git("status", "--porcelain", checkout=checkout).splitlines() if not line.endswith(".json")]
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return name + ("+" if changed else "")
@@ -192,8 +192,8 @@ def sources() -> dict[str, str]:
         return {}
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def _git(*arguments: str, checkout: Path = ROOT) -> str:
+    return subprocess.run(("git", *arguments), cwd=checkout, capture_output=True, text=True, check=True).stdout
 
 
 def finish(name: str, result: Mapping[str, Any], *, measured: bool = True) -> None:

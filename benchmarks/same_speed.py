@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import overhead
 
 TASK_ROUNDS: Final = 5
 """Rounds of tasks for each round of steps."""
 BAR: Final = 1.03
 """Most that a task or a step may cost, as a multiple of what it cost before."""
-TASKS: Final = {
-    "submitted_us_per_task": "empty task, submitted, one worker",
-    "replayed_us_per_task": "empty task, replayed, one worker",
-    "submitted_us_two_workers": "200 us kernels, submitted, two workers",
-    "replayed_us_two_workers": "200 us kernels, replayed, two workers",
-}
+TASKS: Final = {key: what for key, what, bar in overhead.FIGURES if bar and "traced" not in key}
+"""Figures of `nntask bench overhead` that count, and what they are."""
 STEPS: Final = {"tiny": ("tiny GPT-2, 2 x 256, a step", 10, 200), "1x1024": ("GPT-2 small, 1 x 1,024, a step", 1, 3)}
 """Case of training.py -> (what it is, untimed steps, timed steps)."""
 
@@ -57,11 +53,6 @@ def step_row(what: str, now: list[float], before: list[float]) -> dict[str, Any]
     if low <= BAR < high:
         found["verdict"] = "not resolved"
     return found
-
-
-def commit_of(checkout: Path) -> str:
-    """Short name of its commit."""
-    return subprocess.run(("git", "rev-parse", "--short", "HEAD"), cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
@@ -90,7 +81,7 @@ def main() -> None:
     result = {
         "machine": machine,
         "versions": common.versions("nntask", "numpy", "numba"),
-        "settings": {"rounds": options.rounds, "before": commit_of(before)},
+        "settings": {"rounds": options.rounds, "before": common.commit(before)},
         "comparisons": comparisons,
         "rounds": rounds,
     }

@@ -236,14 +236,14 @@ def offload(work: Work, card: str) -> Row:
 
     What our libraries take beside the budget is in torch's figure, so it is taken from ours. DeepSpeed is none of the development tools.
     """
-    from tiles.kernels import ROOM_NBYTES, SPARE_NBYTES, WORKSPACE_NBYTES
+    from tiles.kernels import PARTIALS_NBYTES, SPARE_NBYTES, WORKSPACE_NBYTES
 
     config, batch = gpt2("gpt2-xl"), 32
     tried = [found for minibatch in (8, 32) if (found := peer("offloaded", config, 3, batch, minibatch, work.seconds)) is not None]
     if not tried:
         return {"measured": "not measured: torch has no CUDA here", "met": None}
     theirs = max(tried, key=lambda found: found["tokens_per_second"])
-    nbytes = int(theirs["peak_bytes"]) - SPARE_NBYTES - ROOM_NBYTES - WORKSPACE_NBYTES
+    nbytes = int(theirs["peak_bytes"]) - SPARE_NBYTES - PARTIALS_NBYTES - WORKSPACE_NBYTES
     flags = f"{COARSE} --dtype=bf16 --batch={batch} --minibatch=4 --minibatch-tile=4 --recompute=block"
     ours = work.train(config, f"{flags} --gpu-memory={nbytes}B", 6)
     ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]

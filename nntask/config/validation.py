@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from scheduler.drivers import MOST_PARTS
+from scheduler.drivers import MOST_PARTITIONS
 
 from ..errors import UsageError
 from ..models.interface import ModelConfig
@@ -50,7 +50,7 @@ _MOST: Final = {
     "sim_gpu": (64, "each device has two threads and a memory"),
     "counts": (64, "each device has a memory and links that a plan goes through one by one"),
     "devices": (64, "each has a memory and links that a plan goes through one by one"),
-    "split_gpu": (MOST_PARTS, "each part has threads, a memory and libraries of its own"),
+    "split_gpu": (MOST_PARTITIONS, "each part has threads, a memory and libraries of its own"),
 }
 _OR_WHOLE: Final = (
     ("tiling", "minibatch"),

@@ -23,7 +23,7 @@ _PREFIX: Final = "transformer."
 _HEAD: Final = "lm_head.weight"
 _MASKS: Final = (".attn.bias", ".attn.masked_bias")
 _FUSED: Final = "attn.c_attn."
-_PARTS: Final = ("q", "k", "v")
+_PROJECTIONS: Final = ("q", "k", "v")
 
 
 def to_hf(arrays: Mapping[str, npt.NDArray[Any]], config: GPT2Config) -> Arrays:
@@ -36,11 +36,11 @@ def to_hf(arrays: Mapping[str, npt.NDArray[Any]], config: GPT2Config) -> Arrays:
     state: Arrays = {}
     for name, array in arrays.items():
         layer, _, rest = name.partition(".attn.")
-        part, _, kind = rest.partition(".")
-        if part not in _PARTS:
+        projection, _, kind = rest.partition(".")
+        if projection not in _PROJECTIONS:
             state["lm_head.weight" if name == "lm_head" else _PREFIX + name] = array
-        elif part == "q":
-            fused = [arrays[f"{layer}.attn.{p}.{kind}"] for p in _PARTS]
+        elif projection == "q":
+            fused = [arrays[f"{layer}.attn.{p}.{kind}"] for p in _PROJECTIONS]
             state[f"{_PREFIX}{layer}.{_FUSED}{kind}"] = np.concatenate(fused, axis=-1)  # 3 x (C, C) -> (C, 3C)
     if config.tie_word_embeddings:
         state[_HEAD] = state[_PREFIX + "wte.weight"]
@@ -67,8 +67,8 @@ def from_hf(state: Mapping[str, npt.NDArray[Any]], config: GPT2Config) -> Arrays
                 raise DataError(
                     f"{theirs} must end with 3 x n_embd = {3 * config.n_embd} columns, got shape {array.shape}; use the config it was trained with"
                 )
-            for part, piece in zip(_PARTS, np.split(array, 3, axis=-1), strict=True):  # (C, 3C) -> 3 x (C, C)
-                arrays[f"{layer}.attn.{part}.{kind}"] = piece
+            for projection, piece in zip(_PROJECTIONS, np.split(array, 3, axis=-1), strict=True):  # (C, 3C) -> 3 x (C, C)
+                arrays[f"{layer}.attn.{projection}.{kind}"] = piece
         else:
             arrays[name] = array
     check_head(arrays, _HEAD, is_tied=config.tie_word_embeddings)

@@ -80,16 +80,16 @@ class Tracer:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             names, nodes = dict(enumerate(self._runtime.stats()["busy_seconds"])), self._runtime.node_names
-            trace.write(self.path, names, nodes, steps=[place and place[0] for place in placed], about=about)
+            trace.write(self.path, names, nodes, steps=[at and at[0] for at in placed], about=about)
         except OSError as error:
             raise StorageError(f"cannot write the trace {self.path}: {error.strerror}; choose another place with --trace") from error
 
 
-Place = tuple[int, int]
+StepPosition = tuple[int, int]
 """(step, position in its plan) of a task that ran."""
 
 
-def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: int, begin: int, since: int) -> list[Place | None]:
+def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: int, begin: int, since: int) -> list[StepPosition | None]:
     """Which step each task that ran belongs to, None for none.
 
     Replay k of a recorded step runs instance k mod 2, whose tasks have numbers of their own that come again every second replay.
@@ -99,7 +99,7 @@ def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: in
         begin: the step of the first replay.
         since: the first step that was traced.
     """
-    found: list[Place | None] = []
+    found: list[StepPosition | None] = []
     times: Counter[int] = Counter()
     for _, _, number, *_ in ran:
         instance = next((at for at, first in enumerate(first_tasks) if first <= number < first + num_tasks), None)
@@ -112,9 +112,9 @@ def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: in
     return found
 
 
-def facts_of(ran: Sequence[Ran], placed: Sequence[Place | None], plan: StepPlan, runtime: Runtime) -> dict[str, Any]:
+def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: StepPlan, runtime: Runtime) -> dict[str, Any]:
     """What the traced steps that are whole say together; nothing if there is none."""
-    tasks = [(place, start, end) for (_, _, _, start, end, *_), place in zip(ran, placed, strict=True) if place is not None]
+    tasks = [(at, start, end) for (_, _, _, start, end, *_), at in zip(ran, placed, strict=True) if at is not None]
     counts = Counter(step for (step, _), _, _ in tasks)
     whole = sorted(step for step, count in counts.items() if count == len(plan.tasks))
     if not whole:

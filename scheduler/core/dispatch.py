@@ -73,14 +73,14 @@ class Dispatch:
         self.num_blocked = 0
         self.num_ready = 0
         self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
-        self._free_slots: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
+        self._num_slots: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
 
     def join(self, worker: Worker, actions: list[Action]) -> None:
         """A worker joins."""
         self.workers[worker.id] = worker
         self.joined.append(worker)
         self.policy.join(worker)
-        self._free_slots[worker.node] += worker.depth
+        self._num_slots[worker.node] += worker.depth
         if self.num_ready:
             self._fill(worker, actions)
 
@@ -136,7 +136,7 @@ class Dispatch:
     def _fill(self, worker: Worker, actions: list[Action]) -> None:
         """Draw ready tasks for a worker while it has room; not many more while its memory is short."""
         assigned, depth = worker.assigned, worker.depth
-        line, limit = self.blocked[worker.node], self._free_slots[worker.node]
+        line, limit = self.blocked[worker.node], self._num_slots[worker.node]
         while len(assigned) < depth and len(line) < limit:
             task = self.policy.pop(worker)
             if task is None:

@@ -188,13 +188,8 @@ class Revival:
         for position, (number, name, kinds, accesses, priority, waits, _, is_exit, partition, pin) in enumerate(tasks):
             task = self._task(number, name, kinds, accesses, priority)
             task.num_waiting = task.num_predecessors = waits
-            task.step, task.position, task.is_exit, task.partition, task.pin = (
-                replay,
-                position,
-                is_exit,
-                partition,
-                None if pin is None else WorkerId(pin),
-            )
+            task.step, task.position, task.is_exit, task.partition = replay, position, is_exit, partition
+            task.pin = None if pin is None else WorkerId(pin)
             replay.tasks.append(task)
         for task, planned in zip(replay.tasks, tasks, strict=True):
             task.successors = [replay.tasks[after] for after in planned[6]]

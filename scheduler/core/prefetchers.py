@@ -19,7 +19,7 @@ class Lookaheads:
 
     Attributes:
         by_node: each of them.
-        partition_nodes: where the parts of a step run, if it has as many: equal devices, and nothing runs elsewhere.
+        partition_nodes: where the partitions of a step run, if it has as many: equal devices, and nothing runs elsewhere.
     """
 
     def __init__(self, dispatch: Dispatch, replicas: Replicas, *, enabled: bool) -> None:
@@ -32,14 +32,14 @@ class Lookaheads:
     def choose_nodes(self) -> None:
         """Decide which nodes look ahead, after a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
         replicas, joined = self._replicas, self._dispatch.joined
-        places = sorted({each.node for each in joined})
+        nodes_of_tasks = sorted({each.node for each in joined})
         kinds = {each.kind for each in joined}
-        is_parted = self._dispatch.policy.keeps_partitions and len(places) > 1 and RAM not in places and len(kinds) == 1
-        self.partition_nodes = tuple(places) if is_parted else ()
+        is_parted = self._dispatch.policy.keeps_partitions and len(nodes_of_tasks) > 1 and RAM not in nodes_of_tasks and len(kinds) == 1
+        self.partition_nodes = tuple(nodes_of_tasks) if is_parted else ()
         if self._enabled and replicas.has_several:
-            looking = [node for node in places if node != replicas.last or replicas.num_files]
-            looking = looking if is_parted or len(places) == 1 else []
-            self.by_node = {node: Lookahead(replicas, node, is_only=len(places) == 1) for node in looking}
+            looking = [node for node in nodes_of_tasks if node != replicas.last or replicas.num_files]
+            looking = looking if is_parted or len(nodes_of_tasks) == 1 else []
+            self.by_node = {node: Lookahead(replicas, node, is_only=len(nodes_of_tasks) == 1) for node in looking}
 
     def run(self, event: Event, actions: list[Action]) -> None:
         """Let the node where something changed look ahead: all nodes when a step starts, the only one if memory was short or data is unread."""

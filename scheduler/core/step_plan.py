@@ -157,8 +157,8 @@ class StepPlan:
         kept = self.kept_bytes()
         outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
         passing = max(self.temporary_bytes(scratch=computes), default=0)
-        lent = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # to the program, which may ask for any of them
-        return kept + min(replays, 2) * outputs + max(passing, lent)
+        borrowed = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # by the program: any of them
+        return kept + min(replays, 2) * outputs + max(passing, borrowed)
 
     def kept_bytes(self) -> int:
         """Bytes that outlive the step and take room on the last tier: all data but outputs, and what lies in a file and is only read; `idle` too."""
@@ -194,7 +194,7 @@ class StepPlan:
         """Bytes that the hungriest task touches: no memory where tasks run may be smaller."""
         return max((sum(handle.size for handle, _ in task.accesses) for task in self.tasks), default=0)
 
-    def _reservations(self, computes_on_last: bool) -> tuple[list[int], list[int]]:
+    def _makes_and_peaks(self, computes_on_last: bool) -> tuple[list[int], list[int]]:
         """`makes` and `peaks` of the step's replays."""
         makes = [0] * len(self.tasks)
         for handle, use in self.uses.items():
@@ -222,7 +222,7 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        makes, peaks = self._reservations(computes_on_last)
+        makes, peaks = self._makes_and_peaks(computes_on_last)
         replay = Replay(
             tasks=[],
             roots=[],

@@ -1,7 +1,7 @@
 from .cuda_cupy import (
     CONTEXT_NBYTES,
     INSTALL,
-    MOST_PARTS,
+    MOST_PARTITIONS,
     CupyGpu,
     CupyGraph,
     GpuFacts,
@@ -19,7 +19,7 @@ from .nccl import CupyNccl, Nccl, UniqueId
 __all__ = [
     "CONTEXT_NBYTES",
     "INSTALL",
-    "MOST_PARTS",
+    "MOST_PARTITIONS",
     "THREADS",
     "CupyGpu",
     "CupyGraph",

@@ -22,7 +22,7 @@ from .gpu import Event, Stream, device_failed
 
 PACKAGES: Final = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 INSTALL: Final = "pip install 'cupy-cuda12x[ctk]>=14' (drivers from 525) or 'cupy-cuda13x[ctk]>=14' (drivers from 580)"
-MOST_PARTS: Final = 16
+MOST_PARTITIONS: Final = 16
 """Most partitions of one GPU."""
 CONTEXT_NBYTES: Final = 512 << 20
 """Device memory beside the budget: loaded kernels, workspace of products, local memory; bytes."""

@@ -229,9 +229,9 @@ def simulate(
     if policy not in POLICIES or replays < 1 or channels < 1:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}")
     last = len(nodes) - 1
-    places = [MemoryNode(name, budget, is_storage=storage and at == last) for at, (name, budget) in enumerate(nodes)]
+    memories = [MemoryNode(name, budget, is_storage=storage and at == last) for at, (name, budget) in enumerate(nodes)]
     estimates = Given(duration, transfer)
-    machine = Machine(places, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
+    machine = Machine(memories, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
     estimates.memory = machine.memory
     driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host)
     twin = _detached(plan)

@@ -1,7 +1,7 @@
 """Words: no class name stands for two things, and names of the product are those of the field.
 
-A coined word names a thing that has a term in the field already. Such words do not come back in names of classes, functions, arguments and
-attributes. Local variables and prose are left to the reader's eye.
+A coined word names a thing that has a term in the field already. Such words do not come back in names of classes, functions, arguments,
+attributes and modules' constants. Local variables and prose are left to the reader's eye.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def trees(package: str) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def names_in(tree: ast.Module) -> Iterator[str]:
-    """Names that a module gives to classes, functions, arguments and attributes."""
+    """Names that a module gives to classes, functions, arguments, attributes and its constants."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             yield node.name

@@ -5,26 +5,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 import pytest
+from support.plans import shape_of
+from support.training import GPT, LLAMA
 
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.engine.recorded import RecordedEngine
 from nntask.hardware.runtimes import runtime_for
-from nntask.models.gpt2_config import GPT2Config
-from nntask.models.llama_config import LlamaConfig
 from nntask.planning.memory_fit import capture
-from scheduler.core.step_plan import StepPlan
 
-GPT: Final = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)
-LLAMA: Final = LlamaConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    max_position_embeddings=16,
-)
 TILES: Final = {"minibatch_tile": 1, "seq_tile": 9, "embd_tile": 16, "inner_tile": 50, "vocab_tile": 25}
 STEPS: Final[dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]]] = {
     "gpt2": (GPT, {}, {}, {}),
@@ -36,22 +25,6 @@ STEPS: Final[dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]
     "sgd": (GPT, {}, {}, {"optimizer": "sgd", "momentum": 0.9}),
 }
 """Model, and fields of the settings of model, tiling and optimizer."""
-
-
-def shape_of(plan: StepPlan) -> tuple[Any, ...]:
-    """What two captures of one step have in common: everything but the identity of handles."""
-    numbers = {handle: number for number, handle in enumerate(plan.uses)}
-    tasks = [
-        (
-            task.name,
-            task.kinds,
-            dict(task.constants),
-            task.priority,
-            [(numbers[handle], handle.name, handle.size, handle.kind, handle.data_class, mode) for handle, mode in task.accesses],
-        )
-        for task in plan.tasks
-    ]
-    return tasks, plan.predecessors, {numbers[handle]: outlives for handle, outlives in plan.owned.items() if handle in numbers}
 
 
 @pytest.mark.parametrize("name", STEPS)

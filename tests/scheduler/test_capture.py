@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.plans import shape_of
 
 from scheduler import RecordingError, Runtime, TaskRuntime
 from scheduler.api.capturing_runtime import CapturingRuntime
@@ -16,12 +17,6 @@ def emit(runtime: TaskRuntime, kit, weight, source):  # type: ignore[no-untyped-
         runtime.submit(kit.plus, [(weight, "R"), (source, "R"), (part, "W")])
         runtime.submit(kit.add, [(total, "REDUX"), (part, "R")])
     return total
-
-
-def shape(plan):  # type: ignore[no-untyped-def]
-    """What two recordings of the same step have in common."""
-    tasks = [(task.name, [(handle.name, handle.size, handle.kind, mode) for handle, mode in task.accesses]) for task in plan.tasks]
-    return tasks, [sorted(before) for before in plan.predecessors], sorted(plan.owned.values()), plan.needed_bytes()
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -40,7 +35,7 @@ def test_it_captures_what_the_runtime_records(kit, lanes: int) -> None:  # type:
                 total = emit(runtime, kit, weight, source)
             plans.append(step.plan)
         assert total.record is not None
-    assert shape(plans[0]) == shape(plans[1])
+    assert shape_of(plans[0]) == shape_of(plans[1])
     assert plans[0].tasks[0].kinds == ("cpu", "sim", "cuda")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
-from tiles.kernels.cuda.launch import ROOM_NBYTES, SOURCES, Arguments, use
+from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, use
 
 COMPILER = shutil.which("g++")
 _running = threading.Lock()
@@ -38,15 +38,15 @@ class Emulator(FakeGpu):
         self.backwards = False
         self._folder = folder
         self._libraries: dict[tuple[str, str], ctypes.CDLL] = {}
-        self._workspace = np.empty(ROOM_NBYTES, np.uint8)
+        self._partials = np.empty(PARTIALS_NBYTES, np.uint8)
 
     def enter(self, stream: FakeStream) -> None:
         super().enter(stream)
         use(self)
 
     @property
-    def workspace(self) -> DeviceArray:
-        return on_device(self._workspace)
+    def partials(self) -> DeviceArray:
+        return on_device(self._partials)
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         function = getattr(self._library(source, element), f"emulate_{kernel}")

@@ -84,13 +84,13 @@ def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True) -> C
     xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
     targets = make.ids(30, 2, 5)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
-    workspace = np.empty(head_scratch(10, 11, 8), np.uint8)
+    partials = np.empty(head_scratch(10, 11, 8), np.uint8)
     if not backward:
         constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first}
-        return [*xs, *ws, targets, make(2, 5), make.positive(2, 5), make(2, 5), workspace], [5, 6, 7] if first else [], constants
+        return [*xs, *ws, targets, make(2, 5), make.positive(2, 5), make(2, 5), partials], [5, 6, 7] if first else [], constants
     grads = [make(2, 5, 3), make(2, 5, 4), *([make(11, 3), make(11, 4)] if has_dw else [])]
     constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
-    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, workspace], [6, 7, 8, 9][: len(grads)] if first else [], constants
+    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, partials], [6, 7, 8, 9][: len(grads)] if first else [], constants
 
 
 def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> Case:

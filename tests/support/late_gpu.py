@@ -71,7 +71,7 @@ FILL = both("fill", lambda out, *, value: out.fill(value))
 
 MIX = both("mix", _mix)
 
-SPOIL = both("spoil", lambda out, workspace: (workspace.fill(np.nan), np.add(out, 1, out=out))[1])
+SPOIL = both("spoil", lambda out, partials: (partials.fill(np.nan), np.add(out, 1, out=out))[1])
 
 
 def value(runtime: TaskRuntime, handle: Handle) -> float:

@@ -96,14 +96,14 @@ def _head(m: Maker, num_c: int, first: bool, backward: bool, has_dw: bool = True
     xs, ws = [m(5, 7, 13) for _ in range(num_c)], [m(1100, 13) for _ in range(num_c)]
     targets = m.ids(3000, 5, 7)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 500, 1599
-    workspace = np.empty(head_scratch(35, 1100, 4), np.uint8)
+    partials = np.empty(head_scratch(35, 1100, 4), np.uint8)
     if not backward:
-        args = [*xs, *ws, targets, m.wide(5, 7), m.positive(5, 7), m.wide(5, 7), workspace]
+        args = [*xs, *ws, targets, m.wide(5, 7), m.positive(5, 7), m.wide(5, 7), partials]
         return args, list(range(2 * num_c + 1, 2 * num_c + 4)), {"num_c": num_c, "v_start": 500, "vocab": 3000, "first": first}
     grads = [*(m(5, 7, 13) for _ in range(num_c)), *(m.wide(1100, 13) for _ in range(num_c * has_dw))]
     outputs = list(range(2 * num_c + 2, 2 * num_c + 2 + len(grads)))
     constants = {"num_c": num_c, "v_start": 500, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
-    return [*xs, *ws, targets, m.positive(5, 7) * 12, *grads, workspace], outputs, constants
+    return [*xs, *ws, targets, m.positive(5, 7) * 12, *grads, partials], outputs, constants
 
 
 def _norm_backward(m: Maker, residual: bool, accumulate: bool) -> Case:
@@ -249,9 +249,9 @@ def test_no_big_temporaries(op: str) -> None:
     natively(op, args, constants)  # prepares the primitives
     native = bf16_kernel(op)
     nbytes = native.scratch_nbytes(args, constants)
-    workspace = [np.empty(nbytes, np.uint8)] if nbytes else []
+    partials = [np.empty(nbytes, np.uint8)] if nbytes else []
     tracemalloc.start()
-    native.kernel(*args, *workspace, **constants)
+    native.kernel(*args, *partials, **constants)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 << 10, f"{op} allocated {peak >> 10} KiB"

@@ -88,8 +88,8 @@ def _attention(m: Maker, p: float, first: bool, group: int = 1) -> Call:
     tq, tk, g, size = _attention_sizes(m)
     h = g * group
     args = [m(1, tq, h * size), m(1, tk, g * size), m(1, tk, g * size), m(1, tq, h * size), *(m(1, h, tq) for _ in range(3))]
-    workspace = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
-    return [*args, *([KEY] if p else []), workspace], {"at": _at(m, p), "first": first, "last": True}
+    partials = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
+    return [*args, *([KEY] if p else []), partials], {"at": _at(m, p), "first": first, "last": True}
 
 
 def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Call:
@@ -98,8 +98,8 @@ def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Cal
     q, k, v, do = m(1, tq, h * size), m(1, tk, g * size), m(1, tk, g * size), m(1, tq, h * size)
     kept = m(1, h, tq, tk) if stored else 5 * m(1, h, tq)
     args = [q, k, v, do, kept, m(1, h, tq), np.empty_like(q), np.empty_like(k), np.empty_like(v)]
-    workspace = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
-    return [*args, *([KEY] if p else []), workspace], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
+    partials = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
+    return [*args, *([KEY] if p else []), partials], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
 
 
 def _cached(m: Maker, num_tokens: int, group: int = 1) -> Call:
@@ -119,14 +119,14 @@ def _append(m: Maker, num_tokens: int) -> Call:
 def _attention_apply(m: Maker, p: float) -> Call:
     tq, tk, h, size = _attention_sizes(m)
     args = [m(1, h, tq, tk), 5 * m(1, h, tq), m(1, tk, h * size), m(1, tq, h * size)]
-    workspace = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
-    return [*args, *([KEY, workspace] if p else [])], {"at": _at(m, p), "accumulate": True}
+    partials = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
+    return [*args, *([KEY, partials] if p else [])], {"at": _at(m, p), "accumulate": True}
 
 
 def _attention_lse(m: Maker) -> Call:
     tq, tk, h, _ = _attention_sizes(m)
-    workspace = np.empty(lse_scratch(h * tq, tk, m.dtype.itemsize), np.uint8)
-    return [m(1, h, tq, tk), *(m(1, h, tq) for _ in range(3)), workspace], {"first": False}
+    partials = np.empty(lse_scratch(h * tq, tk, m.dtype.itemsize), np.uint8)
+    return [m(1, h, tq, tk), *(m(1, h, tq) for _ in range(3)), partials], {"first": False}
 
 
 def _attention_scores(m: Maker) -> Call:
@@ -144,11 +144,11 @@ def _head(m: Maker, *, backward: bool) -> Call:
     width, vocab = 512 if m.rows == 512 else 32, m.columns
     x, w, ids = m(1, m.rows, width), m(vocab, width), m.ids(vocab)
     ids[0, 0] = -1
-    workspace = np.empty(head_scratch(m.rows, vocab, m.dtype.itemsize), np.uint8)
+    partials = np.empty(head_scratch(m.rows, vocab, m.dtype.itemsize), np.uint8)
     constants: dict[str, Any] = {"num_c": 1, "v_start": 0, "first": False}
     if backward:
-        return [x, w, ids, 5 * m.column(), np.zeros_like(x), np.zeros_like(w), workspace], {**constants, "scale": 0.5, "accumulate": True}
-    return [x, w, ids, m.column(), m.column(), m.column(), workspace], {**constants, "vocab": vocab}
+        return [x, w, ids, 5 * m.column(), np.zeros_like(x), np.zeros_like(w), partials], {**constants, "scale": 0.5, "accumulate": True}
+    return [x, w, ids, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
 
 
 def _norm_backward(m: Maker, rms: bool) -> Call:
@@ -379,7 +379,7 @@ def test_an_allocation_over_the_limit_is_seen() -> None:
 
     def keep() -> None:
         if not hasattr(held, "room"):
-            held.workspace = np.empty(LIMIT, np.uint8)
+            held.partials = np.empty(LIMIT, np.uint8)
 
     assert measure(lambda: None)[1] < 4 << 10
     assert measure(lambda: np.copyto(x, x * 2))[1] >= x.nbytes

@@ -6,7 +6,7 @@ from .cpu.loss import loss_scratch_nbytes
 from .cpu.onednn.library import bf16_products, has_bf16_products
 from .cuda.compiling import KernelBuildError
 from .cuda.device import SPARE_NBYTES, CudaDevice
-from .cuda.launch import ROOM_NBYTES
+from .cuda.launch import PARTIALS_NBYTES
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
 from .registry import BF16, NARROW
@@ -14,7 +14,7 @@ from .registry import BF16, NARROW
 __all__ = [
     "BF16",
     "NARROW",
-    "ROOM_NBYTES",
+    "PARTIALS_NBYTES",
     "SPARE_NBYTES",
     "WORKSPACE_NBYTES",
     "CudaDevice",

@@ -8,10 +8,10 @@ Early write-backs keep a small share of the node clean, lowest rank first, so th
 one at a time, what the forecast of the planned order says will leave before it is used again (`UseSchedule.leaves`): a link that idles in one part of
 a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
 own copy never waits behind many. Looks at the tasks that will run on its node: all, where workers compute on one node only; else those of the
-node's part of the step, if the plan has parts. Without parts several devices rely on admitting tasks ahead instead, because it is not known yet
-where a task will run. What is missing is found by walking through these tasks: on from where the walk stood at the last event, as far as tasks behind
-it have ended since; and from the first one again when a task behind it misses what was evicted or overwritten, or waited for a link. What is clean
-changes with the room that is taken. Neither is looked at anew at every event: that costs as much as many events.
+node's partition of the step, if the plan has partitions. Without them several devices rely on admitting tasks ahead instead, because it is not known
+yet where a task will run. What is missing is found by walking through these tasks: on from where the walk stood at the last event, as far as tasks
+behind it have ended since; and from the first one again when a task behind it misses what was evicted or overwritten, or waited for a link. What is
+clean changes with the room that is taken. Neither is looked at anew at every event: that costs as much as many events.
 """
 
 from __future__ import annotations

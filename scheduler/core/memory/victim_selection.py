@@ -1,10 +1,10 @@
 """Which replicas of a node to drop so that extents fit: candidates kept sorted, and the hole that letting them go would make.
 
-A candidates holds one node's replicas by place and, when nothing but copies uses them, as candidates in two heaps: clean (dropping them loses
-nothing) and dirty (they must be written back first). A plan lets candidates go in the order of the eviction policy, on paper, and merges them
-with the free memory around them until a hole is large enough; only those inside the hole are victims. Candidates enter the heaps when these are
-next asked: until then, most of them are used again, dropped, or offered once more. Entries of the heaps go stale when a replica is used, moved or
-dropped; a stale entry is thrown away, or entered anew, when it comes up.
+`Candidates` keeps the replicas of one node that nothing but copies uses, in two heaps: clean (dropping them loses nothing) and dirty (they must be
+written back first). A plan lets candidates go in the order of the eviction policy, on paper, and merges them with the free memory around them until a
+hole is large enough; only those inside the hole are victims. Candidates enter the heaps when these are next asked: until then, most of them are used
+again, dropped, or added once more. Entries of the heaps go stale when a replica is used, moved or dropped; a stale entry is thrown away, or entered
+anew, when it comes up.
 
 A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
 in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
@@ -89,7 +89,7 @@ class Candidates:
         self._added[replica] = None
 
     def _take_added(self) -> None:
-        """What was offered since this was called last enters the heaps, as far as it is still unused."""
+        """What was added since this was called last enters the heaps, as far as it is still unused."""
         self._checked.clear()
         for replica in self._added:
             if is_unused(replica):
@@ -137,8 +137,8 @@ class Candidates:
                 victims[replica] = None
                 excess -= replica.handle.size
         self._put_back(drawn)
-        places = None if excess > 0 else _Paper(self).allocate(sizes, iter(()), lambda size: None)
-        return None if places is None else (places[0], list(victims))
+        found = None if excess > 0 else _Paper(self).allocate(sizes, iter(()), lambda size: None)
+        return None if found is None else (found[0], list(victims))
 
     def _least_cost(self, victims: Sequence[Replica], drawn: Drawn) -> float:
         """What as many bytes as the victims have would cost if they need not lie side by side: of those drawn, the first ones."""
@@ -154,14 +154,14 @@ class Candidates:
         return sum(map(self._cost_of, victims))
 
     def _cost_of(self, replica: Replica) -> float:
-        """Bytes of a replica times its price, as of its last offer; infinite if it may not go."""
-        add = self._entries.get(replica)
-        if add is None or replica.pins != replica.outgoing or replica.is_backing:  # hot path: `is_unused`
+        """Bytes of a replica times its price, as of when it was last added; infinite if it may not go."""
+        entry = self._entries.get(replica)
+        if entry is None or replica.pins != replica.outgoing or replica.is_backing:  # hot path: `is_unused`
             return inf
         is_needed = coherence.is_needed(replica)
         if is_needed and self.keep_dirty:
             return inf
-        return replica.handle.size * self.policy.price(-add[0], dirty=is_needed and not replica.outgoing)
+        return replica.handle.size * self.policy.price(-entry[0], dirty=is_needed and not replica.outgoing)
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
         """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""

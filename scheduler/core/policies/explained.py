@@ -47,7 +47,7 @@ class Explained:
     Args:
         policy: whose decisions these are.
         estimates: what it goes by, or would.
-        joined: the workers.
+        workers: the workers.
         names: of the tasks.
         count: placements wanted.
 
@@ -55,12 +55,12 @@ class Explained:
         placements: those whose worker is known, in the order they were taken.
     """
 
-    def __init__(self, policy: Policy, estimates: Estimates, joined: Sequence[Worker], names: Collection[str], count: int) -> None:
+    def __init__(self, policy: Policy, estimates: Estimates, workers: Sequence[Worker], names: Collection[str], count: int) -> None:
         self.policy = policy
         self.keeps_partitions = policy.keeps_partitions
         self.placements: list[Placement] = []
         self._estimates = estimates
-        self._joined = joined
+        self._workers = workers
         self._names = frozenset(names)
         self._num_wanted = count
         self._open: dict[Task, Placement] = {}
@@ -76,7 +76,7 @@ class Explained:
             if isinstance(self.policy, ExpectedEnd):
                 placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True, planned_node=task.planned_node)
             else:
-                placement = Placement(task.name, task.order, explain(task, self._joined, self._estimates), weighs_costs=False)
+                placement = Placement(task.name, task.order, explain(task, self._workers, self._estimates), weighs_costs=False)
             self._open[task] = placement
         self.policy.push(task, worker)
 

@@ -14,7 +14,7 @@ from scheduler.drivers import CupyGpu, CupyGraph, GpuFacts, Stream, is_fatal, is
 from ..registry import BF16
 from .array import DeviceArray
 from .compiling import KernelBuildError, build
-from .launch import ROOM_NBYTES, Arguments, use
+from .launch import PARTIALS_NBYTES, Arguments, use
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
 SPARE_NBYTES: Final = 64 << 20
@@ -50,7 +50,7 @@ class CudaDevice(CupyGpu):
         self._allowed: dict[int, int] = {}
         self.adopt()
         self._most_shared = int(self._cuda.deviceGetAttribute(self._cuda.cudaDevAttrMaxSharedMemoryPerBlockOptin, self.index))
-        self._workspace = DeviceArray(self.reserve(ROOM_NBYTES), (ROOM_NBYTES,), np.dtype(np.uint8))
+        self._partials = DeviceArray(self.reserve(PARTIALS_NBYTES), (PARTIALS_NBYTES,), np.dtype(np.uint8))
         self._spare: int | None = self.reserve(SPARE_NBYTES)
         self._local = threading.local()
         self.products_flops = 0.0
@@ -64,9 +64,9 @@ class CudaDevice(CupyGpu):
         use(self)
 
     @property
-    def workspace(self) -> DeviceArray:
+    def partials(self) -> DeviceArray:
         """Memory for one kernel at a time."""
-        return self._workspace
+        return self._partials
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel."""
@@ -180,8 +180,8 @@ class CudaDevice(CupyGpu):
     def _again(self, error: RuntimeError, call: Callable[[], _T]) -> _T:
         """After a call that failed: once more, if memory was short and there is some to give back.
 
-        A failure while a graph is recorded is reported as it is: libraries say of what cannot be recorded what they say of a device that works no
-            more, and nothing may be waited for. Its kernels are started one by one then, where the same failure would be seen for what it is.
+        A failure while a graph is recorded is reported as it is: libraries say of calls that cannot be recorded what they say of a device that
+        works no more, and nothing may be waited for. Its kernels are then started one by one, where the same failure would be seen for what it is.
 
         Raises:
             DeviceFailed: the device works no more.

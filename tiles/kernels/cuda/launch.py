@@ -24,8 +24,8 @@ NAMES: Final = ("elementwise", "norm", "tables", "attention", "flash")
 ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
 _MOST_BLOCKS: Final = 4096
-ROOM_NBYTES: Final = 8 * _MOST_BLOCKS
-"""Memory that a device lends to one kernel at a time, for the parts of a sum."""
+PARTIALS_NBYTES: Final = 8 * _MOST_BLOCKS
+"""Memory of a device for the partial sums of one kernel at a time."""
 
 Argument = DeviceArray | np.generic | None
 
@@ -75,8 +75,8 @@ class Device(Protocol):
     """What kernels need of a device; everything is ordered as it was started."""
 
     @property
-    def workspace(self) -> DeviceArray:
-        """`ROOM_NBYTES` of memory for one kernel at a time."""
+    def partials(self) -> DeviceArray:
+        """`PARTIALS_NBYTES` of memory for one kernel at a time."""
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel.

@@ -20,8 +20,8 @@ _source = KernelSource("tables")
 _FLOAT: Final = np.dtype(np.float32)
 COLUMNS: Final = 1024
 """Logits per row that exist at a time, as on the CPU, whose scratch is declared."""
-_PLACE: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
-_MOST_PARTS: Final = 1024
+_POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
+_MOST_PARTIALS: Final = 1024
 
 
 @register("embedding", "cuda")
@@ -137,8 +137,8 @@ def sgd(
 @register("sum_squares", "cuda")
 def sum_squares(x: DeviceArray, out: DeviceArray) -> None:
     """out[0] = sum of squares of x in fp64."""
-    blocks = max(1, min(_MOST_PARTS, -(-x.size // (16 * THREADS))))
-    parts = device().workspace.at(np.float64, blocks)
+    blocks = max(1, min(_MOST_PARTIALS, -(-x.size // (16 * THREADS))))
+    parts = device().partials.at(np.float64, blocks)
     _source.start("squares", x.dtype, x, parts, np.int64(x.size), grid=(blocks, 1, 1), shared=8 * THREADS)
     _source.start("add_doubles", _FLOAT, parts, out, np.int32(blocks), grid=(1, 1, 1), threads=1)
 
@@ -153,12 +153,12 @@ def sum_scalars(*arrays: DeviceArray) -> None:
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:
     """A tile's place in its tensor, of up to 4 axes."""
-    place, stride = np.zeros((), _PLACE), 1
-    place["extents"] = 1
+    position, stride = np.zeros((), _POSITION), 1
+    position["extents"] = 1
     for axis in range(1, len(shape) + 1):
-        place["extents"][4 - axis], place["origin"][4 - axis], place["strides"][4 - axis] = extents[-axis], origin[-axis], stride
+        position["extents"][4 - axis], position["origin"][4 - axis], position["strides"][4 - axis] = extents[-axis], origin[-axis], stride
         stride *= shape[-axis]
-    return place[()]
+    return position[()]
 
 
 @register("dropout", "cuda")

@@ -179,14 +179,14 @@ class Store:
             next_uses: for each block, the order of the task that reads it next after this one.
         """
         accesses: list[tuple[HandleRecord, Mode]] = [(block.record, R) for block in blocks if block.record is not None]
-        next_uses = list(next_uses)
+        uses = list(next_uses)
         if scratch_nbytes:
             made = self.record(f"room for {name}", scratch_nbytes)
             made.released = True
             accesses.append((made, SCRATCH))
-            next_uses.append(FAR)
+            uses.append(FAR)
         self._numbers += 1
-        task = Task(TaskId(self._numbers), None, name, ("host",), tuple(accesses), {}, order=order, next_uses=next_uses, token=Token(client, number))
+        task = Task(TaskId(self._numbers), None, name, ("host",), tuple(accesses), {}, order=order, next_uses=uses, token=Token(client, number))
         self.bring(TaskSubmitted(task))
 
     def finish(self, task: Task) -> None:

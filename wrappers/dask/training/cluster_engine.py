@@ -79,10 +79,10 @@ class ClusterEngine:
         if self._last_end:
             self.team.note_step(now - self._last_end)
         self._last_end = now
-        self._stats = [part.stats for part in outcomes]
+        self._stats = [result.stats for result in outcomes]
         losses = [0.0] * self._shares[0].num_minibatches
-        for share, part in zip(self._shares, outcomes, strict=True):
-            for number, loss in zip(share.minibatches, part.losses, strict=True):
+        for share, result in zip(self._shares, outcomes, strict=True):
+            for number, loss in zip(share.minibatches, result.losses, strict=True):
                 losses[number] = loss
         squares = outcomes[0].squares
         assert squares is not None  # the first node always has it
@@ -281,8 +281,8 @@ class DaskCluster:
         suspects = _suspects(team, error, newcomers) if self._has_begun else []
         if suspects and len(suspects) < len(team.workers):
             team.is_unexplained = False  # the suspects explain it
-            self._refused.update(dict.fromkeys(suspects, f"cannot take part ({error})"))
-            raise NodesChanged(f"{words_for(suspects)} cannot take part ({error})") from error
+            self._refused.update(dict.fromkeys(suspects, f"cannot take result ({error})"))
+            raise NodesChanged(f"{words_for(suspects)} cannot take result ({error})") from error
 
     def _wanted(self, num_minibatches: int, lanes: int, say: Callable[[str], None]) -> int | None:
         """Number of nodes to wait for; None for the workers that are present."""

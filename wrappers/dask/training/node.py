@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from .nccl import NcclTransport
 
 T = TypeVar("T")
-_CLAIMS: Final[dict[str, str]] = {}
+_JOBS: Final[dict[str, str]] = {}
 """The training that each worker of this process belongs to: address of the worker -> job."""
 
 
 def is_claimed(worker: str) -> bool:
     """Whether the worker at an address in this process belongs to a training."""
-    return worker in _CLAIMS
+    return worker in _JOBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class TrainingNode:
         self.job, self.rank = job, rank
         self._worker = get_worker()
         self._name = str(self._worker.address)
-        if _CLAIMS.setdefault(self._name, job) != job:
+        if _JOBS.setdefault(self._name, job) != job:
             from nntask import ClusterError
 
             from .failures import blaming
@@ -369,8 +369,8 @@ class TrainingNode:
         give_back_freed()
         self._starts.shutdown(wait=False, cancel_futures=True)
         self._results.shutdown(wait=False, cancel_futures=True)
-        if _CLAIMS.get(self._name) == self.job:
-            del _CLAIMS[self._name]
+        if _JOBS.get(self._name) == self.job:
+            del _JOBS[self._name]
 
     def __del__(self) -> None:
         if not self._closed:  # Dask has dropped the actor of a lost client; the worker's event loop must not wait for its end

@@ -47,19 +47,19 @@ class NodeRecords:
         """
         if not self._journals:
             self._open()
-        for rank, (journal, part) in enumerate(zip(self._journals, outcomes, strict=True)):
+        for rank, (journal, result) in enumerate(zip(self._journals, outcomes, strict=True)):
             share = self._shares[rank]
             tokens = len(share.minibatches) * self._tokens
             line = {
                 "step": step,
-                "loss": part.loss,
+                "loss": result.loss,
                 "lr": lr,
                 "grad_norm": outcome.grad_norm,
                 "tokens": tokens,
                 "seconds": seconds,
                 "tokens_per_second": tokens / seconds,
             }
-            journal.add_line({**line, **self._meters[rank].lap(self._counters(rank, part.stats), seconds)})
+            journal.add_line({**line, **self._meters[rank].lap(self._counters(rank, result.stats), seconds)})
 
     def close(self) -> None:
         """Close the files.

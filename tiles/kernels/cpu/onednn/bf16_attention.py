@@ -142,16 +142,16 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
     key = extra[-1] if at.p else None
     size = at.head_size
     tq, tk, width, most = _sizes((q, k), at)
-    rooms, num_heads = _WorkArrays(own), width // size
-    room_s, room_out = rooms.take(np.float32, most), rooms.take(np.float32, min(QUERIES, tq) * width)
-    packed, room_short = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk)], rooms.take(BF16, most)
+    work, num_heads = _WorkArrays(own), width // size
+    buffer_s, buffer_out = work.take(np.float32, most), work.take(np.float32, min(QUERIES, tq) * width)
+    packed, buffer_short = [work.take(BF16, num_heads, t, size) for t in (tq, tk, tk)], work.take(BF16, most)
     for b in range(q.shape[0]):
         hq, hk, hv = (_packed(x[b], size, buffer) for x, buffer in zip((q, k, v), packed, strict=True))
         for block in _blocks(b, num_heads, tq, tk, at):
             place, seen = (block.heads, block.queries), slice(0, block.num_keys)
-            s, short = _cut(room_s, block.shape), _cut(room_short, block.shape)
+            s, short = _cut(buffer_s, block.shape), _cut(buffer_short, block.shape)
             target = _heads(o[b], size)[place]
-            out = _cut(room_out, target.shape)
+            out = _cut(buffer_out, target.shape)
             _scores(hq, hk, s, block, at)
             if not first:
                 convert(target, out)
@@ -205,11 +205,11 @@ def attention_backward(
     *keys, scratch, own = rest
     size = at.head_size
     tq, tk, width, most = _sizes((q, k), at)
-    rooms, num_heads = _WorkArrays(own), width // size
-    rooms_s = rooms.take(np.float32, 2, most)
-    sums = [rooms.take(np.float32, num_heads, tk, size) for _ in range(2)]
-    packed = [rooms.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
-    rooms_short = rooms.take(BF16, 2, most)
+    work, num_heads = _WorkArrays(own), width // size
+    buffers_s = work.take(np.float32, 2, most)
+    sums = [work.take(np.float32, num_heads, tk, size) for _ in range(2)]
+    packed = [work.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
+    buffers_short = work.take(BF16, 2, most)
     if first_k:
         dq.view(np.uint16).fill(0)  # queries that see none of these keys
     for b in range(q.shape[0]):
@@ -222,8 +222,8 @@ def attention_backward(
                 convert(heads, _groups(total, len(heads))[:, 0])
         for block in _blocks(b, num_heads, tq, tk, at):
             place, seen = (block.heads, block.queries), (block.heads, slice(0, block.num_keys))
-            s, ds = (_cut(buffer, block.shape) for buffer in rooms_s)
-            short, dshort = (_cut(buffer, block.shape) for buffer in rooms_short)
+            s, ds = (_cut(buffer, block.shape) for buffer in buffers_s)
+            short, dshort = (_cut(buffer, block.shape) for buffer in buffers_short)
             _scores(hq, hk, s, block, at)
             gemm(hdo[place], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
             for n, head in block.by_head():
