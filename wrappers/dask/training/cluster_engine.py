@@ -281,8 +281,8 @@ class DaskCluster:
         suspects = _suspects(team, error, newcomers) if self._has_begun else []
         if suspects and len(suspects) < len(team.workers):
             team.is_unexplained = False  # the suspects explain it
-            self._refused.update(dict.fromkeys(suspects, f"cannot take result ({error})"))
-            raise NodesChanged(f"{words_for(suspects)} cannot take result ({error})") from error
+            self._refused.update(dict.fromkeys(suspects, f"cannot take part ({error})"))
+            raise NodesChanged(f"{words_for(suspects)} cannot take part ({error})") from error
 
     def _wanted(self, num_minibatches: int, lanes: int, say: Callable[[str], None]) -> int | None:
         """Number of nodes to wait for; None for the workers that are present."""
