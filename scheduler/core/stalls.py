@@ -14,18 +14,20 @@ from .records import HOST, WorkerId
 
 
 class Stalls:
-    """Sums up stalled workers over time.
+    """Sums up stalled workers over time. Nothing needs an `update` while no copy is under way, no task is blocked, and `stalled` is empty.
 
     Attributes:
+        dispatch: knows the idle workers and the blocked tasks.
+        copying: copies under way by their target.
         stalled: workers stalled since the last update.
         by_worker: nanoseconds of each worker that ever was, until the last update.
     """
 
-    __slots__ = ("_copying", "_dispatch", "_since", "by_worker", "stalled")
+    __slots__ = ("_since", "by_worker", "copying", "dispatch", "stalled")
 
     def __init__(self, dispatch: Dispatch, copies: Copies) -> None:
-        self._dispatch = dispatch
-        self._copying = copies.by_target
+        self.dispatch = dispatch
+        self.copying = copies.by_target
         self._since = 0
         self.stalled: list[WorkerId] = []
         self.by_worker: dict[WorkerId, int] = {}
@@ -35,18 +37,13 @@ class Stalls:
         """Of all workers together, until the last update."""
         return sum(self.by_worker.values())
 
-    @property
-    def may_have_changed(self) -> bool:
-        """Whether to `update` after an event: copies are under way, tasks are blocked, or a worker was stalled."""
-        return bool(self._copying or self._dispatch.num_blocked or self.stalled)
-
     def update(self, now: int) -> None:
         """Look again after an event at `now`, in nanoseconds."""
         if self.stalled:
             for one in self.stalled:
                 self.by_worker[one] = self.by_worker.get(one, 0) + now - self._since
         self._since = now
-        dispatch = self._dispatch
+        dispatch = self.dispatch
         stalled = [worker.id for worker in dispatch.joined if worker.running is None and worker.assigned]
         if dispatch.num_blocked:
             for node, line in enumerate(dispatch.blocked):

@@ -266,12 +266,15 @@ class Executor:
         """Do what the machine asks; returns the task for the calling worker instead of posting it."""
         mine: Task | None = None
         for action in actions:
-            if type(action) is RunTask and action.worker == me and mine is None:
+            if type(action) is not RunTask:
+                carry_out(action, self)
+            elif mine is None and action.worker == me:
                 mine = action.task
             else:
-                carry_out(action, self)
-        if self._stalls.may_have_changed:
-            self._stalls.update(perf_counter_ns())
+                self.run_task(action)
+        stalls = self._stalls
+        if stalls.copying or stalls.dispatch.num_blocked or stalls.stalled:  # hot path: a property would cost a call for each event
+            stalls.update(perf_counter_ns())
         if self._drained or self._throttled:
             remaining = self.machine.num_unfinished
             if not remaining:
