@@ -52,7 +52,7 @@ class Dispatch:
     Attributes:
         to_cancel: tasks found to have nothing to read, and why; the owner of the dispatch cancels them.
         blocked: per node, tasks waiting for memory, oldest first.
-        held: recorded tasks too far ahead of the planned order, a heap.
+        throttled: recorded tasks too far ahead of the planned order, a heap.
         num_active: tasks running, the program's included.
         num_ready: tasks the policy holds.
     """
@@ -72,7 +72,7 @@ class Dispatch:
         self.num_active = 0
         self.num_blocked = 0
         self.num_ready = 0
-        self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
+        self.throttled: list[tuple[int, TaskId, Task, Worker | None]] = []
         self._num_slots: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
 
     def join(self, worker: Worker, actions: list[Action]) -> None:
@@ -103,7 +103,7 @@ class Dispatch:
         if step is not None:
             order = task.order = step.first_order + task.position
             if step.window != ANY and order > self._foresight.order + step.window:
-                heapq.heappush(self.held, (order, task.id, task, worker))
+                heapq.heappush(self.throttled, (order, task.id, task, worker))
                 return
         self._hand_over(task, worker, actions)
 
@@ -115,14 +115,14 @@ class Dispatch:
             self.num_ready += 1
             self.policy.push(task, worker)
 
-    def let_in(self, actions: list[Action]) -> None:
-        """The planned order has advanced: let its next tasks into the policy."""
-        held, order = self.held, self._foresight.order
-        while held:
-            task, worker = held[0][2:]
+    def release_throttled(self, actions: list[Action]) -> None:
+        """The planned order has advanced: hand the next throttled tasks to the policy."""
+        throttled, order = self.throttled, self._foresight.order
+        while throttled:
+            task, worker = throttled[0][2:]
             if task.step is not None and task.order > order + task.step.window:
                 return
-            heapq.heappop(held)
+            heapq.heappop(throttled)
             self._hand_over(task, worker, actions)
 
     def feed(self, actions: list[Action]) -> None:

@@ -57,9 +57,9 @@ class Replica:
         pins: tasks and copies that use the extent now; a pinned replica is never evicted.
         outgoing: copies out of it that are under way; each is one of its pins.
         arriving: whether a copy into it is under way.
-        is_backing: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the place in a file.
+        is_backing: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the extent in a file.
         is_ahead: whether it is the backing replica of a temporary that the planned order would not have made yet.
-        since, last_use: the machine's event count when it settled here and at the last use.
+        since, last_use: the machine's event count when it was installed and at the last use.
     """
 
     handle: HandleRecord
@@ -105,7 +105,7 @@ class HandleRecord:
         released: no program references it: it dies with its last use.
         lost: why its data does not exist any more, if so; `root` is the failure where that began.
         use_schedule: when the recorded step that used it last uses it.
-        preferred_offset: offset that it had where a task last made room for it: taken again if it is free, so that replays find the same addresses.
+        preferred_offset: offset that it had where a task last freed bytes for it: taken again if it is free, so that replays find the same addresses.
         next_use: order of the plain task that uses it next, where the submitter knows it.
     """
 
