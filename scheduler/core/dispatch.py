@@ -1,6 +1,6 @@
 """Who runs what, and when there is memory for it: from ready tasks to running ones.
 
-A worker with room draws a task from the policy; the task is admitted to the worker's node if everything it misses there can be reserved in one
+A worker with a free slot draws a task from the policy; the task is admitted to the worker's node if everything it misses there can be reserved in one
 step (`memory/admission`), else it is blocked: it joins the node's line, holds nothing and occupies no worker. Behind the oldest of a line only tasks
 that need no new memory are admitted. Knows workers, policy and admission; does not know dependencies, failures or replays.
 """
@@ -22,14 +22,14 @@ from .policies import Explained, Pinned, Placement, Policy
 from .records import ANY, HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
 
 TaskEvent = Literal[
-    "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no room", "inputs arrived", "worker free", "finished",
+    "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no free bytes", "inputs arrived", "worker free", "finished",
     "raised", "reads lost data", "never fits",
 ]  # fmt: skip
 
 TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
     ("waiting", "freed"): "ready",
     ("waiting", "reads lost data"): "cancelled",
-    ("ready", "drawn, no room"): "blocked",
+    ("ready", "drawn, no free bytes"): "blocked",
     ("ready", "drawn, inputs missing"): "fetching",
     ("ready", "drawn, fits"): "staged",
     ("ready", "reads lost data"): "cancelled",
@@ -126,7 +126,7 @@ class Dispatch:
             self._hand_over(task, worker, actions)
 
     def feed(self, actions: list[Action]) -> None:
-        """Give ready tasks to workers with room."""
+        """Give ready tasks to workers with free slots."""
         for worker in self.joined:
             if not self.num_ready:
                 return
@@ -134,7 +134,7 @@ class Dispatch:
                 self._fill(worker, actions)
 
     def _fill(self, worker: Worker, actions: list[Action]) -> None:
-        """Draw ready tasks for a worker while it has room; not many more while its memory is short."""
+        """Draw ready tasks for a worker while it has free slots; not many more while its memory is short."""
         assigned, depth = worker.assigned, worker.depth
         line, limit = self.blocked[worker.node], self._num_slots[worker.node]
         while len(assigned) < depth and len(line) < limit:
@@ -271,7 +271,7 @@ class Dispatch:
         return False
 
     def _find_worker(self, task: Task) -> Worker | None:
-        """A worker with room on the node the blocked task waits for, preferably the one that drew it."""
+        """A worker with a free slot on the node the blocked task waits for, preferably the one that drew it."""
         drawer = self.workers[task.worker]
         if len(drawer.assigned) < drawer.depth:
             return drawer

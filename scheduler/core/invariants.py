@@ -55,6 +55,6 @@ def _check_replica(replicas: Replicas, replica: Replica, pins: int) -> None:
         raise InvalidEvent(f"{where}: lost track of a copy")
     is_empty_backing = replica.is_backing and len(handle.replicas) > 1
     if replica.state in ("reserved", "scratch") and not pins and not is_empty_backing:
-        raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
+        raise InvalidEvent(f"{where} is {replica.state} although nothing uses it")
     if handle.released and not handle.num_uses:
         raise InvalidEvent(f"{where} outlived its handle")

@@ -48,7 +48,7 @@ def _work_beside(dx: Array, block: slice) -> Array:
 
 
 def _cells(x: Array, work: Array) -> Iterator[tuple[slice, slice, Array]]:
-    """(rows, columns, room of that shape): boxes of whole rows, or of a part of one row where a row exceeds `work`."""
+    """(rows, columns, working memory of that shape): boxes of whole rows, or of a part of one row where a row exceeds `work`."""
     for piece, columns in cells(x.shape[0], x.shape[1], x.itemsize, work.nbytes):
         shape = (piece.stop - piece.start, columns.stop - columns.start)
         yield piece, columns, work[: shape[0] * shape[1]].reshape(shape)

@@ -106,13 +106,13 @@ def row_bases(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[in
 
 
 Draw = tuple[Array, Array, slice, slice, Array]
-"""(room, first indices of rows, rows, columns, tile's cell)."""
+"""(buffer, first indices of rows, rows, columns, tile's cell)."""
 
 
 def _draws(out: Array, shape: tuple[int, ...], origin: tuple[int, ...], count: int, each: int) -> Iterator[Draw]:
-    """Cells of at most `count` elements of a pure output, with room of `each` bytes per element.
+    """Cells of at most `count` elements of a pure output, with a buffer of `each` bytes per element.
 
-    The room is what lies behind the cell in `out`, which is garbage until its turn; near the end cells are small and work in `WORK_BYTES`.
+    The buffer is what lies behind the cell in `out`, which is garbage until its turn; near the end cells are small and work in `WORK_BYTES`.
     """
     flat, memory = rows(out), out.reshape(-1).view(np.uint8)
     width, own = flat.shape[1], None
@@ -121,10 +121,10 @@ def _draws(out: Array, shape: tuple[int, ...], origin: tuple[int, ...], count: i
         for some, part in cells(bases.size, width, 1, count):
             stop = -(-((block.start + some.stop - 1) * width + part.stop) * out.itemsize // 64) * 64
             need = each * (some.stop - some.start) * (part.stop - part.start)
-            lent = memory[stop : stop + need]
-            if lent.size == need:
+            buffer = memory[stop : stop + need]
+            if buffer.size == need:
                 whole = slice(block.start + some.start, block.start + some.stop)
-                yield lent, bases[some] + np.uint64(part.start), whole, part, flat[whole, part]
+                yield buffer, bases[some] + np.uint64(part.start), whole, part, flat[whole, part]
                 continue
             own = np.empty(WORK_BYTES // 2, np.uint8) if own is None else own
             for less, columns in cells(some.stop - some.start, part.stop - part.start, 1, own.size // each):
