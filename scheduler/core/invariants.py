@@ -28,6 +28,8 @@ def check_replicas(replicas: Replicas, admitted: Sequence[Task]) -> None:
                 _check_replica(replicas, replica, pins.pop(replica, 0))
             if replica.node != number:
                 raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
+    # Held data has no reservation, although it may lie on the last tier: reservations guard the order of recorded steps, and nodes of counted bytes,
+    # the only ones where data is held, run plain tasks alone.
     replicas.reservations.validate(
         replica for replica in replicas.residents(replicas.last) if replica.is_backing and replica.handle not in replicas.held
     )

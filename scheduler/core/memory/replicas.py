@@ -264,9 +264,7 @@ class Replicas:
                 self.wanted.discard(handle)
             handle.replicas[node_id] = replica
         self.nodes[node_id].occupy(replica)
-        candidates = self.candidates[node_id]
-        if handle.size <= candidates.tiny:
-            candidates.tiny_nbytes += handle.size
+        self.candidates[node_id].enter(replica)
         return replica
 
     def unpin(self, replica: Replica) -> None:
@@ -296,10 +294,7 @@ class Replicas:
             if replica.is_backing:
                 self.reservations.leave(replica)
         node = self.nodes[replica.node]
-        candidates = self.candidates[replica.node]
-        candidates.leave(replica)
-        if handle.size <= candidates.tiny:
-            candidates.tiny_nbytes -= handle.size
+        self.candidates[replica.node].leave(replica)
         replica.view = None
         node.vacate(replica)
         if node.is_counted:

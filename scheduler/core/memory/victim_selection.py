@@ -61,7 +61,7 @@ class Candidates:
         policy: in which order they go.
 
     Attributes:
-        tiny: bytes of the largest replica that is tiny beside the node, and `tiny_nbytes` of all such replicas there; `Replicas` counts them.
+        tiny: bytes of the largest replica that is tiny beside the node, and `tiny_nbytes` of all such replicas there.
         keep_dirty: whether nothing can be written back any more.
     """
 
@@ -79,8 +79,17 @@ class Candidates:
         self._num_entries = 0
         self._checked: set[int] = set()  # numbers of entries that hold, found since a plan was begun: nothing changes while it is made
 
+    def enter(self, replica: Replica) -> None:
+        """A replica was installed on the node; it is no candidate yet."""
+        size = replica.handle.size
+        if size <= self.tiny:
+            self.tiny_nbytes += size
+
     def leave(self, replica: Replica) -> None:
         """A replica was dropped."""
+        size = replica.handle.size
+        if size <= self.tiny:
+            self.tiny_nbytes -= size
         self._added.pop(replica, None)
         self._entries.pop(replica, None)
 
@@ -93,11 +102,11 @@ class Candidates:
         self._checked.clear()
         for replica in self._added:
             if is_unused(replica):
-                self._enter(replica)
+                self._push(replica)
         self._added.clear()
 
-    def _enter(self, replica: Replica) -> None:
-        """Enter a candidate into its heaps, as it is now."""
+    def _push(self, replica: Replica) -> None:
+        """Push a candidate on its heaps, as it is now."""
         dirty = is_dirty(replica)
         self._num_entries += 1
         key = self.policy.key(replica)
@@ -254,7 +263,7 @@ class Candidates:
                 heapq.heappop(heap)
             elif is_dirty(replica) != dirty or -self.policy.key(replica) != key:
                 heapq.heappop(heap)
-                self._enter(replica)
+                self._push(replica)
             else:
                 self._checked.add(number)
                 return replica
