@@ -249,20 +249,20 @@ class Emission:
         me = self.shard.rank
         gradients = [self.ready[self.names[which]][1].handles[number] for which, number in bucket.tiles]
         written = [handle for handle in gradients if handle.written]
-        parts = [self.runtime.partial_sums(handle, self.shard.num_lanes, priority=URGENT) for handle in written]
+        sums = [self.runtime.partial_sums(handle, self.shard.num_lanes, priority=URGENT) for handle in written]
         if bucket.owner != me:
             for lane in self.shard.partial_sums_of(me) if written else ():
-                self._send([part[lane] for part in parts], bucket.owner, f"gradient {bucket.number}.{lane}")
+                self._send([partial[lane] for partial in sums], bucket.owner, f"gradient {bucket.number}.{lane}")
             return
         for peer in self.shard.peers if written else ():
             for lane in self.shard.partial_sums_of(peer):
                 arrived = [self._like(handle, f"{handle.name} of node {peer}") for handle in written]
                 self._receive(arrived, peer, f"gradient {bucket.number}.{lane}", after=written)
-                for own, part in zip(parts, arrived, strict=True):
-                    own[lane] = part
-        for handle, whole in zip(written, parts, strict=True):
-            for lane, part in whole.items():
-                self.runtime.add_partial_sum(handle, lane, part)
+                for own, partial in zip(sums, arrived, strict=True):
+                    own[lane] = partial
+        for handle, whole in zip(written, sums, strict=True):
+            for lane, partial in whole.items():
+                self.runtime.add_partial_sum(handle, lane, partial)
         for which, number in bucket.tiles:
             name = self.names[which]
             gradient = self.ready[name][1]
@@ -285,16 +285,16 @@ class Emission:
     def _norm(self, *, everywhere: bool) -> TileTensor | None:
         """The sum of squares of the whole gradient, on the first node or on all."""
         me, key = self.shard.rank, "squares"
-        parts = [self._squares_of(rank) for rank in range(self.shard.num_nodes)]
+        squares = [self._squares_of(rank) for rank in range(self.shard.num_nodes)]
         receivers = [me, *self.shard.peers] if everywhere else [0]
         for peer in receivers:
-            if peer != me and parts[me]:
-                self._send(parts[me], peer, key)
+            if peer != me and squares[me]:
+                self._send(squares[me], peer, key)
         if me not in receivers:
             return None
         for peer in self.shard.peers:
-            if parts[peer]:
-                self._receive(parts[peer], peer, key)
+            if squares[peer]:
+                self._receive(squares[peer], peer, key)
         return optimizer_ops.sum_squares(self.squares)
 
     def _squares_of(self, rank: int) -> list[Handle]:

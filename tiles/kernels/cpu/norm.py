@@ -277,9 +277,9 @@ def norm_backward_apply(
     accumulate: bool,
 ) -> None:
     """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
-    parts = [rows(part) if part.ndim > 1 else part for part in rest]
-    extra = parts.pop(0) if residual else None
-    dx, *sums = parts
+    arrays = [rows(array) if array.ndim > 1 else array for array in rest]
+    extra = arrays.pop(0) if residual else None
+    dx, *sums = arrays
     x, dy, mean, rstd = rows(x), rows(dy), mean.reshape(-1), rstd.reshape(-1)
     plain, weighted = plain.reshape(-1), weighted.reshape(-1)
     if not accumulate:

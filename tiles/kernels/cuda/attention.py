@@ -64,9 +64,9 @@ def attention(
     last: bool,
 ) -> None:
     """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
-    parts = list(rest[:-1])
-    lse = parts.pop(0) if last else None
-    key = parts.pop(0) if at.p else None
+    optional = list(rest[:-1])
+    lse = optional.pop(0) if last else None
+    key = optional.pop(0) if at.p else None
     pair, size = _pair_of(q, k, at), at.head_size
     if q.dtype == BF16 and size in FLASH_SIZES:
         numbers = (pair, np.int32(first), np.int32(last))
