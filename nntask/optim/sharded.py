@@ -1,10 +1,10 @@
 """Data-parallel training on several nodes: which node computes which shard of a step, and the tasks in which nodes exchange their results.
 
 Every node has the whole model and takes some lanes of the gradient sums, with the minibatches that belong to them. It sums its lanes as far as the
-fixed tree of lanes has both halves on this node. Each tile of a parameter has one owner: it receives the other nodes' parts of the gradient, ends the
-sum in the tree's order, updates the tile, whose optimizer state only it has (ZeRO-1: Rajbhandari et al., 2020), and sends the new tile to the others.
-So the numbers are those of one node with as many lanes, whatever the number of nodes; and a node sends its parts of the tiles that it does not own
-once, and the tiles that it owns to every other node: (n - 1) / n of the gradient's bytes and as much of the parameters'.
+fixed tree of lanes has both halves on this node. Each tile of a parameter has one owner: it receives the other nodes' partial sums of the gradient,
+ends the sum in the tree's order, updates the tile, whose optimizer state only it has (ZeRO-1: Rajbhandari et al., 2020), and sends the new tile to
+the others. So the numbers are those of one node with as many lanes, whatever the number of nodes; and a node sends its partial sums of the tiles that
+it does not own once, and the tiles that it owns to every other node: (n - 1) / n of the gradient's bytes and as much of the parameters'.
 
 Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes end their gradients. All of it is tasks of the
 recorded step, so a bucket travels as soon as it is final, while the backward pass goes on, and the next step's tasks wait for the tiles they read. A
@@ -245,7 +245,7 @@ class Emission:
             self._update(bucket, norm)
 
     def _sum(self, bucket: Bucket) -> None:
-        """Bring the nodes' parts of a bucket's gradients together at its owner."""
+        """Bring the nodes' partial sums of a bucket's gradients together at its owner."""
         me = self.shard.rank
         gradients = [self.ready[self.names[which]][1].handles[number] for which, number in bucket.tiles]
         written = [handle for handle in gradients if handle.written]

@@ -137,14 +137,14 @@ class Task:
 
     Attributes:
         codelet: opaque; only `name` and `kinds` matter to the core.
-        order: place in the order of submission; decides ties everywhere; of a recorded task, set anew in every replay.
+        order: position in the order of submission; decides ties everywhere; of a recorded task, set anew in every replay.
         num_waiting: unfinished predecessors (an edge counts once each time it was added).
         successors: tasks waiting for this one; of a recorded task, those of the same replay.
         late_successors: of a recorded task, tasks outside its replay.
         replicas: one per access while admitted.
         num_arriving: inputs still on their way to `node`.
         step: the replay it belongs to.
-        position: of a recorded task, its place in the step's planned order.
+        position: of a recorded task, its position in the step's planned order.
         partition: of a recorded task, the partition of the step, which belongs on one device; -1 for none.
         pin: the only worker that may run it, if the program has placed it by hand.
         num_predecessors: what `num_waiting` starts from in every replay.

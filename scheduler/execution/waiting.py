@@ -89,7 +89,7 @@ class WaiterSet:
         waiter.set()
 
     def leave(self, waiter: Waiter) -> None:
-        """Nobody sleeps on it any more."""
+        """No thread sleeps on the waiter any more."""
         self._waiters.discard(waiter)
 
     def close(self, error: BaseException) -> None:

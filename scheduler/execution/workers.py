@@ -128,7 +128,7 @@ class WorkerPool:
             arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
 
     def discard(self, action: DiscardExtent) -> None:
-        """Nobody needs a part of the disk tier any more."""
+        """No replica occupies this extent of the disk tier any more."""
         assert self._tier is not None
         self._tier.discard(action.offset, action.nbytes)
 

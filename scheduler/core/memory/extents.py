@@ -1,7 +1,7 @@
 """The ledger of a node: which bytes are in use, by which replica and for which class of data, under a hard budget.
 
-`MemoryNode` is the only place that knows. Its parts change together: extents in use and free ones, replicas by their first and last byte, sums by
-class; so nothing else keeps a list of what lies where. A handle lists its own replicas, which says where its data is valid, not where bytes lie.
+`MemoryNode` alone knows. Its books change together: extents in use and free ones, replicas by their first and last byte, sums by class; so nothing
+else keeps a list of what lies where. A handle lists its own replicas, which says where its data is valid, not where bytes lie.
 
 Allocation is best fit with coalescing; any free extent serves any size. On top lie bins of just-freed extents by exact size, because a training
 step frees and takes the same sizes over and over: a bin hit costs a list pop. Bins are flushed (coalesced) before untouched memory is taken, so

@@ -116,7 +116,7 @@ class Reservations:
                 self.kept -= handle.size
 
     def _drop_reached(self, order: int) -> None:
-        """What was made ahead of its time and is due by now counts as in time."""
+        """What was made ahead of its time counts as in time once the order has reached its maker."""
         ahead = self._backing_ahead
         while ahead and ahead[0][0] <= order:
             backing = heapq.heappop(ahead)[2]
