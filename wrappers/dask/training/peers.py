@@ -91,10 +91,10 @@ class Peer:
 
     def _match(self, key: str) -> None:
         """Make sends of `key` ready as far as the peer has requested them."""
-        offers = self._queued[key]
-        while offers and self._wanted[key]:
+        sends = self._queued[key]
+        while sends and self._wanted[key]:
             self._wanted[key] -= 1
-            self._ready.append((key, offers.popleft()))
+            self._ready.append((key, sends.popleft()))
             self.wake.set()
 
     def next_message(self, window: int) -> dict[str, Any] | None:
