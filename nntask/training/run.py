@@ -32,7 +32,7 @@ from .closing import close, summarise, validate
 from .continuation import all_there, interrupted, left_behind, until_restored
 from .initial_weights import check_weights, load_weights, model_to_start_from
 from .loop import Hooks, Loop, LoopPlan, Saver
-from .preflight import check_directory, check_start, warn_of_disk
+from .preflight import check_directory, check_start, warn_of_disk, with_known_base
 from .run_directory import CONFIG, METRICS, machine_of, versions, write_file, write_machine
 from .run_lock import RunLock
 from .session import Session, print_header, print_totals
@@ -52,7 +52,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     """Run a training; returns 0, or 130 or 143 when it was interrupted.
 
     Args:
-        cluster: the machines that train; None for this one.
+        cluster: the machines that train, for a run that `check_start` has let pass before there were any; None for this machine.
 
     Raises:
         NntaskError: see `nntask.errors` for kinds and exit codes.
@@ -60,17 +60,19 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
         check_installed()
-    check_start(run)
+    if cluster is None:
+        check_start(run)
     if run.tiles.is_measured:
         found = in_best_tiles(run, printer.say)
         if isinstance(found, int):
             return found
         run = found
+    run = with_known_base(run)
     foreseen = None
     if cluster is None:
         warn_of_disk(run.machine.disk)
         step, order = check_fit(run)
-        fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.machine.asked.strict)
+        fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
         foreseen = _Foreseen(order, matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}), fallbacks)
     else:
         step = capture(run, base=run.start.base)  # each node checks what it has
@@ -93,7 +95,7 @@ def _here(run: RunConfig, foreseen: _Foreseen, lock: RunLock, printer: StepPrint
     runtime = runtime_for(run)
     try:
         with runtime:  # in the try: it waits at its end for tasks that may have failed
-            engine = RecordedEngine(run, runtime, model_to_start_from(run, runtime), foreseen.order.name)
+            engine = RecordedEngine(run.in_order(foreseen.order.name), runtime, model_to_start_from(run, runtime))
             dataset = open_dataset(run.data, printer.say)
             session = Session(run, dataset, _stream(run, dataset), runtime, engine, printer, interrupts, foreseen.fallbacks)
             _begin(session, lock, foreseen.order)
@@ -207,13 +209,11 @@ def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int) -> Loop:
     """The loop of so many steps, ready to begin."""
     run, dataset, engine = session.run, session.dataset, session.engine
     session.runtime.wait()  # initialisation ends first: the peak below is that of idle workers
-    files = run.settings.checkpoints
     plan = LoopPlan(
         steps=steps,
         first=run.start.step,
         lr=run.schedule.over(steps),
-        save_every=files.save_every or 0,
-        save_at_end=files.save_every != 0,
+        saving=run.saving,
         eval_every=run.settings.run.eval_every,
         sum_loss=run.settings.optimizer.loss_reduction == "sum",
         flops=session.counts.model * session.stream.batch,
@@ -224,7 +224,7 @@ def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int) -> Loop:
         engine,
         session.stream,
         session.runtime,
-        saver=Saver(run.directory, engine, _state_of(run, dataset), files.keep_checkpoints, dataset.tokenizer),
+        saver=Saver(run.directory, engine, _state_of(run, dataset), run.saving.keep, dataset.tokenizer),
         journal=journal,
         printer=session.printer,
         interrupts=session.interrupts,

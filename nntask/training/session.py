@@ -71,7 +71,7 @@ def print_header(session: Session, order: PlannedOrder | None) -> None:
         say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(session.fallbacks.items())))
     if order is not None and order.forecasts:
         plain = order.forecasts[SUBMISSION]
-        under = "" if run.machine.asked.evict == DEFAULT_EVICTION else f" under {DEFAULT_EVICTION}"
+        under = "" if run.machine.scheduling.evict == DEFAULT_EVICTION else f" under {DEFAULT_EVICTION}"
         say(
             f"order: {order.name}, forecast{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
