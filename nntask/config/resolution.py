@@ -210,15 +210,11 @@ def data_spec(settings: TrainSettings, config: ModelConfig) -> DataSpec:
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     """Settings with the tokenizer that belongs to the weights of --init-from, where it has one and no other is asked for."""
-    if lacks_tokenizer(settings) and (Path(settings.checkpoints.init_from) / TOKENIZER_FILE).is_file():
-        return replace(settings, data=replace(settings.data, tokenizer_path=settings.checkpoints.init_from))
-    return settings
-
-
-def lacks_tokenizer(settings: TrainSettings) -> bool:
-    """Whether the data of a run that begins with a model directory are to be read with that directory's tokenizer."""
     data, files = settings.data, settings.checkpoints
-    return bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
+    is_open = bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
+    if is_open and (Path(files.init_from) / TOKENIZER_FILE).is_file():
+        return replace(settings, data=replace(data, tokenizer_path=files.init_from))
+    return settings
 
 
 def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> ModelTiling:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from ..checkpoints.store import Checkpoint, run_of, step_directories
-from ..config.resolution import lacks_tokenizer
 from ..config.run_config import RunConfig
 from ..config.settings import TrainSettings
 from ..data.dataset import check_spec
@@ -31,13 +30,13 @@ def check_start(run: RunConfig) -> None:
         UsageError: a place cannot be written, or belongs to another run; or the schedule ends above where it begins.
         DataError: data or a file of weights is missing or broken.
     """
-    files, data, schedule = run.settings.checkpoints, run.data, run.schedule
-    make_schedule(schedule.kind, schedule.lr, steps=run.length.least, min_lr=schedule.min_lr)
-    if lacks_tokenizer(run.settings) and data.dataset != "train.bin":
+    data, schedule, begin = run.data, run.schedule, run.start.directory
+    if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset != "train.bin":
         raise DataError(
-            f"--init-from {files.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; name it with "
-            "--tokenizer-path DIR, or train on token ids with --dataset train.bin"
+            f"--init-from {run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; "
+            "name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin"
         )
+    make_schedule(schedule.kind, schedule.lr, steps=run.length.least, min_lr=schedule.min_lr)
     check_unlocked(run.directory, run.start.flag)
     check_directory(run)
     _check_files(run)
