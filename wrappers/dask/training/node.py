@@ -46,7 +46,7 @@ class Order:
     """What a node receives when it opens.
 
     Attributes:
-        run: the run, but for the machine, which each node has its own of.
+        run: the run; of its machine, which is the client's, only the bytes of host memory that a flag gives count here.
         share: what this node does of each step.
         fingerprint: of the data, as the client has it.
         on_host: nodes of this training that share the node's machine, this one included.
