@@ -8,7 +8,7 @@ refuse, and budgets that are not to be had, come after the rules of settings (`t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
@@ -52,9 +52,8 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         DataError: a tile table is none, or a checkpoint does not name the weights that its adapters stand beside.
         DoesNotFit: the budget of GPUs is above what a card has.
     """
-    if machine is None:
-        machine = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources)
-    asked, settings, tiling = sized(settings, config, resumed, machine)
+    there = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources) if machine is None else machine
+    asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
     check_rank(settings, largest_rank(config))
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
@@ -78,7 +77,7 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         length=Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
         saving=Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
         data=data_spec(settings, config),
-        machine=machine,
+        machine=there,
         cluster=cluster_of(settings.cluster),
         start=Start(
             is_continued,
@@ -99,9 +98,12 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
 
 
 def sized(
-    settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, devices: MachineSpec
+    settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, device_class: Callable[[], str]
 ) -> tuple[TrainSettings, TrainSettings, ModelTiling]:
     """The settings with every default filled in, the same with every tile size a number, and the tiling; of a run that is continued, its own.
+
+    Args:
+        device_class: key of the built-in table of tiles; asked when the rules between values are kept.
 
     Raises:
         UsageError: a rule is broken, or the run differs from the one it continues, which is said first.
@@ -110,7 +112,7 @@ def sized(
     asked = settings
     try:
         asked = with_tokenizer(filled(settings, config))
-        settings, tiling = in_tiles(asked, table_tiling(asked, config, devices.gpus.device_class), config)
+        settings, tiling = in_tiles(asked, table_tiling(asked, config, device_class()), config)
     except UsageError:
         if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
             raise _differs(resumed, found) from None

@@ -71,8 +71,13 @@ def run(argv: Sequence[str]) -> int:
     with naming(asked.sources):
         machine = asked.devices
         if asked.resumed is not None:  # the figures are of the settings alone, and the checkpoint's weights are not asked for
-            there = devices_of(settings.resources, settings.model.dtype, checks=False) if machine is None else machine
-            sized(settings, asked.config, asked.resumed, there)
+            stored = settings
+
+            def device_class() -> str:
+                there = devices_of(stored.resources, stored.model.dtype, checks=False) if asked.devices is None else asked.devices
+                return there.gpus.device_class
+
+            sized(stored, asked.config, asked.resumed, device_class)
         if machine is None:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
