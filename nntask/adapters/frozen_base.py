@@ -71,10 +71,10 @@ class FrozenBase:
         Raises:
             DataError: the directory is no model directory, or a file no safetensors file.
         """
-        place = Path(self.path)
+        path = Path(self.path)
         if self.kind == "seed":
             return self
-        names = {place} if self.kind == "file" else {each.file.path for each in ModelDirectory.open(place).ranges.values()}
+        names = {path} if self.kind == "file" else {each.file.path for each in ModelDirectory.open(path).ranges.values()}
         return replace(self, files={file.name: fingerprint_of(file) for file in sorted(names)})
 
     def to_dict(self) -> dict[str, Any]:

@@ -231,7 +231,7 @@ class RunConfig:
 
     def beside(self, base: FrozenBase) -> RunConfig:
         """The same run, with these frozen weights beside its adapters."""
-        return replace(self, start=replace(self.start, base=base))
+        return replace(self, start=replace(self.start, frozen_base=base))
 
     def on(self, machine: MachineSpec) -> RunConfig:
         """The same run on another machine."""

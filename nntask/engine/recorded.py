@@ -210,7 +210,7 @@ class RecordedEngine(Inference):
     Args:
         run: its step executes in the order of that name; other steps choose their own.
         model: None for a new one.
-        share: what this node does of a step; None for all of it.
+        shard: what this node does of a step; None for all of it.
         transport: to the other nodes, if there are any.
     """
 
@@ -219,7 +219,7 @@ class RecordedEngine(Inference):
         run: RunConfig,
         runtime: Runtime,
         model: LanguageModel | None = None,
-        share: Share | None = None,
+        shard: DataShard | None = None,
         transport: Transport | None = None,
     ) -> None:
         super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len)

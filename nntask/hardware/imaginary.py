@@ -70,7 +70,7 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
     models, policy = Models(), policy_of(resources.sched, count)
     models.declare_links(len(nodes), storage=disk is not None, given=(LATENCY, bandwidth), disk=(LATENCY, of_disk / THREADS))
-    return Target(tuple(workers), tuple(nodes), disk is not None, models, policy, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
+    return MachineModel(tuple(workers), tuple(nodes), disk is not None, models, policy, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
 
 
 def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: MachineModel, factor: int = 1) -> ModelTiling:

@@ -116,7 +116,7 @@ class MachineModel:
         """Bytes per second from and to the disk tier, all requests in flight together."""
         return self.channels * self.models.links[NodeId(self.last), NodeId(0)].bandwidth
 
-    def with_budget(self, node: int, nbytes: int) -> Target:
+    def with_budget(self, node: int, nbytes: int) -> MachineModel:
         """The same machine with another budget on one node."""
         nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
         return replace(self, nodes=nodes)
@@ -155,7 +155,7 @@ def this_machine(machine: MachineSpec) -> MachineModel:
     open_store([name for name, _ in nodes], machine.gpus.names).load(models)
     given = None if machine.link_rate is None else (0.0, machine.link_rate)
     models.declare_links(len(nodes), storage=machine.disk is not None, given=given)
-    return Target(tuple(workers), tuple(nodes), machine.disk is not None, models, machine.scheduling.policy, staging=staging)
+    return MachineModel(tuple(workers), tuple(nodes), machine.disk is not None, models, machine.scheduling.policy, staging=staging)
 
 
 def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:

@@ -17,7 +17,7 @@ from tiles import TileTensor
 
 from ..config.units import flag_size
 from ..errors import DoesNotFit
-from ..hardware.machine_model import RAM, Target, this_machine
+from ..hardware.machine_model import RAM, MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache

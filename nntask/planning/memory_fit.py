@@ -23,7 +23,7 @@ from ..config.units import flag_size, rounded_up
 from ..engine.recorded import build_model, build_optimizer, emit_training_step
 from ..errors import DoesNotFit, UsageError
 from ..hardware.imaginary import format_devices
-from ..hardware.machine_model import RAM, Target, pace_on, this_machine
+from ..hardware.machine_model import RAM, MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
 from .needs import Needs, shortage
@@ -76,7 +76,7 @@ def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
         UsageError: the step has too many tasks, or no order of the name that was asked for.
     """
     with no_collections():
-        found = capture(run, base=run.start.base)
+        found = capture(run, frozen_base=run.start.frozen_base)
         check_budgets(run.machine)
         target = this_machine(run.machine)
         needs = least_needs(found.plan, run, target, reading=found.reading)

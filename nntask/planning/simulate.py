@@ -22,7 +22,7 @@ from ..config.run_config import RunConfig
 from ..config.settings import TrainSettings
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
-from ..hardware.machine_model import Target, durations, this_machine
+from ..hardware.machine_model import MachineModel, durations, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
 from ..models.gpt2_config import PRESETS
 from ..models.interface import ModelConfig
@@ -53,7 +53,7 @@ MANY_TASKS: Final = 40_000
 
 
 def plan_run(
-    settings: TrainSettings, config: ModelConfig, target: Target | None = None, *, machine: MachineSpec | None = None, reach: bool = True
+    settings: TrainSettings, config: ModelConfig, target: MachineModel | None = None, *, machine: MachineSpec | None = None, reach: bool = True
 ) -> dict[str, Any]:
     """The figures of ``nntask plan --json``.
 

@@ -90,9 +90,9 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
         DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
         UsageError: `spec` asks for a finer element type than that in which adapters met the weights beside them.
     """
-    base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    frozen_base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
     trained, asked = DTYPES[dtype_of(stored.model.dtype)], DTYPES[spec.dtype]
-    if base is not None and asked.itemsize > trained.itemsize:
+    if frozen_base is not None and asked.itemsize > trained.itemsize:
         raise UsageError(
             f"{checkpoint.path} holds adapters for weights in {trained.name}, and in {asked.name} those weights are others; "
             f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge"

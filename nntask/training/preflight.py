@@ -49,7 +49,7 @@ def with_known_base(run: RunConfig) -> RunConfig:
     Raises:
         DataError: they are missing or broken, or not those that the adapters were trained with.
     """
-    base, resumed = run.start.base, run.start.resumed
+    base, resumed = run.start.frozen_base, run.start.resumed
     if base is None:
         return run
     if resumed is not None:

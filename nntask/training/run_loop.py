@@ -93,5 +93,5 @@ def _state_of(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "data": dataset.fingerprint,
         "tokenizer": dataset.tokenizer.name if dataset.tokenizer else None,
         "versions": versions(),
-        **({} if run.start.base is None else {"base": run.start.base.to_dict()}),
+        **({} if run.start.frozen_base is None else {"base": run.start.frozen_base.to_dict()}),
     }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nntask.config import RunConfig
     from nntask.data import Cursor
     from nntask.hardware import MachineSpec
-    from nntask.optim import Share
+    from nntask.optim import DataShard
     from scheduler import Runtime
 
     from .nccl import NcclTransport
@@ -47,7 +47,7 @@ class Order:
 
     Attributes:
         run: the run; of its machine, which is the client's, only the bytes of host memory that a flag gives count here.
-        share: what this node does of each step.
+        shard: what this node does of each step.
         fingerprint: of the data, as the client has it.
         on_host: nodes of this training that share the node's machine, this one included.
         largest: bytes of the largest bucket that travels.
@@ -256,7 +256,7 @@ class TrainingNode:
 
                 nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
             nbytes //= 1 + devices.num_simulated
-        passing = passing_bytes(order.share.num_nodes - 1, order.largest)
+        passing = passing_bytes(order.shard.num_nodes - 1, order.largest)
         self._comms.window = window_for(order.largest)
         if nbytes <= passing:
             raise DoesNotFit(
