@@ -191,7 +191,7 @@ def stuck(comms: Sequence[PeerComms], transports: Sequence[NcclTransport], netwo
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that waits for it fails with its name, and not before nobody touches the tiles; a third node goes on."""
+    """Everything that waits for it fails with its name, and not before the transfer has let go of the tiles; so does what the others exchange."""
     with cluster(3, monkeypatch) as (comms, transports, network):
         transfers = stuck(comms, transports, network, 50)
         comms[1].close()
@@ -205,8 +205,11 @@ def test_a_peer_that_dies_in_the_middle_of_a_transfer(monkeypatch: pytest.Monkey
         other = bucket(np.random.default_rng(1), [50_000])
         receive(comms[2], 0, "on", other)
         send(comms[0], 2, "on", other)
-        other.wait()
-        assert np.array_equal(other.source[0], other.target[0])
+        for end in ("send", "receive"):
+            assert other.ends[end].wait(LONG)
+            error = other.errors[end]
+            assert isinstance(error, PeerLost)
+            assert error.rank == 1
 
 
 def test_tiles_are_let_go_when_nobody_touches_them_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
