@@ -240,7 +240,7 @@ def test_without_a_disk_what_does_not_fit_fails() -> None:
     """The message names the task, the bytes and what to do."""
     graph: dict[str, Any] = {f"x{number}": ones(f"x{number}") for number in range(8)}
     graph["end"] = Task("end", combine, *(TaskRef(f"x{number}") for number in range(8)))
-    with runtime(ram=4 * MIB, workers=1) as graphs, pytest.raises(DoesNotFit, match=r"without a disk nothing can leave it; raise ram, name a disk"):
+    with runtime(ram=4 * MIB, workers=1) as graphs, pytest.raises(DoesNotFit, match=r"and ram is 4,194,304 B; raise ram, or use smaller chunks"):
         graphs.get(graph, "end")
 
 

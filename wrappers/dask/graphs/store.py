@@ -301,10 +301,11 @@ class Store:
     def too_large(self, key: object, nbytes: int) -> DoesNotFit:
         """The refusal of a task that reads `nbytes` bytes at once, in the terms of graphs."""
         taken = self.machine.memory.held_bytes
-        below = "" if self.spills else "; without a disk nothing can leave it"
+        held = f", of which the program or small results hold {taken:,} B" if taken else ""
+        below = "" if self.spills or nbytes > self.ram.budget else "; without a disk nothing can leave it"
+        advice = "raise ram, " + ("name a disk, " if below else "") + ("let go of earlier results, " if taken else "") + "or use smaller chunks"
         return DoesNotFit(
-            f"task {key!r} reads {nbytes:,} B of results at once, but of {self.ram.budget:,} B of ram {taken:,} B are lent to the "
-            f"program or small results{below}; raise ram, name a disk, use smaller chunks, or let go of earlier results",
+            f"task {key!r} needs {nbytes:,} B of results in memory at once, and ram is {self.ram.budget:,} B{held}{below}; {advice}",
             self.ram.name,
         )
 
