@@ -301,11 +301,12 @@ class Store:
     def too_large(self, key: object, nbytes: int) -> DoesNotFit:
         """The refusal of a task that reads `nbytes` bytes at once, in the terms of graphs."""
         taken = self.machine.memory.held_bytes
-        held = f", of which the program or small results hold {taken:,} B" if taken else ""
-        below = "" if self.spills or nbytes > self.ram.budget else "; without a disk nothing can leave it"
-        advice = "raise ram, " + ("name a disk, " if below else "") + ("let go of earlier results, " if taken else "") + "or use smaller chunks"
+        held = f", of which {taken:,} B are lent to the program or small results" if taken else ""
+        full = not self.spills and nbytes <= self.ram.budget
+        below = "; without a disk earlier results stay there" if full else ""
+        advice = "raise ram, " + ("name a disk, " if full else "") + ("let go of earlier results, " if taken else "") + "or use smaller chunks"
         return DoesNotFit(
-            f"task {key!r} needs {nbytes:,} B of results in memory at once, and ram is {self.ram.budget:,} B{held}{below}; {advice}",
+            f"there is no room for task {key!r}, which reads {nbytes:,} B of results at once, in {self.ram.budget:,} B of ram{held}{below}; {advice}",
             self.ram.name,
         )
 
