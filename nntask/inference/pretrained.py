@@ -11,13 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
-from ..checkpoints.store import STATE, Checkpoint, find_checkpoint, step_directories
-from ..config.resolution import known, model_spec
-=======
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
-from ..config.resolution import model_spec
->>>>>>> ux
+from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.special_tokens import GENERATION
 from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
