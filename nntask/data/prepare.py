@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import StorageError, UsageError
 from ..io.atomic_write import written_aside
-from ..io.places import check_writable
+from ..io.writable import check_writable
 from .dataset import DataSpec, check_spec, check_vocabulary, corpus_of, tokenizer_of, with_tokenizer_path, write_tokens
 
 

@@ -30,9 +30,9 @@ from ..hf.tokenizer_files import as_text, tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.finite import first_not_finite
 from ..io.json_file import read_object
-from ..io.places import check_writable
 from ..io.safetensors_file import STORAGE, header_of
 from ..io.strided_ranges import FileRange, OpenFile, strides_of, windows
+from ..io.writable import check_writable
 from ..models.registry import FAMILIES, family_of
 from .merged_weights import Weight, weights_of
 

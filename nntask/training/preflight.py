@@ -15,8 +15,8 @@ from ..data.dataset import check_spec
 from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import DataError, UsageError
 from ..hardware.machine_spec import DiskSpec
-from ..io.places import check_writable
 from ..io.safetensors_file import TensorFile
+from ..io.writable import check_writable
 from ..optim.lr_schedule import make_schedule
 from .run_directory import check_new_run
 from .run_lock import check_unlocked

@@ -16,7 +16,7 @@ from tiles.kernels import kernel_versions
 from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
 from ..config.resolution import RUNS
 from ..errors import DataError, StorageError, UsageError
-from ..io.places import check_writable
+from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
 from .run_lock import LOCK
 

@@ -1,4 +1,4 @@
-"""Places that a command is told to write to, checked before the work whose result goes there."""
+"""Files and directories that a command is to write, checked before the work whose result goes there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def check_writable(path: Path, flag: str) -> None:
     Raises:
         UsageError: it cannot.
     """
-    place = path.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    nearest = path.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
     if path.is_file():
         ok, why = os.access(path, os.W_OK), "the file is not writable"
     else:
-        ok, why = place.is_dir() and _can_create_in(place), f"{place} is not a writable directory"
+        ok, why = nearest.is_dir() and _can_create_in(nearest), f"{nearest} is not a writable directory"
     if not ok:
         raise UsageError(f"{flag} {path} cannot be written: {why}; choose another place".lstrip())
 
