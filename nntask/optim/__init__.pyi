@@ -1,5 +1,5 @@
 from .lr_schedule import make_schedule
-from .optimizers import SGD, Adam, AdamW, Group, decay_groups, norm_of
+from .optimizers import SGD, Adam, AdamW, Group, Optimizer, decay_groups, norm_of
 from .sharded import Emission, Exchange, Share, buckets_of, most_nodes, owners_of, shares
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Emission",
     "Exchange",
     "Group",
+    "Optimizer",
     "Share",
     "buckets_of",
     "decay_groups",

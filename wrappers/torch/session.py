@@ -1,0 +1,405 @@
+"""Training any PyTorch module on the scheduler: hard budgets for memory, planned movement between memories, the same bits whatever they are.
+
+    session = Session(module, optimizer="adamw", lr=3e-4, ram="2GiB", disk="scratch", minibatches=2)
+    loss = session.step(input_ids=ids, labels=ids)
+
+The module is captured when the first batch of a shape arrives (`capture`), its calls become tasks (`segments`, `step`), and a whole optimizer step, all
+minibatches and the update, is recorded once and replayed. PyTorch computes inside the tasks, one thread for each worker.
+
+Parameters and buffers move into the session. The module keeps its structure; its tensors are emptied (NaN in a few bytes, of the same shape), so that
+memory holds the weights once; `load_into` brings them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nntask import DoesNotFit, UsageError
+from nntask.config import ResourceSettings
+from nntask.hardware import FAILURES, as_user_error, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.optim import Optimizer, norm_of
+from nntask.planning import needs_of, shortage
+from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Ticket
+from tiles import TileTensor
+
+from .capture import Capture, Ref, Storage, capture
+from .kernels import tensor_of
+from .optimizers import optimizer_on, torch_optimizer
+from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
+from .step import Pass
+
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+"""From the module's result and the batch to a tensor of one element."""
+
+MOST_SHAPES: Final = 8
+"""Most shapes of batches that one session records a step for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step has computed.
+
+    Attributes:
+        loss: mean over the minibatches.
+        grad_norm: norm of the whole gradient before clipping.
+    """
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded step for one shape of batches.
+
+    Attributes:
+        step: the step.
+        inputs: by name, of each minibatch.
+        outputs: of each minibatch: what the pass returns, with references.
+        kept: handles of the outputs' storages, of each minibatch.
+        squares: the gradient's sum of squares; None without an update.
+    """
+
+    step: Step
+    inputs: Sequence[Mapping[str, TileTensor]]
+    outputs: Any
+    kept: Sequence[Mapping[Storage, Handle]]
+    squares: TileTensor | None
+
+
+class Pending:
+    """A step under way."""
+
+    def __init__(self, session: Session, recorded: _Recorded, ticket: Ticket) -> None:
+        self._session, self._recorded, self._ticket = session, recorded, ticket
+
+    def result(self) -> Outcome:
+        """Wait until the step is over.
+
+        Raises:
+            NntaskError: a task failed, or a memory was too small.
+        """
+        recorded = self._recorded
+        with self._session.user_errors():
+            self._ticket.wait()
+            losses = [float(_value(recorded.outputs, kept, self._ticket).reshape(())) for kept in recorded.kept]
+            assert recorded.squares is not None  # a training step has an update
+            return Outcome(sum(losses) / len(losses), norm_of(self._ticket.read(recorded.squares)))
+
+
+class Session:
+    """A module in training.
+
+    Args:
+        module: any module on the CPU. Its tensors move into the session.
+        optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters, whose learning rate is read at every
+            step, so that PyTorch's schedulers work.
+        lr: learning rate of an optimizer that is named.
+        loss: from the module's result and the batch to a scalar; None if the result has the loss (`.loss`), or is it.
+        minibatches: parts of a batch along the first axis, whose gradients are summed; as many as workers keep all of them busy. The gradient is that
+            of the mean of the minibatches' losses.
+        max_grad_norm: the whole gradient is scaled down to this norm; 0 is off.
+        seed: of dropout and other random numbers.
+        ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
+        disk: directory of the disk tier, or "DIR:SIZE"; None without one.
+        workers: number of CPU workers; None for one for each core.
+        sim_gpu: number of simulated devices.
+        gpu_memory: budget of each simulated device.
+        options: further options of an optimizer that is named, such as ``weight_decay``.
+
+    Raises:
+        UsageError: an argument breaks a rule, or the module cannot be trained here.
+        DoesNotFit: a budget is above what this process may use.
+
+    Attributes:
+        module: the module, emptied.
+        optimizer: the optimizer of torch.optim, which holds learning rate and options.
+        num_steps: optimizer steps done.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: str | torch.optim.Optimizer = "adamw",
+        *,
+        lr: float | None = None,
+        loss: Loss | None = None,
+        minibatches: int = 1,
+        max_grad_norm: float = 0.0,
+        seed: int = 0,
+        ram: str | None = None,
+        disk: str | None = None,
+        workers: int | None = None,
+        sim_gpu: int = 0,
+        gpu_memory: str | None = None,
+        **options: Any,
+    ) -> None:
+        if minibatches < 1:
+            raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
+        check_module(module)
+        self.optimizer = torch_optimizer(optimizer, module, lr, options)
+        self.module, self._loss, self._num_minibatches = module, loss or loss_of, minibatches
+        self._max_norm, self._seed = max_grad_norm, seed
+        resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
+        self._machine = machine_of(resources)
+        reuse_freed_memory()
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # of each worker
+        self.runtime: Runtime = open_runtime(self._machine)
+        try:
+            with self.user_errors():
+                self._state = ModuleState(module, self.runtime)
+                self._state.write(_first_values(module))
+                self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
+                self._key = _key_of(self.runtime)
+                self.runtime.wait()
+        except BaseException:
+            self.close()
+            raise
+        _empty(module)
+        self._recorded: dict[tuple[Any, ...], _Recorded] = {}
+        self.num_steps = 0
+
+    def step(self, **batch: Any) -> float:
+        """Take one optimizer step on a batch, and wait for it.
+
+        Args:
+            batch: keyword arguments of the module. Tensors are cut along their first axis into minibatches; other values go to all of them.
+
+        Returns:
+            The loss.
+
+        Raises:
+            UsageError: the batch cannot be cut, or the module cannot be captured.
+            DoesNotFit: a budget is too small for the step.
+        """
+        return self.start(**batch).result().loss
+
+    def start(self, **batch: Any) -> Pending:
+        """Begin one optimizer step and return at once while fewer than two are under way; other terms as of `step`."""
+        recorded = self._step_for(batch, training=True)
+        with self.user_errors():
+            _write_inputs(recorded, batch, self._num_minibatches)
+            self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
+            self._optimizer.prepare(self.num_steps + 1, float(self.optimizer.param_groups[0]["lr"]))
+            ticket = recorded.step.replay()
+        self.num_steps += 1
+        return Pending(self, recorded, ticket)
+
+    def evaluate(self, **batch: Any) -> float:
+        """The loss of a batch in evaluation mode; changes nothing."""
+        outputs = self.predict(**batch)
+        return float(self._loss(outputs, batch))
+
+    def predict(self, **batch: Any) -> Any:
+        """The module's result for a batch in evaluation mode, with tensors of its own."""
+        recorded = self._step_for(batch, training=False)
+        with self.user_errors():
+            _write_inputs(recorded, batch, 1)
+            ticket = recorded.step.replay()
+            ticket.wait()
+            return _value(recorded.outputs, recorded.kept[0], ticket)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way."""
+        tensors, found, seen = self._state.tensors(), {}, dict[int, torch.Tensor]()
+        for name, value in _named_tensors(self.module):
+            if id(value) not in seen:
+                seen[id(value)] = torch_of(tensors[name].read(), value)
+            found[name] = seen[id(value)]
+        return {name: found[name] for name in self.module.state_dict()}
+
+    def load_into(self, module: torch.nn.Module) -> None:
+        """Give a module, which may be the emptied one, copies of the parameters and buffers."""
+        own = dict(_named_tensors(module))
+        with torch.no_grad():
+            for name, value in self._values().items():
+                own[name].data = value
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        tensors = self._state.tensors()
+        return {name: torch_of(tensors[name].read(), value) for name, value in _named_tensors(self.module) if name in tensors}
+
+    def close(self) -> None:
+        """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
+        self.runtime.close()
+        torch.set_num_threads(self._threads)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def user_errors(self) -> Iterator[None]:
+        """Turn failures of the runtime into the error that says what to do."""
+        try:
+            yield
+        except FAILURES as error:
+            raise as_user_error(error, self.runtime, self._machine, "restore the last checkpoint", lower="") from error
+
+    def _step_for(self, batch: Mapping[str, Any], *, training: bool) -> _Recorded:
+        """The recorded step for the shapes of a batch.
+
+        Raises:
+            UsageError: it is one shape too many.
+        """
+        count = self._num_minibatches if training else 1
+        part = {name: value[: len(value) // count] if _is_cut(value) else value for name, value in batch.items()}
+        _check_batch(batch, count)
+        key = (training, *((name, *_signature(value)) for name, value in sorted(part.items())))
+        found = self._recorded.get(key)
+        if found is None:
+            if len(self._recorded) == MOST_SHAPES:
+                raise UsageError(
+                    f"batches may have at most {MOST_SHAPES} different shapes, got one more: {_shapes(batch)}; pad them to a fixed length, and drop "
+                    "the last incomplete batch"
+                )
+            found = self._recorded[key] = self._record(part, count, training=training)
+        return found
+
+    def _record(self, part: Mapping[str, Any], count: int, *, training: bool) -> _Recorded:
+        self.module.train(training)
+        captured = capture(self.module, part, self._loss if training else None, divisor=count)
+        self._check_fit(captured, part, count, training=training)
+        with self.user_errors():
+            return self._emit(captured, self._state, self._optimizer if training else None, self._key, part, count)
+
+    def _emit(
+        self, captured: Capture, state: ModuleState, optimizer: Optimizer | None, key: TileTensor, part: Mapping[str, Any], count: int
+    ) -> _Recorded:
+        """Record the step on a state's runtime."""
+        runtime = state.runtime
+        passed = Pass(captured, {name: state.gradient_dtype(name) for name in captured.gradients})
+        inputs = [_inputs_of(runtime, part) for _ in range(count)]
+        handles = [state.handles((*captured.storages.values(), *passed.constants), each) for each in inputs]
+        kept = []
+        with runtime.record() as step:
+            gradients = state.gradients(captured.gradients)
+            for number in range(count):
+                kept.append(
+                    passed.submit(
+                        runtime, handles[number], gradients, key.handles[0], minibatch=number, contribution="write" if number == 0 else "add"
+                    )
+                )
+            if optimizer is not None:
+                optimizer.step()
+        return _Recorded(step, inputs, captured.outputs, kept, optimizer.grad_norm if optimizer is not None else None)
+
+    def _check_fit(self, captured: Capture, part: Mapping[str, Any], count: int, *, training: bool) -> None:
+        """Refuse a step that cannot run within the budgets, before memory is taken for it.
+
+        Raises:
+            DoesNotFit: says which budget is too small, and by how much.
+        """
+        dry = CapturingRuntime()
+        state = ModuleState(self.module, dry)
+        optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
+        self._emit(captured, state, optimizer, _key_of(dry), part, count)
+        needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
+        if not needs.fit(machine):
+            changes = ["raise ram=", "use more minibatches=" if training else "predict smaller batches"]
+            if self._machine.disk is None:
+                changes.append("add disk=DIR")
+            raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
+
+
+def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The loss that a module's result has or is."""
+    found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    if found is None:
+        raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
+    return found  # type: ignore[no-any-return]
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Refuse a module that no session can train.
+
+    Raises:
+        UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
+    """
+    for name, value in _named_tensors(module):
+        if value.device.type != "cpu":
+            raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
+        if value.is_complex():
+            raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False):
+            raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _empty(module: torch.nn.Module) -> None:
+    """Let go of a module's values: each tensor keeps its shape and type, over one element."""
+    for _, value in _named_tensors(module):
+        one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
+        value.data = one.expand(value.shape)
+
+
+def _key_of(runtime: TaskRuntime) -> TileTensor:
+    return TileTensor(runtime, (2,), (-1,), np.uint64, kind="input", data_class="data", name="random key")
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _check_batch(batch: Mapping[str, Any], count: int) -> None:
+    lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
+    if not lengths:
+        raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
+    if count > 1 and (len(set(lengths.values())) > 1 or next(iter(lengths.values())) % count):
+        raise UsageError(
+            f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}; pad the batch, or "
+            "use minibatches=1"
+        )
+
+
+def _signature(value: Any) -> tuple[Any, ...]:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (repr(value),)
+
+
+def _shapes(batch: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, torch.Tensor))
+
+
+def _inputs_of(runtime: TaskRuntime, part: Mapping[str, Any]) -> dict[str, TileTensor]:
+    return {
+        name: tensor_of_one_tile(runtime, value, name, kind="input", data_class="data")
+        for name, value in part.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _write_inputs(recorded: _Recorded, batch: Mapping[str, Any], count: int) -> None:
+    for number, inputs in enumerate(recorded.inputs):
+        for name, tensor in inputs.items():
+            value = batch[name]
+            if _is_cut(value):
+                size = len(value) // count
+                value = value[number * size : (number + 1) * size]
+            tensor.write(array_of(value))
+
+
+def _value(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:
+    """The outputs of a pass with tensors in place of references."""
+    return tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)
