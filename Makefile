@@ -1,5 +1,5 @@
 # make train   create .venv, install nntask, train a small GPT-2 (make train ARGS="--steps 40")
-# make test    create .venv with the development tools; lint, types, contracts, the whole suite
+# make test    create .venv with the development tools; lint, types, contracts, the default suite
 #              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out, and random searches with all their examples

@@ -349,7 +349,7 @@ def _attention(shape: Shape) -> Iterator[Case]:
     d = c // h
     forward, delta, backward = (kernel(op, "cpu") for op in ("attention", "attention_delta", "attention_backward"))
     at = Pair(d, d**-0.5, True, 0, 0, 0, 0, h, r)
-    room = np.zeros(attention_scratch(r, r, 4), np.uint8)
+    scratch = np.zeros(attention_scratch(r, r, 4), np.uint8)
     later = np.triu(np.ones((r, r), np.bool_), 1)
 
     def split(x: Any) -> Any:
@@ -366,7 +366,7 @@ def _attention(shape: Shape) -> Iterator[Case]:
         return found
 
     def ours(s: Set) -> None:
-        forward(s["q"], s["k"], s["v"], s["o"], s["peak"], s["total"], s["lse"], room, at=at, first=True, last=True)
+        forward(s["q"], s["k"], s["v"], s["o"], s["peak"], s["total"], s["lse"], scratch, at=at, first=True, last=True)
 
     def theirs(s: Set) -> None:
         o = torch.nn.functional.scaled_dot_product_attention(split(s["q_t"]), split(s["k_t"]), split(s["v_t"]), is_causal=True)
@@ -388,7 +388,7 @@ def _attention(shape: Shape) -> Iterator[Case]:
     def ours_backward(s: Set) -> None:
         delta(s["o"], s["do"], s["delta"], head_size=d)
         grads = (s["dq"], s["dk"], s["dv"])
-        backward(s["q"], s["k"], s["v"], s["do"], s["lse"], s["delta"], *grads, room, at=at, stored=False, first_k=True, first_q=True)
+        backward(s["q"], s["k"], s["v"], s["do"], s["lse"], s["delta"], *grads, scratch, at=at, stored=False, first_k=True, first_q=True)
 
     def torch_backward(s: Set) -> None:
         inputs = [split(s[name]) for name in ("do_t", "q_t", "k_t", "v_t", "o_t")]
@@ -409,7 +409,7 @@ def _attention(shape: Shape) -> Iterator[Case]:
 def _head(shape: Shape) -> Iterator[Case]:
     r, c, v = shape.tokens, shape.width, shape.vocab
     forward, finish, backward = (kernel(op, "cpu") for op in ("head_forward", "head_finish", "head_backward"))
-    room = np.zeros(head_scratch(r, v, 4), np.uint8)
+    scratch = np.zeros(head_scratch(r, v, 4), np.uint8)
     scale = 1 / r
 
     def make(g: np.random.Generator) -> Set:
@@ -421,13 +421,13 @@ def _head(shape: Shape) -> Iterator[Case]:
 
     def ours(s: Set) -> None:
         numbers = [s[name] for name in ("peak", "total", "picked")]
-        forward(s["x"], s["w"], s["ids"], *numbers, room, num_c=1, v_start=0, vocab=v, first=True)
+        forward(s["x"], s["w"], s["ids"], *numbers, scratch, num_c=1, v_start=0, vocab=v, first=True)
         finish(s["ids"], *numbers, s["lse"], s["loss"], scale=scale)
 
     def both(s: Set) -> None:
         ours(s)
         constants = {"num_c": 1, "v_start": 0, "scale": scale, "first": True, "accumulate": False}
-        backward(s["x"], s["w"], s["ids"], s["lse"], s["dx"], s["dw"], room, **constants)
+        backward(s["x"], s["w"], s["ids"], s["lse"], s["dx"], s["dw"], scratch, **constants)
 
     def theirs(s: Set) -> None:
         s["loss_t"] = torch.nn.functional.cross_entropy(s["x_t"] @ s["w_t"].T, s["long_t"]).reshape(1)

@@ -65,10 +65,10 @@ def large_products(extent: int, threads: int) -> Callable[[], None]:
     operands = [tuple(rng.standard_normal((extent, extent), np.float32) for _ in range(3)) for _ in range(threads)]
 
     def run() -> None:
-        crew = [threading.Thread(target=gemm, args=each) for each in operands]
-        for thread in crew:
+        running = [threading.Thread(target=gemm, args=each) for each in operands]
+        for thread in running:
             thread.start()
-        for thread in crew:
+        for thread in running:
             thread.join()
 
     return run

@@ -74,10 +74,10 @@ class Alone:
 
 def _own_part(engine: Any) -> Any:
     """An `Exchange` like the engine's that does a node's own part and leaves out what needs the other."""
-    from nntask.optim import Emission, Exchange, Share
+    from nntask.optim import DataShard, Emission, Exchange
 
-    class Lonely(Share):
-        """A share whose node knows no peers."""
+    class Lonely(DataShard):
+        """A shard whose node knows no peers."""
 
         @property
         def peers(self) -> list[int]:
@@ -104,9 +104,9 @@ def _own_part(engine: Any) -> Any:
         def emit(self, optimizer: Any) -> None:
             Own(self, optimizer).run()
 
-    share = engine.exchange.share
+    shard = engine.exchange.shard
     parameters = [parameter for parameter in engine.model.parameters() if parameter.trainable]
-    return OwnPart(parameters, Lonely(share.rank, share.lanes, share.minibatches, share.num_minibatches), engine.exchange.transport)
+    return OwnPart(parameters, Lonely(shard.rank, shard.lanes, shard.minibatches, shard.num_minibatches), engine.exchange.transport)
 
 
 def main(rank: int, block: int, flags: list[str]) -> None:
@@ -115,7 +115,7 @@ def main(rank: int, block: int, flags: list[str]) -> None:
     from nntask.data import BatchStream, open_dataset
     from nntask.engine import RecordedEngine
     from nntask.hardware import reuse_freed_memory, runtime_for
-    from nntask.optim import shares
+    from nntask.optim import data_shards
     from scheduler.storage import default_ram_budget
     from wrappers.cli.options import request
 
@@ -124,7 +124,7 @@ def main(rank: int, block: int, flags: list[str]) -> None:
     resources = replace(asked.settings.resources, ram=f"{default_ram_budget() // 2}B")
     run = resolve(replace(asked.settings, resources=resources), asked.config)
     cut = run.step
-    share = shares(cut.num_minibatches, cut.lanes, 2)[rank]
+    shard = data_shards(cut.num_minibatches, cut.lanes, 2)[rank]
     dataset = open_dataset(run.data)
     stream = BatchStream(
         dataset.train,
@@ -132,11 +132,11 @@ def main(rank: int, block: int, flags: list[str]) -> None:
         cut.batch,
         seed=run.model.seed,
         select=dataset.select_sequences,
-        rows=[m * cut.minibatch + row for m in share.minibatches for row in range(cut.minibatch)],
+        rows=[m * cut.minibatch + row for m in shard.minibatches for row in range(cut.minibatch)],
     )
     with runtime_for(run) as runtime:
         nobody: Any = object()
-        engine = RecordedEngine(run, runtime, share=share, transport=nobody)
+        engine = RecordedEngine(run, runtime, shard=shard, transport=nobody)
         engine.exchange = _own_part(engine)
         print("ready", flush=True)
         number = 0

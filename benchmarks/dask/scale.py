@@ -129,7 +129,7 @@ def measured_call(workers: int = 2, count: int = 200) -> float:
 def captured_step(rank: int, nodes: int, run: Any) -> tuple[Any, Any]:
     """The plan of a step of tiny on one of several nodes, and the buckets that they exchange."""
     from nntask.engine import build_model, build_optimizer, emit_training_step
-    from nntask.optim import Exchange, shares
+    from nntask.optim import Exchange, data_shards
     from scheduler import CapturingRuntime, Codelet
 
     class Nowhere:
@@ -138,10 +138,10 @@ def captured_step(rank: int, nodes: int, run: Any) -> tuple[Any, Any]:
 
     runtime = CapturingRuntime(run.step.lanes)
     model = build_model(run.model, runtime)
-    share = shares(run.step.num_minibatches, run.step.lanes, nodes)[rank]
-    exchange = Exchange([p for p in model.parameters() if p.trainable], share, Nowhere()) if nodes > 1 else None
+    shard = data_shards(run.step.num_minibatches, run.step.lanes, nodes)[rank]
+    exchange = Exchange([p for p in model.parameters() if p.trainable], shard, Nowhere()) if nodes > 1 else None
     optimizer = build_optimizer(model, run.optimizer, None if exchange is None else exchange.tiles_of)
-    inputs = [model.input_tensors(run.step.minibatch, run.model.seq_len) for _ in share.minibatches]
+    inputs = [model.input_tensors(run.step.minibatch, run.model.seq_len) for _ in shard.minibatches]
     with runtime.record():
         kept = emit_training_step(model, optimizer, inputs, exchange)
     del kept

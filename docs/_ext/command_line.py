@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from docutils import nodes
+from registry_tables import commands_markdown, environment_markdown, errors_markdown
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -117,34 +118,6 @@ def flags_markdown(words: list[str], only: str = "") -> str:
             text = _escape(texts.get(field.name, ""))
             lines += [f":::{{option}} {_signature(field, hints[field.name])}", f"{text}.{default}", ":::", ""]
     return "\n".join(lines)
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
-
-
-def commands_markdown() -> str:
-    """The table of commands."""
-    from wrappers.cli import COMMANDS
-
-    return _table(["command", "what it does"], [[f"[`nntask {name}`](#nntask-{name})", text] for name, text in COMMANDS.items()])
-
-
-def environment_markdown() -> str:
-    """The table of environment variables."""
-    from nntask.config.environment import VARIABLES
-
-    rows = [[f"`{each.name}`", f"`--{each.flag}`" if each.flag else "", each.help] for each in VARIABLES]
-    return _table(["variable", "stands in for", "meaning"], rows)
-
-
-def errors_markdown() -> str:
-    """The table of errors with their exit codes."""
-    from nntask import errors
-
-    kinds = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, errors.NntaskError)]
-    rows = [[f"`{kind.__name__}`", str(kind.exit_code), inspect.cleandoc(kind.__doc__ or "")] for kind in kinds if kind is not errors.NntaskError]
-    return _table(["error", "exit code", "meaning"], rows)
 
 
 class CommandFlags(SphinxDirective):

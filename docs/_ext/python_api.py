@@ -21,7 +21,7 @@ from sphinx.application import Sphinx
 
 PACKAGES = ("nntask", "tiles", "scheduler", "wrappers")
 INSIDE = ("scheduler.core", "scheduler.execution")
-"""Packages that nobody outside of theirs may import."""
+"""Packages that no module outside of theirs may import."""
 
 
 def doors() -> Iterator[ModuleType]:

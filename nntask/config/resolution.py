@@ -55,7 +55,7 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     check_rank(settings, largest_rank(config))
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
-    is_new, base = resumed is None and not begin.resume, frozen_base_to_start_from(settings, resumed)
+    is_new, frozen_base = resumed is None and not begin.resume, frozen_base_to_start_from(settings, resumed)
     return RunConfig(
         name=name_of(settings),
         directory=directory_of(settings, resumed),
@@ -77,7 +77,7 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         machine=with_budgets(devices) if machine is None else machine,
         start=Start(
             resumed,
-            base,
+            frozen_base,
             Path(begin.init_from) if begin.init_from and is_new else None,
             Path(begin.load_checkpoint) if begin.load_checkpoint and resumed is None else None,
             Path(begin.load_optimizer) if begin.load_optimizer and resumed is None else None,

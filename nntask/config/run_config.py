@@ -134,13 +134,13 @@ class Start:
 
     Args:
         resumed: the checkpoint to continue from; None for a new run.
-        base: the frozen weights that adapters stand beside; None where all weights are trained.
+        frozen_base: the frozen weights that adapters stand beside; None where all weights are trained.
         directory: the model directory of a new run of all weights; None where there is none.
         weights, optimizer: files that are read before the first step; None for none.
     """
 
     resumed: Checkpoint | None
-    base: FrozenBase | None
+    frozen_base: FrozenBase | None
     directory: Path | None
     weights: Path | None
     optimizer: Path | None

@@ -101,5 +101,5 @@ def _builtin_docs() -> str:
     """Docstrings of the built-in names, which have no source file in Python."""
     import builtins
 
-    parts = [f"{name}\n{doc}\n" for name, value in sorted(vars(builtins).items()) if isinstance(doc := getattr(value, "__doc__", None), str)]
-    return "\n".join(parts)
+    docs = [f"{name}\n{doc}\n" for name, value in sorted(vars(builtins).items()) if isinstance(doc := getattr(value, "__doc__", None), str)]
+    return "\n".join(docs)

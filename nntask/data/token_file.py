@@ -104,12 +104,12 @@ class TokenFile:
         data = b""
         while len(data) < count * size:
             try:
-                part = os.pread(self._fd, count * size - len(data), first * size + len(data))
+                piece = os.pread(self._fd, count * size - len(data), first * size + len(data))
             except OSError as error:
                 raise DataError(f"cannot read {self.path}: {error.strerror}; check the disk, or restore the file") from error
-            if not part:
+            if not piece:
                 raise DataError(f"{self.path} became shorter while it was read; {first + count} tokens were expected")
-            data += part
+            data += piece
         return np.frombuffer(data, self.dtype)
 
     def _scan(self, nbytes: int) -> None:

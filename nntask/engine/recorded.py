@@ -31,7 +31,7 @@ from ..models.language import LanguageModel
 from ..models.registry import build
 from ..nn.autograd import accumulation, no_grad
 from ..optim.optimizers import SGD, Adam, AdamW, Optimizer, Tiles, decay_groups, norm_of
-from ..optim.sharded import Exchange, Share, Transport
+from ..optim.sharded import DataShard, Exchange, Transport
 from .interface import Outcome
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ def emit_training_step(
         exchange: with the other nodes of a cluster; `inputs` are then this node's.
 
     Returns:
-        The losses (1,), whose sum over all nodes is the mean over the batch, and the sum of squares of the gradient (1,); None on nodes that are not
-        told.
+        The losses (1,), whose sum over all nodes is the mean over the batch, and the sum of squares of the gradient (1,); None on nodes that do not
+        have it.
     """
     model.train()
-    numbers = range(len(inputs)) if exchange is None else exchange.share.minibatches
-    count = len(inputs) if exchange is None else exchange.share.num_minibatches
+    numbers = range(len(inputs)) if exchange is None else exchange.shard.minibatches
+    count = len(inputs) if exchange is None else exchange.shard.num_minibatches
     losses = []
     with accumulation():
         for number, (tokens, targets) in zip(numbers, inputs, strict=True):
@@ -211,7 +211,7 @@ class RecordedEngine(Inference):
     Args:
         model: None for a new one.
         order: in which the step executes, as planned before; None for the one that the run names. Other steps choose their own.
-        share: what this node does of a step; None for all of it.
+        shard: what this node does of a step; None for all of it.
         transport: to the other nodes, if there are any.
     """
 
@@ -221,18 +221,18 @@ class RecordedEngine(Inference):
         runtime: Runtime,
         model: LanguageModel | None = None,
         order: str | None = None,
-        share: Share | None = None,
+        shard: DataShard | None = None,
         transport: Transport | None = None,
     ) -> None:
         super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len)
         self.run = run
         self._order_name = run.step.order if order is None else order
         self.exchange: Exchange | None = None
-        if share is not None and transport is not None:
-            self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], share, transport)
+        if shard is not None and transport is not None:
+            self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport)
         self.optimizer = build_optimizer(self.model, run.optimizer, None if self.exchange is None else self.exchange.tiles_of)
         self._minibatch = run.step.minibatch
-        count = run.step.num_minibatches if share is None else len(share.minibatches)
+        count = run.step.num_minibatches if shard is None else len(shard.minibatches)
         self._inputs = [self.model.input_tensors(self._minibatch, self.context) for _ in range(count)]
         self._step: Step | None = None
         self._losses: list[TileTensor] = []

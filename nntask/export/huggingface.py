@@ -218,9 +218,9 @@ def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, 
     """(window, values) for windows that cover a weight; values of another type than `kind` come in the merge type, so that they are rounded once."""
     held = kind if source.dtype == kind else merge_dtype(source.dtype)
     for window in windows(source.shape, held.itemsize):
-        part = source[window]
-        piece = np.empty(part.shape, held)
-        part.read(piece)
+        values = source[window]
+        piece = np.empty(values.shape, held)
+        values.read(piece)
         yield window, piece
 
 

@@ -2,7 +2,7 @@ from .allocator import give_back_freed, reuse_freed_memory
 from .flops import flop_counts_of, gemm_peak
 from .gpus import GpuPlan, cards, gpus_of, open_nccl, without_nccl
 from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
-from .machine_model import DISK, RAM, Target, durations, memory_bandwidth, open_store, this_machine
+from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth, open_store, this_machine
 from .machine_spec import MachineSpec, devices_of, free_bytes, machine_of, with_budgets
 from .runtimes import FAILURES, as_user_error, open_runtime, runtime_for
 
@@ -12,8 +12,8 @@ __all__ = [
     "FAILURES",
     "RAM",
     "GpuPlan",
+    "MachineModel",
     "MachineSpec",
-    "Target",
     "as_user_error",
     "cards",
     "coarse_tiling",

@@ -180,19 +180,19 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
         UsageError: `text` is neither a size nor a fraction.
     """
     least = min(found, key=lambda card: card.free_nbytes)
-    room = least.free_nbytes // split - CONTEXT_NBYTES
-    if room < 1 << 20:
+    free = least.free_nbytes // split - CONTEXT_NBYTES
+    if free < 1 << 20:
         raise DoesNotFit(
             f"GPU {least.index} ({least.name}) has {format_size(least.free_nbytes)} of {format_size(least.nbytes)} free, too little for {split} "
             f"part{'' if split == 1 else 's'} of it; end what else uses the card, or use --ngpu 0"
         )
     if not text:
-        return int(DEFAULT_SHARE * room)
+        return int(DEFAULT_SHARE * free)
     share = fraction_of(text)
     nbytes = int(share * min(card.nbytes for card in found)) // split if share is not None else parse_size(text, "--gpu-memory")
-    if nbytes > room:
+    if nbytes > free:
         raise DoesNotFit(
-            f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {room:,} B that GPU {least.index} ({least.name}) has free for "
+            f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
             f"each of its {split} part{'' if split == 1 else 's'} beside {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end what else "
             "uses the card"
         )

@@ -17,7 +17,7 @@ from ..config.validation import check_most
 from ..errors import UsageError
 from ..models.interface import ModelConfig
 from ..tiling.model_tiling import ModelTiling, divisors, even, whole_groups
-from .machine_model import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, Target
+from .machine_model import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, MachineModel
 
 DEFAULT_LINK: Final = "25GB/s"
 """Between host memory and each imaginary device, in each direction."""
@@ -44,7 +44,7 @@ _DEVICES: Final = re.compile(
 _SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
 
 
-def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "", disk_rate: str = "") -> Target:
+def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "", disk_rate: str = "") -> MachineModel:
     """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them.
 
     Args:
@@ -70,10 +70,10 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
     models = Models()
     models.declare_links(len(nodes), storage=disk is not None, given=(LATENCY, bandwidth), disk=(LATENCY, of_disk / THREADS))
-    return Target(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
+    return MachineModel(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
 
 
-def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: Target, factor: int = 1) -> ModelTiling:
+def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: MachineModel, factor: int = 1) -> ModelTiling:
     """Large tiles, as accelerators like them, `factor` times as large as usual, for `minibatch` sequences of `length` tokens."""
     elements = factor * target.largest_node_nbytes // COARSE_SHARE // 4  # of an fp32 tile
     width = even(config.n_embd, max(1, int(elements**0.5)))

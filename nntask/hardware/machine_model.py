@@ -1,8 +1,8 @@
-"""Machines that a step is planned for: this one with its budgets, or an imaginary one (`imagined`); and how long tasks and copies take there.
+"""Machines that a step is planned for: this one with its budgets, or an imaginary one (`imaginary`); and how long tasks and copies take there.
 
-This machine: workers and budgets of its `MachineSpec`; durations and link rates from the models of earlier runs, and for
-for tasks that were never measured, the cost function over the measured peak of matrix products and of memory. Nothing here is written, and no memory
-is taken but for measuring.
+This machine: workers and budgets of its `MachineSpec`; durations and link rates from the models of earlier runs; for tasks
+that were never measured, the cost function over the measured peaks of matrix products and of memory. Nothing here is written, and no memory is taken
+but for measuring.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _BANDWIDTH_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A machine to plan for.
+class MachineModel:
+    """A machine to plan for: its workers, budgets, and what is known of its durations and links.
 
     Args:
         workers: (kind, node, depth) of each worker.
@@ -118,16 +118,16 @@ class Target:
         """The scheduling policy that `sched` stands for."""
         return choose(sum(node > 0 for node in self.compute_nodes)) if sched == "auto" else sched
 
-    def with_budget(self, node: int, nbytes: int) -> Target:
+    def with_budget(self, node: int, nbytes: int) -> MachineModel:
         """The same machine with another budget on one node."""
         nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
-    def without(self, nbytes: int) -> Target:
+    def without(self, nbytes: int) -> MachineModel:
         """The same machine with so much less host memory."""
         return self.with_budget(0, self.nodes[0][1] - nbytes) if nbytes else self
 
-    def enlarged(self, nbytes: Mapping[int, int]) -> Target:
+    def enlarged(self, nbytes: Mapping[int, int]) -> MachineModel:
         """The same machine with these budgets as flags would give them, by node; of all its devices, if of one."""
         found, devices = self, max((size for at, size in nbytes.items() if 0 < at <= self.num_devices), default=0)
         for at in range(len(self.nodes)):
@@ -135,13 +135,13 @@ class Target:
             found = found.with_budget(at, max(size, self.nodes[at][1]))
         return found
 
-    def with_empty_disk(self) -> Target:
+    def with_empty_disk(self) -> MachineModel:
         """A machine without a disk tier with one of no bytes, to see how large it must be."""
         staging = staging_nbytes(sum(kind == "cuda" for kind, _, _ in self.workers), has_tier=True)
         return replace(self.without(staging), nodes=(*self.without(staging).nodes, (DISK, 0)), storage=True, staging=staging)
 
 
-def this_machine(machine: MachineSpec) -> Target:
+def this_machine(machine: MachineSpec) -> MachineModel:
     """The machine that `open_runtime` makes of these devices and budgets, with what earlier runs have measured on it."""
     num_gpus = len(machine.gpus.devices)
     staging = staging_nbytes(num_gpus, has_tier=machine.disk is not None)
@@ -157,7 +157,7 @@ def this_machine(machine: MachineSpec) -> Target:
     open_store([name for name, _ in nodes], machine.gpus.names).load(models)
     given = None if machine.link_rate is None else (0.0, machine.link_rate)
     models.declare_links(len(nodes), storage=machine.disk is not None, given=given)
-    return Target(tuple(workers), tuple(nodes), machine.disk is not None, models, staging=staging)
+    return MachineModel(tuple(workers), tuple(nodes), machine.disk is not None, models, staging=staging)
 
 
 def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:
@@ -175,7 +175,7 @@ class Durations:
     """Seconds of every task of a plan.
 
     Attributes:
-        seconds: by worker kind, then by planned place.
+        seconds: by worker kind, then by position in the plan.
         num_measured, num_kinds: kinds of tasks with measurements, and all: pairs of footprint and worker kind.
     """
 
@@ -190,7 +190,7 @@ class Durations:
         return lambda task, kind: tables[kind][task.position] if task.step is not None else 0.0
 
 
-def durations(plan: StepPlan, target: Target) -> Durations:
+def durations(plan: StepPlan, target: MachineModel) -> Durations:
     """How long the tasks of a plan take on each kind of worker of a machine."""
     keys = [(task.name, footprint(cast(Task, task))) for task in plan.tasks]
     examples: dict[tuple[str, int], RecordedTask] = dict(zip(keys, plan.tasks, strict=True))
@@ -212,7 +212,7 @@ def durations(plan: StepPlan, target: Target) -> Durations:
     return Durations(seconds, num_measured, num_kinds)
 
 
-def pace_on(plan: StepPlan, target: Target) -> Pace:
+def pace_on(plan: StepPlan, target: MachineModel) -> Pace:
     """How fast a machine goes through a plan."""
     tables = durations(plan, target).seconds
     position = {task: at for at, task in enumerate(plan.tasks)}

@@ -109,7 +109,7 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
     """The error that the user sees for one of `FAILURES`.
 
     First what the runtime knows to have gone wrong, since the tasks that needed that data are cancelled one after another: the disk tier, a GPU, a
-    task that found no room, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the
+    task that did not fit, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the
     error itself.
 
     Args:
@@ -149,7 +149,7 @@ def does_not_fit(error: NoRoom, machine: MachineSpec, *, lower: str | None = Non
     flag, value = ("--gpu-memory", asked.gpu_memory) if error.node.startswith(("sim", "cuda")) else ("--ram", asked.ram)
     flag += f" (now {value or 'the default'})"
     if lower is not None:
-        is_full = "are taken" in story  # else the task alone is too large, and no room elsewhere helps
+        is_full = "are taken" in story  # else the task alone is too large, and no free bytes elsewhere help
         is_work = not story.startswith("program ")  # else it is a weight on its way in, or what was typed
         changes = [f"raise {flag}", *([f"lower {lower}"] if lower and is_work else []), *(["add --disk DIR"] if is_full and not disk else [])]
         return DoesNotFit(f"{story}; {', or '.join(changes)}")

@@ -103,9 +103,9 @@ class _Blank:
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function is not np.concatenate:
             return NotImplemented
-        parts, axis = args[0], kwargs.get("axis", 0)
-        shape = list(parts[0].shape)
-        shape[axis] = sum(part.shape[axis] for part in parts)
+        arrays, axis = args[0], kwargs.get("axis", 0)
+        shape = list(arrays[0].shape)
+        shape[axis] = sum(array.shape[axis] for array in arrays)
         return _Blank(shape)
 
 

@@ -4,8 +4,8 @@ The prompts' tokens but the last pass through the model once, in pieces of a til
 the batch go on together, one token a step: the step is recorded, and recorded anew only when a text enters another tile of the cache, since then
 the tasks are others. Texts of unequal length need no padding: every token knows its own position.
 
-The context is the most tokens a model looks at. A longer prompt is refused, and a text ends when its context is full: sliding the window would
-give every cached position another place, and so compute everything again for each token.
+The context is the most tokens a model looks at. A longer prompt is refused, and a text ends when its context is full: sliding the window would give
+every cached key another position, and so compute everything again for each token.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class _Steps:
 
     def scores(self) -> Scores:
         """Scores of what follows each text  # -> (B, V). A text that has ended is where it was."""
-        places = [len(text) - 1 for text in self._texts]
+        positions = [len(text) - 1 for text in self._texts]
         last = self._cache.last_position
-        at = np.minimum(np.array(places, np.int32), last)[:, None]
+        at = np.minimum(np.array(positions, np.int32), last)[:, None]
         self._tokens.write(np.array([[text[-1]] for text in self._texts], np.int32))
         self._positions.write(at)
         recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1))

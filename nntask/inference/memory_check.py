@@ -1,7 +1,8 @@
-"""Whether a machine has room for what a trained model is to do: ``nntask generate`` and ``nntask perplexity`` refuse at once what would end halfway.
+"""Whether a machine has the memory for what a trained model is to do: ``nntask generate`` and ``nntask perplexity`` refuse at once what would end
+halfway.
 
-What counts is a step, as `fitting` counts a training step: of scoring, each is the same; of texts, the last of the longest, with the whole cache.
-Prompts pass through the model before that and may need more; the runtime refuses them when it meets them.
+What counts is a step, as `planning.memory_fit` counts a training step: of scoring, each is the same; of texts, the last of the longest, with the
+whole cache. Prompts pass through the model before that and may need more; the runtime refuses them when it meets them.
 
 A refusal names every budget that is too small with what it must be at least, and those flags for smaller work whose least value would do.
 """
@@ -16,7 +17,7 @@ from tiles import TileTensor
 
 from ..config.units import flag_size
 from ..errors import DoesNotFit
-from ..hardware.machine_model import RAM, Target, this_machine
+from ..hardware.machine_model import RAM, MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
@@ -114,7 +115,7 @@ def _check(machine: MachineSpec, needs: Callable[[int, int], Needs], batch: int,
     raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
 
 
-def _more(target: Target, needs: Needs, machine: MachineSpec) -> str:
+def _more(target: MachineModel, needs: Needs, machine: MachineSpec) -> str:
     """What to raise, all of it; or the disk tier that would hold what host memory cannot, and what must be raised beside it."""
     found = _raised(target, needs.short(target), machine)
     if target.storage or all(at != target.last for at, _ in needs.short(target)):
@@ -124,7 +125,7 @@ def _more(target: Target, needs: Needs, machine: MachineSpec) -> str:
     return f"{found}, or {f'{_raised(with_disk, besides, machine)} and ' if besides else ''}add --disk DIR"
 
 
-def _raised(target: Target, short: Sequence[tuple[int, int]], machine: MachineSpec) -> str:
+def _raised(target: MachineModel, short: Sequence[tuple[int, int]], machine: MachineSpec) -> str:
     """What to raise to have so many bytes of some nodes of a machine."""
     changes = []
     devices = max((nbytes for at, nbytes in short if target.nodes[at][0] != RAM and at != target.last), default=0)  # one size for all of them

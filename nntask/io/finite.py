@@ -21,8 +21,8 @@ def first_not_finite(values: npt.NDArray[Any]) -> Any:
     flat = values.reshape(-1)
     exponent = _EXPONENTS.get(flat.dtype)
     for first in range(0, len(flat), _AT_ONCE):
-        part = flat[first : first + _AT_ONCE]
-        finite = np.isfinite(part) if exponent is None else (part.view(np.uint16) & exponent) != exponent
+        piece = flat[first : first + _AT_ONCE]
+        finite = np.isfinite(piece) if exponent is None else (piece.view(np.uint16) & exponent) != exponent
         if not finite.all():
-            return part[int(np.argmin(finite))]
+            return piece[int(np.argmin(finite))]
     return None

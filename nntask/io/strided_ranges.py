@@ -135,10 +135,10 @@ class FileRange:
             self._transfer(os.preadv, out)
             self.file.check()
             return
-        for part, window in self._passes():
-            shape = tuple(part.shape[axis] for axis in self.order)
+        for box, window in self._passes():
+            shape = tuple(box.shape[axis] for axis in self.order)
             raw = np.ndarray(shape, self.dtype, buffer=scratch)
-            FileRange(self.file, self.dtype, part.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.preadv, raw)
+            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.preadv, raw)
             out[window] = raw.transpose(np.argsort(self.order))
         self.file.check()
 
@@ -148,10 +148,10 @@ class FileRange:
         Raises:
             OSError: the disk is full or failed.
         """
-        for part, window in self._passes():
-            shape = tuple(part.shape[axis] for axis in self.order)
+        for box, window in self._passes():
+            shape = tuple(box.shape[axis] for axis in self.order)
             raw = np.ascontiguousarray(values[window].transpose(self.order), self.dtype)
-            FileRange(self.file, self.dtype, part.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.pwritev, raw)
+            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.pwritev, raw)
 
     def _is_plain(self, dtype: np.dtype[Any]) -> bool:
         return dtype == self.dtype and self.order == tuple(range(len(self.shape)))

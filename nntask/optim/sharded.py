@@ -1,10 +1,10 @@
 """Data-parallel training on several nodes: which node computes which shard of a step, and the tasks in which nodes exchange their results.
 
 Every node has the whole model and takes some lanes of the gradient sums, with the minibatches that belong to them. It sums its lanes as far as the
-fixed tree of lanes has both halves on this node. Each tile of a parameter has one owner: it receives the other nodes' parts of the gradient, ends the
-sum in the tree's order, updates the tile, whose optimizer state only it has (ZeRO-1: Rajbhandari et al., 2020), and sends the new tile to the others.
-So the numbers are those of one node with as many lanes, whatever the number of nodes; and a node sends its parts of the tiles that it does not own
-once, and the tiles that it owns to every other node: (n - 1) / n of the gradient's bytes and as much of the parameters'.
+fixed tree of lanes has both halves on this node. Each tile of a parameter has one owner: it receives the other nodes' partial sums of the gradient,
+ends the sum in the tree's order, updates the tile, whose optimizer state only it has (ZeRO-1: Rajbhandari et al., 2020), and sends the new tile to
+the others. So the numbers are those of one node with as many lanes, whatever the number of nodes; and a node sends its partial sums of the tiles that
+it does not own once, and the tiles that it owns to every other node: (n - 1) / n of the gradient's bytes and as much of the parameters'.
 
 Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes end their gradients. All of it is tasks of the
 recorded step, so a bucket travels as soon as it is final, while the backward pass goes on, and the next step's tasks wait for the tiles they read. A
@@ -39,12 +39,12 @@ URGENT: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one of several nodes does of a step.
+class DataShard:
+    """The data-parallel shard of a step that one of several nodes computes.
 
     Attributes:
         rank: of the node, from 0.
-        lanes: of each node, in order of ranks.
+        lanes: of each node, in order of ranks; a lane is a partial accumulator of a sum over minibatches.
         minibatches: of this node, numbered within the step.
         num_minibatches: of the step.
     """
@@ -70,13 +70,13 @@ class Share:
         return [(self.rank + step) % self.num_nodes for step in range(1, self.num_nodes)]
 
     def partial_sums_of(self, rank: int) -> list[int]:
-        """First lanes of the parts that a node's sums come in."""
+        """First lanes of the partial sums that a node sends: a whole branch of the tree of lanes in each."""
         here = set(self.lanes[rank])
-        parts = set(here)
+        firsts = set(here)
         for a, b, end in tree(self.num_lanes):
             if here.issuperset(range(a, end)):
-                parts.discard(b)
-        return sorted(parts)
+                firsts.discard(b)
+        return sorted(firsts)
 
 
 def most_nodes(num_minibatches: int, lanes: int) -> int:
@@ -84,8 +84,8 @@ def most_nodes(num_minibatches: int, lanes: int) -> int:
     return min(num_minibatches, lanes)
 
 
-def shares(num_minibatches: int, lanes: int, num_nodes: int) -> list[Share]:
-    """The share of each node: neighbouring lanes, as many for each as can be, with every L-th minibatch.
+def data_shards(num_minibatches: int, lanes: int, num_nodes: int) -> list[DataShard]:
+    """The shard of each node: neighbouring lanes, as many for each as can be, with every L-th minibatch.
 
     Raises:
         UsageError: there are more nodes than lanes in use.
@@ -101,7 +101,8 @@ def shares(num_minibatches: int, lanes: int, num_nodes: int) -> list[Share]:
     for rank in range(num_nodes):
         ends.append(ends[-1] + each + (rank < rest))
     ranges = tuple(range(a, b) for a, b in pairwise(ends))
-    return [Share(rank, ranges, tuple(m for m in range(num_minibatches) if m % lanes in ranges[rank]), num_minibatches) for rank in range(num_nodes)]
+    minibatches = [tuple(m for m in range(num_minibatches) if m % lanes in own) for own in ranges]
+    return [DataShard(rank, ranges, numbers, num_minibatches) for rank, numbers in enumerate(minibatches)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ class Exchange:
 
     Args:
         parameters: that are learnt, in the model's order.
-        share: of this node.
+        shard: of this node.
         transport: to the others.
 
     Attributes:
@@ -186,13 +187,13 @@ class Exchange:
         tiles_of: numbers of the tiles that this node owns, by parameter.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], share: Share, transport: Transport) -> None:
-        self.share, self.transport = share, transport
-        self.buckets = buckets_of([p.data for p in parameters], share.num_nodes)
+    def __init__(self, parameters: Sequence[Parameter], shard: DataShard, transport: Transport) -> None:
+        self.shard, self.transport = shard, transport
+        self.buckets = buckets_of([p.data for p in parameters], shard.num_nodes)
         self.owners = owners_of(self.buckets)
         self._names = [p.name for p in parameters]
         self.tiles_of: Tiles = {name: [] for name in self._names}
-        for name, number in self._tiles(share.rank):
+        for name, number in self._tiles(shard.rank):
             self.tiles_of[name].append(number)  # type: ignore[attr-defined]
         for numbers in self.tiles_of.values():
             numbers.sort()  # type: ignore[attr-defined]
@@ -220,7 +221,7 @@ class Emission:
     """One emission of an exchange."""
 
     def __init__(self, exchange: Exchange, optimizer: Optimizer) -> None:
-        self.share, self.transport, self.optimizer = exchange.share, exchange.transport, optimizer
+        self.shard, self.transport, self.optimizer = exchange.shard, exchange.transport, optimizer
         self.buckets, self.runtime = exchange.buckets, optimizer.runtime
         self.ready = {p.name: (p, gradient, group) for p, gradient, group in optimizer.take_gradients()}
         self.names = exchange._names
@@ -244,24 +245,24 @@ class Emission:
             self._update(bucket, norm)
 
     def _sum(self, bucket: Bucket) -> None:
-        """Bring the nodes' parts of a bucket's gradients together at its owner."""
-        me = self.share.rank
+        """Bring the nodes' partial sums of a bucket's gradients together at its owner."""
+        me = self.shard.rank
         gradients = [self.ready[self.names[which]][1].handles[number] for which, number in bucket.tiles]
         written = [handle for handle in gradients if handle.written]
-        parts = [self.runtime.partial_sums(handle, self.share.num_lanes, priority=URGENT) for handle in written]
+        sums = [self.runtime.partial_sums(handle, self.shard.num_lanes, priority=URGENT) for handle in written]
         if bucket.owner != me:
-            for lane in self.share.partial_sums_of(me) if written else ():
-                self._send([part[lane] for part in parts], bucket.owner, f"gradient {bucket.number}.{lane}")
+            for lane in self.shard.partial_sums_of(me) if written else ():
+                self._send([partial[lane] for partial in sums], bucket.owner, f"gradient {bucket.number}.{lane}")
             return
-        for peer in self.share.peers if written else ():
-            for lane in self.share.partial_sums_of(peer):
+        for peer in self.shard.peers if written else ():
+            for lane in self.shard.partial_sums_of(peer):
                 arrived = [self._like(handle, f"{handle.name} of node {peer}") for handle in written]
                 self._receive(arrived, peer, f"gradient {bucket.number}.{lane}", after=written)
-                for own, part in zip(parts, arrived, strict=True):
-                    own[lane] = part
-        for handle, whole in zip(written, parts, strict=True):
-            for lane, part in whole.items():
-                self.runtime.add_partial_sum(handle, lane, part)
+                for own, partial in zip(sums, arrived, strict=True):
+                    own[lane] = partial
+        for handle, whole in zip(written, sums, strict=True):
+            for lane, partial in whole.items():
+                self.runtime.add_partial_sum(handle, lane, partial)
         for which, number in bucket.tiles:
             name = self.names[which]
             gradient = self.ready[name][1]
@@ -272,28 +273,28 @@ class Emission:
         """Update a bucket at its owner, and let the others have it."""
         tiles = [self.ready[self.names[which]][0].data.handles[number] for which, number in bucket.tiles]
         key = f"parameters {bucket.number}"
-        if bucket.owner != self.share.rank:
+        if bucket.owner != self.shard.rank:
             self._receive(tiles, bucket.owner, key)
             return
         for which, number in bucket.tiles:
             parameter, gradient, group = self.ready[self.names[which]]
             self.optimizer.update(parameter, gradient, group, norm, [number], URGENT)
-        for peer in self.share.peers:
+        for peer in self.shard.peers:
             self._send(tiles, peer, key)
 
     def _norm(self, *, everywhere: bool) -> TileTensor | None:
         """The sum of squares of the whole gradient, on the first node or on all."""
-        me, key = self.share.rank, "squares"
-        parts = [self._squares_of(rank) for rank in range(self.share.num_nodes)]
-        receivers = [me, *self.share.peers] if everywhere else [0]
+        me, key = self.shard.rank, "squares"
+        squares = [self._squares_of(rank) for rank in range(self.shard.num_nodes)]
+        receivers = [me, *self.shard.peers] if everywhere else [0]
         for peer in receivers:
-            if peer != me and parts[me]:
-                self._send(parts[me], peer, key)
+            if peer != me and squares[me]:
+                self._send(squares[me], peer, key)
         if me not in receivers:
             return None
-        for peer in self.share.peers:
-            if parts[peer]:
-                self._receive(parts[peer], peer, key)
+        for peer in self.shard.peers:
+            if squares[peer]:
+                self._receive(squares[peer], peer, key)
         return optimizer_ops.sum_squares(self.squares)
 
     def _squares_of(self, rank: int) -> list[Handle]:

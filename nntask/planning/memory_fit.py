@@ -1,7 +1,7 @@
 """What a training step needs, from shapes alone, and whether a machine has it: ``nntask train`` refuses what cannot fit before memory is taken.
 
-The step is captured (`scheduler.api.capturing_runtime`); what each memory must hold at least is
-`StepPlan.minimum_bytes`, in the order that a run would choose.
+The step is captured (`scheduler.api.capturing_runtime`); what each memory must hold at least is `StepPlan.minimum_bytes`, in the order that a run
+would choose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..config.units import flag_size, parse_size
 from ..engine.recorded import build_model, build_optimizer, emit_training_step
 from ..errors import DoesNotFit, UsageError
 from ..hardware.imaginary import format_devices
-from ..hardware.machine_model import RAM, Target, pace_on, this_machine
+from ..hardware.machine_model import RAM, MachineModel, pace_on, this_machine
 from ..hf.model_directory import ModelDirectory
 from .needs import Needs, shortage
 
@@ -75,7 +75,7 @@ def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
         UsageError: the step has too many tasks, or no order of the name that was asked for.
     """
     with no_collections():
-        found = capture(run, base=run.start.base)
+        found = capture(run, frozen_base=run.start.frozen_base)
         target = this_machine(run.machine)
         needs = least_needs(found.plan, run, target, reading=found.reading)
         if not needs.fit(target):
@@ -84,12 +84,12 @@ def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
         return found, choose_order(found.plan, run, target.without(found.reading))
 
 
-def capture(run: RunConfig, num_minibatches: int | None = None, base: FrozenBase | None = None) -> CapturedStep:
+def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:
     """Model and step of a run, from shapes.
 
     Args:
         num_minibatches: per step; as many as the run has unless given.
-        base: the frozen weights of a run with adapters.
+        frozen_base: the frozen weights of a run with adapters.
 
     Raises:
         UsageError: the step has more than `MOST_TASKS` tasks.
@@ -103,8 +103,8 @@ def capture(run: RunConfig, num_minibatches: int | None = None, base: FrozenBase
         )
     runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus)
     model = build_model(run.model, runtime)
-    if base is not None:
-        base.attach(model.frozen_tensors())
+    if frozen_base is not None:
+        frozen_base.attach(model.frozen_tensors())
     elif (start := _start(run)) is not None:
         start.attach(model.frozen_tensors() or model.tensors())
     optimizer = build_optimizer(model, run.optimizer)
@@ -148,8 +148,8 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
     return Needs(task, tile, total, passive, persistent, hungriest, least, reading)
 
 
-def least_needs(plan: StepPlan, run: RunConfig, target: Target, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
-    """What the step needs in the order that a run would choose; with less room, it may choose the submission order or early updates.
+def least_needs(plan: StepPlan, run: RunConfig, target: MachineModel, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
+    """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or early updates.
 
     Args:
         order: None to look no further once the submission order fits.
@@ -185,7 +185,7 @@ def work_of(run: RunConfig) -> int:
     return tokens * width * (config.n_layer * (config.num_inner_matrices * inner + 4 * heads) + 2 * vocab)
 
 
-def choose_order(plan: StepPlan, run: RunConfig, target: Target) -> PlannedOrder:
+def choose_order(plan: StepPlan, run: RunConfig, target: MachineModel) -> PlannedOrder:
     """As `Runtime.plan_order`."""
     try:
         return order_on(plan, run.step.order, target, target.policy(run.machine.asked.sched))
@@ -195,7 +195,7 @@ def choose_order(plan: StepPlan, run: RunConfig, target: Target) -> PlannedOrder
         raise UsageError(f"--order {run.step.order}: {error}{more}") from error
 
 
-def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> PlannedOrder:
+def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str) -> PlannedOrder:
     """As `Runtime.plan_order`, on a machine that need not exist, under a scheduling policy.
 
     Raises:
@@ -215,11 +215,11 @@ def order_on(plan: StepPlan, order: str, target: Target, policy: str) -> Planned
 
 def advice(
     run: RunConfig,
-    target: Target,
+    target: MachineModel,
     needs: Needs,
     *,
     full: str = "",
-    anew: Callable[[Target], RunConfig] | None = None,
+    anew: Callable[[MachineModel], RunConfig] | None = None,
 ) -> list[str]:
     """Changes of which each would make the step fit, checked where that is quick; of a resumed run, of what is not its checkpoint's.
 
@@ -248,7 +248,7 @@ def advice(
     return found
 
 
-def _raised(target: Target, short: Sequence[tuple[int, int]], *, is_new: bool = False) -> str:
+def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: bool = False) -> str:
     """Flags that give some nodes of a machine so many bytes.
 
     Args:
@@ -270,7 +270,7 @@ def _raised(target: Target, short: Sequence[tuple[int, int]], *, is_new: bool = 
     return " and ".join(dict.fromkeys(flags))
 
 
-def _enough(short: list[tuple[int, int]], target: Target, anew: Callable[[Target], RunConfig] | None) -> list[tuple[int, int]]:
+def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[MachineModel], RunConfig] | None) -> list[tuple[int, int]]:
     """What to raise nodes to, as messages round it, so that the step fits in the tiles that it then has."""
     for _ in range(MOST_ENLARGED):
         rounded = {at: parse_size(flag_size(nbytes), "") for at, nbytes in short}
@@ -283,7 +283,7 @@ def _enough(short: list[tuple[int, int]], target: Target, anew: Callable[[Target
     return short
 
 
-def _short(run: RunConfig, target: Target) -> list[tuple[int, int]]:
+def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
     """Nodes that a step leaves short, see `Needs.short`; of many minibatches three are looked at, each more needs as much more as the third."""
 
     def look(num_minibatches: int) -> Needs:
@@ -307,7 +307,7 @@ def with_free_order(run: RunConfig) -> RunConfig:
     return run.in_order(SUBMISSION if run.step.order == SUBMISSION else AUTO)
 
 
-def _smaller_minibatch(run: RunConfig, target: Target) -> str:
+def _smaller_minibatch(run: RunConfig, target: MachineModel) -> str:
     """--minibatch of one tile, or of one sequence and tiles of one, if that makes the machine large enough; "" if it does not."""
     tile = run.model.tiling.minibatch_tile
     for size in sorted({size for size in (tile, 1) if size < run.step.minibatch}, reverse=True):
@@ -317,7 +317,7 @@ def _smaller_minibatch(run: RunConfig, target: Target) -> str:
     return ""
 
 
-def _smaller_tile(run: RunConfig, target: Target, needs: Needs) -> str:
+def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
     """Tile flags halved, one after another, until the hungriest task fits, and what must be raised besides; "" if that does not help."""
     name, config = needs.hungriest.name, run.model.config
     changed, flags = run, dict[str, int]()

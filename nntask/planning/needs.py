@@ -1,5 +1,5 @@
-"""What a step needs at least of each memory of a machine, and which of them are too small. `fitting` measures it; what to do is said there, and for
-texts in `room`."""
+"""What a step needs at least of each memory of a machine, and which of them are too small. `memory_fit` measures it; what to do is said there, and
+for texts in `inference.memory_check`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scheduler.machine import RecordedTask
 
-from ..hardware.machine_model import Target
+from ..hardware.machine_model import MachineModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Needs:
     least: int = 0
     reading: int = 0
 
-    def last(self, target: Target) -> int:
+    def last(self, target: MachineModel) -> int:
         """Least budget of the last tier of a machine."""
         return self.total if target.last in target.compute_nodes else self.passive
 
-    def minimum(self, target: Target) -> dict[str, int]:
+    def minimum(self, target: MachineModel) -> dict[str, int]:
         """Least budget of each node of a machine, as flags give it: of host memory with what file readers and copies to GPUs take of it.
 
-        Where workers of host memory can run the hungriest task, devices need room for the smallest one that has flops.
+        Where workers of host memory can run the hungriest task, devices need bytes for the smallest one that has flops.
         """
         found = {}
         of_device = self.least if self._fits_task_at(target, 0) else self.task
@@ -51,7 +51,7 @@ class Needs:
         found[target.nodes[0][0]] += self.reading + target.staging
         return found
 
-    def short(self, target: Target) -> list[tuple[int, int]]:
+    def short(self, target: MachineModel) -> list[tuple[int, int]]:
         """Nodes of a machine whose budgets must be raised, all of them, each with the least that would do.
 
         A task runs where it fits, so of the memories where tasks run the largest counts; one into which no task with flops fits is a mistake.
@@ -68,24 +68,24 @@ class Needs:
         }
         return sorted({**devices, **others}.items())
 
-    def idle(self, target: Target) -> list[int]:
+    def idle(self, target: MachineModel) -> list[int]:
         """Devices of a machine whose memory holds no task that has flops."""
         return [at for at in target.compute_nodes if at and target.nodes[at][1] < self.least]
 
-    def fit(self, target: Target) -> bool:
+    def fit(self, target: MachineModel) -> bool:
         """Whether a machine has as much."""
         return not self.short(target)
 
-    def fits_task(self, target: Target) -> bool:
+    def fits_task(self, target: MachineModel) -> bool:
         """Whether some memory holds the hungriest task."""
         return any(self._fits_task_at(target, at) for at in target.compute_nodes)
 
-    def _fits_task_at(self, target: Target, at: int) -> bool:
+    def _fits_task_at(self, target: MachineModel, at: int) -> bool:
         """Whether tasks run on a node, and it holds the hungriest."""
         return at in target.compute_nodes and target.nodes[at][1] - (0 if at else self.reading) >= self.task
 
 
-def shortage(target: Target, needs: Needs) -> str:
+def shortage(target: MachineModel, needs: Needs) -> str:
     """Which budget is too small; of several, the last tier's."""
     if not needs.fits_task(target):
         data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)

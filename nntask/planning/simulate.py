@@ -1,7 +1,7 @@
 """``nntask plan``: what a training step needs and costs on a machine, from shapes alone: no data, no kernels, nothing written.
 
-What it needs is in `fitting`. What it costs: the core replays the captured step, in the order that a run would choose, in virtual time with the
-durations and links of `places`.
+What it needs is in `memory_fit`. What it costs: the core replays the captured step, in the order that a run would choose, in virtual time with the
+durations and links of `hardware.machine_model`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..config.run_config import RunConfig
 from ..config.settings import TrainSettings
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
-from ..hardware.machine_model import Target, durations, this_machine
+from ..hardware.machine_model import MachineModel, durations, this_machine
 from ..hardware.machine_spec import devices_of
 from ..models.gpt2_config import PRESETS
 from ..models.interface import ModelConfig
@@ -52,7 +52,7 @@ MANY_TASKS: Final = 40_000
 """Other models and minibatches are not looked at when capturing one would take more tasks."""
 
 
-def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None = None, *, reach: bool = True) -> dict[str, Any]:
+def plan_run(settings: TrainSettings, config: ModelConfig, target: MachineModel | None = None, *, reach: bool = True) -> dict[str, Any]:
     """The figures of ``nntask plan --json``.
 
     Args:
@@ -68,7 +68,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     run = asked if target is None else _with_few_tasks(asked, target)
     target = this_machine(run.machine) if target is None else target
     with no_collections():
-        found = capture(run, base=run.start.base)
+        found = capture(run, frozen_base=run.start.frozen_base)
         plan = found.plan
         order = choose_order(plan, run, target.without(found.reading))
         needs = least_needs(plan, run, target, order, reading=found.reading)
@@ -88,7 +88,7 @@ def plan_run(settings: TrainSettings, config: ModelConfig, target: Target | None
     return figures
 
 
-def _with_few_tasks(run: RunConfig, target: Target) -> RunConfig:
+def _with_few_tasks(run: RunConfig, target: MachineModel) -> RunConfig:
     """Coarse tiles for the memory of imaginary devices, larger ones where a step of these would be refused for its number of tasks.
 
     Raises:
@@ -113,13 +113,13 @@ def _with_few_tasks(run: RunConfig, target: Target) -> RunConfig:
     return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `capture` says so
 
 
-def _in_coarse_tiles(run: RunConfig, target: Target, factor: int = 1) -> RunConfig:
+def _in_coarse_tiles(run: RunConfig, target: MachineModel, factor: int = 1) -> RunConfig:
     """The run in large tiles, where no flag gives others."""
     return retiled(run, coarse_tiling(run.model.config, run.step.minibatch, run.model.seq_len, target, factor))
 
 
-def _simulate(order: PlannedOrder, run: RunConfig, target: Target, needs: Needs) -> tuple[Simulation | None, str, str]:
-    """What the step costs, the memory of file readers beside it; or why it cannot run, and the node without room if it has the least."""
+def _simulate(order: PlannedOrder, run: RunConfig, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
+    """What the step costs, the memory of file readers beside it; or why it cannot run, and the node without free bytes if it has the least."""
     if not needs.fit(target):
         return None, shortage(target, needs), ""
     target = target.without(needs.reading)
@@ -147,7 +147,7 @@ def _simulate(order: PlannedOrder, run: RunConfig, target: Target, needs: Needs)
     for at, (node, budget) in enumerate(target.memories):
         if at and not found.peak_bytes[node]:  # no task was sent there
             continue
-        workers = sum(place == at or at == 0 for _, place, _ in target.workers)  # what devices make comes to host memory, too
+        workers = sum(node == at or at == 0 for _, node, _ in target.workers)  # what devices make comes to host memory, too
         _raise_peak(found, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - found.peak_bytes[node]))
     _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
     return found, "", ""
@@ -169,7 +169,7 @@ def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> N
     by_class[data_class] = by_class.get(data_class, 0) + nbytes
 
 
-def _figures(run: RunConfig, target: Target, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
+def _figures(run: RunConfig, target: MachineModel, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
     """Everything that is known before virtual time."""
     tiling, asked = run.model.tiling, run.machine.asked
     last = target.nodes[target.last][0]
@@ -244,7 +244,7 @@ def _costs(found: Simulation, run: RunConfig) -> dict[str, Any]:
     }
 
 
-def _reach(run: RunConfig, target: Target, num_tasks: int) -> dict[str, Any]:
+def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, Any]:
     """The largest preset and the largest minibatch that fit this machine with these flags; None where that would take long to find out."""
     per_minibatch = num_tasks / run.step.num_minibatches
     run = with_free_order(run)  # other steps have other orders
@@ -256,8 +256,8 @@ def _reach(run: RunConfig, target: Target, num_tasks: int) -> dict[str, Any]:
     }
 
 
-def _largest_model(run: RunConfig, target: Target, tasks_per_work: float) -> str | None:
-    """The largest preset that fits; tile sizes come from the table anew, in at most two minibatches, since more of them need no more room."""
+def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) -> str | None:
+    """The largest preset that fits; tile sizes come from the table anew, in at most two minibatches, since more of them need no more memory."""
     adapters, minibatch = run.model.adapters, run.step.minibatch
     for name, preset in sorted(PRESETS.items(), key=lambda item: -item[1].num_parameters):
         if adapters is not None and adapters.rank > largest_rank(preset):
@@ -276,10 +276,10 @@ def _largest_model(run: RunConfig, target: Target, tasks_per_work: float) -> str
     return None
 
 
-def _largest_minibatch(run: RunConfig, target: Target) -> tuple[int, bool]:
+def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]:
     """Sequences in flight at once that fit, in whole tiles and with these tiles, and whether more would but for the tasks of their step.
 
-    A tile adds at most what it adds to each class of data. So often as there is room for that, tiles are added, and the step is looked at again
+    A tile adds at most what it adds to each class of data. As often as free bytes allow for that, tiles are added, and the step is looked at again
     while that is quick; where there is none, one tile more is looked at, for most add less. What is found fits.
     """
     step, last = run.model.tiling.minibatch_tile, target.nodes[target.last][0]
@@ -301,8 +301,8 @@ def _largest_minibatch(run: RunConfig, target: Target) -> tuple[int, bool]:
     size, most, quick = 2 * step, most_tiles(run.cut(batch=step, minibatch=step)) * step, MANY_TASKS // 2 // num_tasks * step
     limit = most  # what is larger does not fit
     while size < limit:
-        room = target.budgets[last] - needs.minimum(target)[last]
-        larger = min(size + room // growth * step, limit)
+        free = target.budgets[last] - needs.minimum(target)[last]
+        larger = min(size + free // growth * step, limit)
         if size >= quick:
             return larger, larger == most
         larger = min(max(larger, size + step), quick)

@@ -226,7 +226,7 @@ def step_line(record: StepRecord, steps: int, eta_seconds: float, budgets: Mappi
     moved = sum(record.moved_bytes.values())
     if moved:
         nodes.append(f"moved {moved / 1e9 / record.seconds:.1f} GB/s")
-    parts = [
+    fields = [
         f"step {record.step}/{steps}",
         f"loss {record.loss:.4f}",
         f"norm {record.grad_norm:.2f}",
@@ -237,7 +237,7 @@ def step_line(record: StepRecord, steps: int, eta_seconds: float, budgets: Mappi
         ", ".join(nodes),
         f"eta {format_duration(eta_seconds)}",
     ]
-    return " | ".join(parts)
+    return " | ".join(fields)
 
 
 class StepPrinter:

@@ -23,7 +23,7 @@ class StepRecord:
         moved_bytes: over each link during the step.
         evictions: replicas evicted during the step.
         wait_seconds: of all workers together, not in a kernel.
-        stall_seconds: the part of these in which a task was ready for the worker and its data was on the way or had no room.
+        stall_seconds: the part of these in which a task was ready for the worker and its data was on the way or had no free bytes to go to.
         hit_rate: share of the inputs of the step's tasks that were in place, or on their way, when the task was admitted.
         busy_seconds: of each worker, in kernels that ended during the step.
         worker_stall_seconds: of each worker that had any, its part of stall_seconds.

@@ -2,7 +2,7 @@
 
 Tile sizes are part of the numerics (they fix the order of sums), so the table looks only at the model and the shape of a minibatch, never at
 workers, budgets or measurements. Its limits (tokens, features and vocabulary rows per tile) become sizes in `cut`, which is also the grid that
-``--auto-tile measured`` searches; `tiletable` keeps what that finds.
+``--auto-tile measured`` searches; `tile_table` keeps what that finds.
 """
 
 from __future__ import annotations

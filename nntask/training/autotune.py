@@ -75,7 +75,7 @@ class _Stopwatch(Trace):
         """Copies are part of the step's seconds."""
 
     def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
-        """Nobody asks."""
+        """Counters are not needed here."""
 
 
 @dataclass(frozen=True, slots=True)

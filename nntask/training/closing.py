@@ -51,7 +51,7 @@ def close(session: Session, journal: Journal, step: int) -> None:
         printer.say(f"Training time: {seconds} seconds")
         printer.say(f"Training throughput tokens/sec: {tokens / seconds}")
         printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
-        formula = "6N" if session.run.start.base is None else "4N + 6A"
+        formula = "6N" if session.run.start.frozen_base is None else "4N + 6A"
         printer.say(f"Model flops utilisation ({formula} + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
         printer.say(f"Loss on the last batch: {timed.loss_last}")
     stats = session.runtime.stats()

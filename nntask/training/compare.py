@@ -165,9 +165,9 @@ def compare(name: str, a: Array, b: Array, rtol: float, atol: float) -> tuple[fl
     if not beyond.any():
         return largest, None
     index = np.unravel_index(int(np.argmax(np.where(beyond, gap, -1))), gap.shape)
-    place = tuple(int(i) for i in index)
+    worst = tuple(int(i) for i in index)
     reported = TileDifference(
-        name, a.shape, str(a.dtype), float(gap[place]), place, float(x[place]), float(y[place]), int(np.count_nonzero(beyond)), int(gap.size)
+        name, a.shape, str(a.dtype), float(gap[worst]), worst, float(x[worst]), float(y[worst]), int(np.count_nonzero(beyond)), int(gap.size)
     )
     return largest, reported
 

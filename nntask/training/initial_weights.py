@@ -40,8 +40,8 @@ def check_weights(run: RunConfig, captured: CapturedStep) -> None:
     for path, tensors, exact in _files(start, captured.trained, captured.optimizer):
         with TensorFile(path) as file:
             file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
-    if start.base is not None:
-        start.base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in captured.frozen.items()})
+    if start.frozen_base is not None:
+        start.frozen_base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in captured.frozen.items()})
     elif start.directory is not None:
         ModelDirectory.open(start.directory).check({name: tensor.shape for name, tensor in captured.trained.items()})
 
@@ -59,7 +59,7 @@ def _files(start: Start, model: Mapping[str, TileTensor], optimizer: Mapping[str
     if start.resumed is not None:
         return [(start.resumed.path / MODEL, model, True), (start.resumed.path / OPTIMIZER, optimizer, True)]
     files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
-    if start.weights is not None and start.base is None:
+    if start.weights is not None and start.frozen_base is None:
         files.append((start.weights, model, False))
     if start.optimizer is not None:
         files.append((start.optimizer, optimizer, False))
@@ -69,8 +69,8 @@ def _files(start: Start, model: Mapping[str, TileTensor], optimizer: Mapping[str
 def model_to_start_from(run: RunConfig, runtime: TaskRuntime) -> LanguageModel | None:
     """The model whose weights are in files, each tile to be read when it is first used; None where a new model begins with none."""
     start = run.start
-    if start.base is not None:
-        return _beside(start.base, run.model, runtime)
+    if start.frozen_base is not None:
+        return _beside(start.frozen_base, run.model, runtime)
     if start.directory is None:
         return None
     model = build_model(run.model, runtime, fill=False)
@@ -89,24 +89,24 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
         DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
         UsageError: `spec` asks for a finer element type than that in which adapters met the weights beside them.
     """
-    base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    frozen_base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
     trained, asked = DTYPES[stored.model.dtype], DTYPES[spec.dtype]
-    if base is not None and asked.itemsize > trained.itemsize:
+    if frozen_base is not None and asked.itemsize > trained.itemsize:
         raise UsageError(
             f"{checkpoint.path} holds adapters for weights in {trained.name}, and in {asked.name} those weights are others; "
             f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge"
         )
-    if base is None:
+    if frozen_base is None:
         model = build_model(spec, runtime, fill=False)
     else:
-        model = _beside(base, spec, runtime)
+        model = _beside(frozen_base, spec, runtime)
     if read:
         checkpoint.load(model.trained_tensors(), exact=False)  # a text may be scored in another type than it was trained in
     return model
 
 
-def _beside(base: FrozenBase, spec: ModelSpec, runtime: TaskRuntime) -> LanguageModel:
-    """A model with adapters in their first state, beside the weights of `base`."""
-    model = build_model(spec, runtime, fill=base.kind == "seed")
-    base.attach(model.frozen_tensors())
+def _beside(frozen_base: FrozenBase, spec: ModelSpec, runtime: TaskRuntime) -> LanguageModel:
+    """A model with adapters in their first state, beside the weights of `frozen_base`."""
+    model = build_model(spec, runtime, fill=frozen_base.kind == "seed")
+    frozen_base.attach(model.frozen_tensors())
     return model

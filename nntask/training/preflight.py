@@ -1,4 +1,4 @@
-"""Whether a run may start: what its places and files refuse is refused here, before one is written."""
+"""Whether a run may start: directories and files that cannot be used are refused here, before any file is written."""
 
 from __future__ import annotations
 

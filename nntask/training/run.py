@@ -73,7 +73,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.machine.asked.strict)
         foreseen = _Foreseen(order, matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}), fallbacks)
     else:
-        step = capture(run, base=run.start.base)  # each node checks what it has
+        step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)
     if run.settings.run.dry_run:
         _stream(run, open_dataset(run.data, printer.say))
@@ -241,5 +241,5 @@ def _state_of(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "data": dataset.fingerprint,
         "tokenizer": dataset.tokenizer.name if dataset.tokenizer else None,
         "versions": versions(),
-        **({} if run.start.base is None else {"base": run.start.base.to_dict()}),
+        **({} if run.start.frozen_base is None else {"base": run.start.frozen_base.to_dict()}),
     }

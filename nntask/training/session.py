@@ -53,8 +53,8 @@ def print_header(session: Session, order: PlannedOrder | None) -> None:
         f"{run.name}: {config.num_parameters / 1e6:.1f} M parameters, {config.n_layer} layers, width {config.n_embd}; "
         f"{run.step.batch} x {run.model.seq_len} tokens a step"
     )
-    if run.start.base is not None:
-        chosen, place = settings.optimizer, run.start.base.path or "the seed"
+    if run.start.frozen_base is not None:
+        chosen, place = settings.optimizer, run.start.frozen_base.path or "the seed"
         say(
             f"{chosen.train}: {session.engine.num_trained / 1e6:.2f} M weights of adapters are trained, alpha {chosen.lora_alpha:g}; "
             f"the others are frozen and come from {place}"

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM while training: the first asks for an orderly end, the second ends the process at once.
 
-The first only sets a flag; the training loop looks at it between steps, lets what is in flight finish and saves. Whoever does not wait for that is
-told what is left.
+The first only sets a flag; the training loop looks at it between steps, lets what is in flight finish and saves. If the process is ended before that,
+a message names what is left.
 
 Python runs handlers on the main thread, once that thread runs Python. The system may give a signal to any thread, and the main one may sleep
 without limit: a second signal would then never be heard. So a thread of its own reads, from a pipe, the number of every signal that arrives.

@@ -68,11 +68,11 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         kinds = kinds_on(codelet, name)
     elif "cuda" in kinds and any(worker.kind == "cuda" for worker in workers):
         kinds = ("cuda",)
-    places = {worker.node for worker in (*workers, machine.program) if worker.kind in kinds}
-    if not places:
+    nodes = {worker.node for worker in (*workers, machine.program) if worker.kind in kinds}
+    if not nodes:
         present = ", ".join(sorted({worker.kind for worker in workers}))
         raise ValueError(f"{codelet!r} runs on {', '.join(kinds) or 'nothing'}, and there are only {present} workers")
-    node = max(sorted(places), key=machine.memory.budget)
+    node = max(sorted(nodes), key=machine.memory.budget)
     return Ability(kinds, machine.memory.budget(node), node, name)
 
 

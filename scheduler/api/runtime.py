@@ -189,26 +189,26 @@ class Runtime(RecordingRuntime):
     def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> Iterator[Any]:
         """`acquire` for the runtime's own record; `ticket` is the replay whose failure explains lost data."""
         self._refuse_while_recording(record)
-        engine = self._executor
-        engine.watch.refuse_inside("acquire()")
-        ready = engine.waiters.enter()
+        executor = self._executor
+        executor.watch.refuse_inside("acquire()")
+        ready = executor.waiters.enter()
         task = Task(NEW, None, "program", ("host",), ((record, mode),), {}, token=ready)
         try:
-            engine.bring(TaskSubmitted(task), task)
+            executor.bring(TaskSubmitted(task), task)
             ready.wait()
             if task.state != "running":
                 raise self._refusal(ready, record, ticket)
-            view = engine.pool.view_of(task.replicas[0])
+            view = executor.pool.view_of(task.replicas[0])
         except BaseException:
-            engine.waiters.leave(ready)
-            engine.abandon(task)
+            executor.waiters.leave(ready)
+            executor.abandon(task)
             raise
         try:
             yield view
         except BaseException as error:
-            engine.bring(TaskFinished(task) if mode == R else TaskFailed(task, error))  # half-written data is lost
+            executor.bring(TaskFinished(task) if mode == R else TaskFailed(task, error))  # half-written data is lost
             raise
-        engine.bring(TaskFinished(task))
+        executor.bring(TaskFinished(task))
 
     @staticmethod
     def _refusal(ready: Waiter, record: HandleRecord, ticket: Ticket | None) -> Exception:
@@ -225,19 +225,19 @@ class Runtime(RecordingRuntime):
             raise RecordingError(f"{record!r} was asked for while a step is being recorded; read values through the ticket of a replay")
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
-        engine = self._executor
-        machine = engine.machine
+        executor = self._executor
+        machine = executor.machine
         pin = None
         if not combines:
             if self._pins:
                 pin = self._pin()
             if self._recorder is None:
-                if engine.watch.inside:
-                    engine.watch.refuse_inside("submit()")
+                if executor.watch.inside:
+                    executor.watch.refuse_inside("submit()")
                 if machine.num_unfinished >= WINDOW:
-                    engine.throttle()
-                if engine.watch.stop is not None:
-                    engine.watch.check()
+                    executor.throttle()
+                if executor.watch.stop is not None:
+                    executor.watch.check()
         key = (codelet.cpu is not None, codelet.cuda is not None, pin)
         ability = self._abilities.get(key)
         if ability is None:

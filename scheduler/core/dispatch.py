@@ -1,6 +1,6 @@
 """Who runs what, and when there is memory for it: from ready tasks to running ones.
 
-A worker with room draws a task from the policy; the task is admitted to the worker's node if everything it misses there can be reserved in one
+A worker with a free slot draws a task from the policy; the task is admitted to the worker's node if everything it misses there can be reserved in one
 step (`memory/admission`), else it is blocked: it joins the node's line, holds nothing and occupies no worker. Behind the oldest of a line only tasks
 that need no new memory are admitted. Knows workers, policy and admission; does not know dependencies, failures or replays.
 """
@@ -22,14 +22,14 @@ from .policies import Explained, Pinned, Placement, Policy
 from .records import ANY, HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
 
 TaskEvent = Literal[
-    "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no room", "inputs arrived", "worker free", "finished",
+    "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no free bytes", "inputs arrived", "worker free", "finished",
     "raised", "reads lost data", "never fits",
 ]  # fmt: skip
 
 TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
     ("waiting", "freed"): "ready",
     ("waiting", "reads lost data"): "cancelled",
-    ("ready", "drawn, no room"): "blocked",
+    ("ready", "drawn, no free bytes"): "blocked",
     ("ready", "drawn, inputs missing"): "fetching",
     ("ready", "drawn, fits"): "staged",
     ("ready", "reads lost data"): "cancelled",
@@ -52,7 +52,7 @@ class Dispatch:
     Attributes:
         to_cancel: tasks found to have nothing to read, and why; the owner of the dispatch cancels them.
         blocked: per node, tasks waiting for memory, oldest first.
-        held: recorded tasks too far ahead of the planned order, a heap.
+        throttled: recorded tasks too far ahead of the planned order, a heap.
         num_active: tasks running, the program's included.
         num_ready: tasks the policy holds.
     """
@@ -72,7 +72,7 @@ class Dispatch:
         self.num_active = 0
         self.num_blocked = 0
         self.num_ready = 0
-        self.held: list[tuple[int, TaskId, Task, Worker | None]] = []
+        self.throttled: list[tuple[int, TaskId, Task, Worker | None]] = []
         self._num_slots: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
 
     def join(self, worker: Worker, actions: list[Action]) -> None:
@@ -103,7 +103,7 @@ class Dispatch:
         if step is not None:
             order = task.order = step.first_order + task.position
             if step.window != ANY and order > self._foresight.order + step.window:
-                heapq.heappush(self.held, (order, task.id, task, worker))
+                heapq.heappush(self.throttled, (order, task.id, task, worker))
                 return
         self._hand_over(task, worker, actions)
 
@@ -115,18 +115,18 @@ class Dispatch:
             self.num_ready += 1
             self.policy.push(task, worker)
 
-    def let_in(self, actions: list[Action]) -> None:
-        """The planned order has advanced: let its next tasks into the policy."""
-        held, order = self.held, self._foresight.order
-        while held:
-            task, worker = held[0][2:]
+    def release_throttled(self, actions: list[Action]) -> None:
+        """The planned order has advanced: hand the next throttled tasks to the policy."""
+        throttled, order = self.throttled, self._foresight.order
+        while throttled:
+            task, worker = throttled[0][2:]
             if task.step is not None and task.order > order + task.step.window:
                 return
-            heapq.heappop(held)
+            heapq.heappop(throttled)
             self._hand_over(task, worker, actions)
 
     def feed(self, actions: list[Action]) -> None:
-        """Give ready tasks to workers with room."""
+        """Give ready tasks to workers with free slots."""
         for worker in self.joined:
             if not self.num_ready:
                 return
@@ -134,7 +134,7 @@ class Dispatch:
                 self._fill(worker, actions)
 
     def _fill(self, worker: Worker, actions: list[Action]) -> None:
-        """Draw ready tasks for a worker while it has room; not many more while its memory is short."""
+        """Draw ready tasks for a worker while it has free slots; not many more while its memory is short."""
         assigned, depth = worker.assigned, worker.depth
         line, limit = self.blocked[worker.node], self._num_slots[worker.node]
         while len(assigned) < depth and len(line) < limit:
@@ -271,7 +271,7 @@ class Dispatch:
         return False
 
     def _find_worker(self, task: Task) -> Worker | None:
-        """A worker with room on the node the blocked task waits for, preferably the one that drew it."""
+        """A worker with a free slot on the node the blocked task waits for, preferably the one that drew it."""
         drawer = self.workers[task.worker]
         if len(drawer.assigned) < drawer.depth:
             return drawer

@@ -4,12 +4,12 @@ A log holds everything that decides what a machine does (sizes, access modes, or
 or times. Replaying it must give the same actions in the same order, which turns a recorded failure into a unit test. Entries:
 
     ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
-    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, dues)  TaskSubmitted
+    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, next_uses)  TaskSubmitted
     ("instance", key, tasks, owned, shared, makes, peaks, window, schedules)  first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
     ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
-    ("adopted", handle, due, stays) ("changed", handle)
+    ("adopted", handle, next_use, stays) ("changed", handle)
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ def check_replicas(replicas: Replicas, admitted: Sequence[Task]) -> None:
                 _check_replica(replicas, replica, pins.pop(replica, 0))
             if replica.node != number:
                 raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
+    # Held data has no reservation, although it may lie on the last tier: reservations guard the order of recorded steps, and nodes of counted bytes,
+    # the only ones where data is held, run plain tasks alone.
     replicas.reservations.validate(
         replica for replica in replicas.residents(replicas.last) if replica.is_backing and replica.handle not in replicas.held
     )
@@ -55,6 +57,6 @@ def _check_replica(replicas: Replicas, replica: Replica, pins: int) -> None:
         raise InvalidEvent(f"{where}: lost track of a copy")
     is_empty_backing = replica.is_backing and len(handle.replicas) > 1
     if replica.state in ("reserved", "scratch") and not pins and not is_empty_backing:
-        raise InvalidEvent(f"{where} is {replica.state} although nobody uses it")
+        raise InvalidEvent(f"{where} is {replica.state} although nothing uses it")
     if handle.released and not handle.num_uses:
         raise InvalidEvent(f"{where} outlived its handle")

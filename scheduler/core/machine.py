@@ -1,7 +1,7 @@
 """The scheduler as a state machine: events in, actions out.
 
-Theory of operation. A submitted task gets edges from earlier tasks (`graph`). Without unfinished predecessors it is ready and belongs to the
-policy. A worker with room takes a task from the policy; the task is *admitted* to the worker's memory node when all of its missing bytes are
+Theory of operation. A submitted task gets edges from earlier tasks (`dependencies`). Without unfinished predecessors it is ready and belongs to the
+policy. A worker with a free slot takes a task from the policy; the task is *admitted* to the worker's memory node when all of its missing bytes are
 reserved in one step (`memory/admission`); otherwise it is blocked, holds nothing and occupies no worker, and no younger task that needs new bytes is
 admitted to that node before it. Inputs that are not valid on the node are copied in; then the task is staged, and runs when its worker is
 free. A finished task unpins, invalidates what it overwrote, frees what died, and releases its successors.
@@ -152,7 +152,7 @@ class Machine:
         Raises:
             InvalidEvent: the event is impossible in this state.
             Stalled: tasks remain although nothing is under way (a bug; the message carries the story).
-            DoesNotFit: a source was attached whose readers find no room, or data was adopted for which the last tier has none; it is as if the
+            DoesNotFit: a source was attached whose readers find no free bytes, or data was adopted for which the last tier has none; it is as if the
                 event had not happened.
         """
         dispatch = self._dispatch
@@ -396,8 +396,8 @@ class Machine:
             self._replicas.reservations.forget(replay)
             if not self._foresight.replays:
                 self._lookaheads.rest()
-        if self._dispatch.held:
-            self._dispatch.let_in(actions)
+        if self._dispatch.throttled:
+            self._dispatch.release_throttled(actions)
 
     def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action]) -> None:
         """Mark what the task should have written as lost, and report."""

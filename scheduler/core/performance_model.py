@@ -8,8 +8,8 @@ what the kind of worker does per second.
 
 Links. Latency + bytes / bandwidth per (source, target), fitted to measured copies by medians (Theil and Sen), so a few slow ones move nothing.
 
-Rules: durations come in as arguments, nothing here knows time, tasks in flight or files (`storage.perfstore` keeps models between runs). Nothing
-is locked: threads record under the machine's lock.
+Rules: durations come in as arguments, nothing here knows time, tasks in flight or files (`storage.performance_store` keeps models between runs).
+Nothing is locked: threads record under the machine's lock.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class History:
     """Measured durations by key.
 
     Attributes:
-        series: everything known; `storage.perfstore` reads and fills it.
+        series: everything known; `storage.performance_store` reads and fills it.
     """
 
     def __init__(self) -> None:

@@ -57,9 +57,9 @@ class Replica:
         pins: tasks and copies that use the extent now; a pinned replica is never evicted.
         outgoing: copies out of it that are under way; each is one of its pins.
         arriving: whether a copy into it is under way.
-        is_backing: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the place in a file.
+        is_backing: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the extent in a file.
         is_ahead: whether it is the backing replica of a temporary that the planned order would not have made yet.
-        since, last_use: the machine's event count when it settled here and at the last use.
+        since, last_use: the machine's event count when it was installed and at the last use.
     """
 
     handle: HandleRecord
@@ -105,7 +105,7 @@ class HandleRecord:
         released: no program references it: it dies with its last use.
         lost: why its data does not exist any more, if so; `root` is the failure where that began.
         use_schedule: when the recorded step that used it last uses it.
-        preferred_offset: offset that it had where a task last made room for it: taken again if it is free, so that replays find the same addresses.
+        preferred_offset: offset that it had where a task last freed bytes for it: taken again if it is free, so that replays find the same addresses.
         next_use: order of the plain task that uses it next, where the submitter knows it.
     """
 
@@ -137,14 +137,14 @@ class Task:
 
     Attributes:
         codelet: opaque; only `name` and `kinds` matter to the core.
-        order: place in the order of submission; decides ties everywhere; of a recorded task, set anew in every replay.
+        order: position in the order of submission; decides ties everywhere; of a recorded task, set anew in every replay.
         num_waiting: unfinished predecessors (an edge counts once each time it was added).
         successors: tasks waiting for this one; of a recorded task, those of the same replay.
         late_successors: of a recorded task, tasks outside its replay.
         replicas: one per access while admitted.
         num_arriving: inputs still on their way to `node`.
         step: the replay it belongs to.
-        position: of a recorded task, its place in the step's planned order.
+        position: of a recorded task, its position in the step's planned order.
         partition: of a recorded task, the partition of the step, which belongs on one device; -1 for none.
         pin: the only worker that may run it, if the program has placed it by hand.
         num_predecessors: what `num_waiting` starts from in every replay.

@@ -1,4 +1,4 @@
-"""How long workers stood idle although work for them was ready, because its data was on the way or had no room.
+"""How long workers stood idle although work for them was ready, because its data was on the way or had no free bytes to go to.
 
 Stalled at any moment are, on each node, the idle workers that hold an admitted task, whose inputs are being copied, and of the other idle ones as
 many as tasks stand in the node's line for memory; of several equal ones, those that joined first. A worker that waits for another one's result is

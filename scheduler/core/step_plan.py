@@ -117,7 +117,7 @@ class StepPlan:
         return found
 
     def live_bytes(self) -> list[int]:
-        """For each place in the planned order, the bytes of the step's own data that must exist while its task runs, scratch included.
+        """For each position in the planned order, the bytes of the step's own data that must exist while its task runs, scratch included.
 
         Data that outlives the step counts from its first write, if that comes before any read of it.
         """
@@ -144,7 +144,7 @@ class StepPlan:
         A memory with a tier below it must hold the hungriest task, or, where no task runs, the largest tile, which the program may ask for. The
         last tier must hold what exists at once in the planned order with one task at a time: all data that outlives the step, one instance of the
         outputs for each replay in flight, and the largest sum of temporaries (copies of inputs among them) and, if tasks run there, scratch. The
-        second replay's temporaries do not add to it: tasks ahead of the planned order get only room that the rest of that order does not need.
+        second replay's temporaries do not add to it: tasks ahead of the planned order get only bytes that the rest of that order does not need.
         What lies in a file and is only read counts like scratch, since it can be read again. Of data that the step does not use, `idle` counts.
 
         Args:
@@ -161,7 +161,7 @@ class StepPlan:
         return kept + min(replays, 2) * outputs + max(passing, borrowed)
 
     def kept_bytes(self) -> int:
-        """Bytes that outlive the step and take room on the last tier: all data but outputs, and what lies in a file and is only read; `idle` too."""
+        """Bytes of the last tier that outlive the step: all data but outputs, and what lies in a file and is only read; `idle` too."""
         outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
         return self.idle + sum(handle.size for handle in outlives if not self.stays_in_file(handle))
 
@@ -170,10 +170,10 @@ class StepPlan:
         return FILE in handle.replicas and self.uses[handle].first_writer is None
 
     def temporary_bytes(self, *, scratch: bool) -> list[int]:
-        """For each place in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch.
+        """For each position in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch.
 
         Args:
-            scratch: whether tasks run here, and need room for scratch and for what they read from files.
+            scratch: whether tasks run here, and need bytes for scratch and for what they read from files.
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
@@ -211,7 +211,7 @@ class StepPlan:
         Args:
             clone: makes a new record like the one given.
             first_id: id of the first task.
-            computes_on_last: whether tasks run on data in the last tier, whose room then goes to their scratch as well.
+            computes_on_last: whether tasks run on data in the last tier, whose bytes then hold their scratch as well.
 
         Returns:
             The replay, and the instance's record of each owned one.

@@ -64,7 +64,7 @@ class WorkerThread(threading.Thread):
     """The thread of one worker.
 
     Args:
-        engine: the runtime.
+        executor: takes the events, and decides what is next.
         memory: memory of the worker's node.
         core: the core that the thread is pinned to; None for any.
 
@@ -73,10 +73,10 @@ class WorkerThread(threading.Thread):
         busy_ns: nanoseconds spent in kernels so far.
     """
 
-    def __init__(self, engine: WorkerRuntime, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
+    def __init__(self, executor: WorkerRuntime, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
         super().__init__(name=f"nntask {name}", daemon=True)
         self.core = core
-        self.engine = engine
+        self.executor = executor
         self.worker = worker
         self.memory = memory
         self.mailbox: SimpleQueue[Task | None] = SimpleQueue()
@@ -89,13 +89,13 @@ class WorkerThread(threading.Thread):
         if self.core is not None and sys.platform == "linux":
             with contextlib.suppress(OSError):  # the process may no longer use this core: then run on any
                 os.sched_setaffinity(0, {self.core})
-        engine, worker = self.engine, self.worker
+        executor, worker = self.executor, self.worker
         while (task := self.mailbox.get()) is not None:
             try:
-                while task is not None and not engine.closing:
-                    task = engine.advance(self._execute(task), worker, self._seconds)
+                while task is not None and not executor.closing:
+                    task = executor.advance(self._execute(task), worker, self._seconds)
             except BaseException as error:  # not from a kernel: a bug of ours, and no thread may be left waiting
-                engine.fail(error)
+                executor.fail(error)
             del task
 
     def stop(self) -> None:
@@ -114,7 +114,7 @@ class WorkerThread(threading.Thread):
         return views
 
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
-        engine = self.engine
+        executor = self.executor
         start = perf_counter_ns()
         try:
             constants: Mapping[str, Any] = task.constants
@@ -126,8 +126,8 @@ class WorkerThread(threading.Thread):
             self._seconds = (end - start) * 1e-9
             self.busy_ns += end - start
             self.num_tasks += 1
-            if engine.trace is not None:
-                engine.observe(self.worker, task, start, end)
-        if engine.watch.callback is not None:
-            engine.show(self.worker, task, start, end)
+            if executor.trace is not None:
+                executor.observe(self.worker, task, start, end)
+        if executor.watch.callback is not None:
+            executor.show(self.worker, task, start, end)
         return TaskFinished(task)

@@ -53,7 +53,7 @@ class CudaThread(cpu.WorkerThread):
         arguments: those of `WorkerThread`.
     """
 
-    engine: CudaWorkerRuntime
+    executor: CudaWorkerRuntime
 
     def __init__(self, arena: DeviceArena, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -68,7 +68,7 @@ class CudaThread(cpu.WorkerThread):
             super().run()
             self.drain()
         except BaseException as error:  # no thread may be left waiting
-            self.engine.fail(error)
+            self.executor.fail(error)
 
     def drain(self) -> None:
         """Wait until the device has ended all kernels on the flow, and record their durations; callable from any thread.
@@ -81,7 +81,7 @@ class CudaThread(cpu.WorkerThread):
         self._note(self.flow.collect())
 
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
-        flow, watch = self.flow, self.engine.watch
+        flow, watch = self.flow, self.executor.watch
         self._note(flow.begin())
         self.num_tasks += 1
         start = perf_counter_ns()
@@ -95,13 +95,13 @@ class CudaThread(cpu.WorkerThread):
         flow.mark(task)
         if watch.callback is not None:
             flow.wait()
-            self.engine.show(self.worker, task, start, perf_counter_ns())
+            self.executor.show(self.worker, task, start, perf_counter_ns())
         return TaskFinished(task)
 
     def _note(self, ended: Sequence[Ended]) -> None:
         if ended:
             self.busy_ns += sum(task.end_ns - task.start_ns for task in ended)
-            self.engine.ended(self.worker, ended)
+            self.executor.ended(self.worker, ended)
 
 
 class _PendingCopy(NamedTuple):
@@ -133,7 +133,7 @@ class CudaCopier(threading.Thread):
         self._events: list[Event] = []
 
     def put(self, action: CopyTile) -> None:
-        """Ask for a copy, ordered after the kernels submitted so far; called under the engine's lock."""
+        """Ask for a copy, ordered after the kernels submitted so far; called under the executor's lock."""
         self._mailbox.put((action, marks_of(self.arenas[action.source.node], self.arenas[action.target.node])))
 
     def run(self) -> None:

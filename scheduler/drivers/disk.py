@@ -102,7 +102,7 @@ class DiskEngine:
             thread.start()
 
     def put(self, action: CopyTile) -> None:
-        """Ask for a copy; called under the engine's lock."""
+        """Ask for a copy; called under the executor's lock."""
         is_write = action.source.node != FILE and action.target.node == self.node
         request = action, self._marks(action.source.node if is_write else action.target.node)
         with self._wake:

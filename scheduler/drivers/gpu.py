@@ -134,7 +134,7 @@ class Flow:
         gpu: the GPU.
 
     Attributes:
-        number: number of the newest mark; read it under the engine's lock, where tasks finish and copies are decided on.
+        number: number of the newest mark; read it under the executor's lock, where tasks finish and copies are decided on.
         entered: the stream to which the worker's thread submits kernels: that of the flow, or the one on which a graph is recorded.
 
     Raises:

@@ -1,9 +1,9 @@
 """The machine's side of the runtime: one lock around the state machine and the threads that carry out its actions (`pool`).
 
-Rules. Whoever brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and
-carries out its actions; nothing waits for a scheduler thread and nothing polls. Finalizers only append to an inbox that is drained at the next
-event, because a garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an
-interrupt inside it leaves it half advanced: either breaks the engine for good, and everybody who waits is woken with the reason.
+Rules. Whoever brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and carries out
+its actions; nothing waits for a scheduler thread and nothing polls. Finalizers only append to an inbox that is drained at the next event, because a
+garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an interrupt inside it leaves it
+half advanced: either breaks the executor for good, and every thread that waits is woken with the reason.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Executor:
         inbox: handles whose finalizer has run.
         closing: whether workers should stop after the kernel they are in.
         endings: what to call with the first error, or None, when a replay has ended.
-        tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source; `refusal` of a task that found no room.
+        tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source; `refusal` of a task that did not fit.
         watch: who sees finished tasks.
         pool: memory and threads of the nodes.
     """
@@ -186,7 +186,7 @@ class Executor:
 
         Raises:
             ValueError: a task uses the handle, or a recorded step has replayed with it.
-            DoesNotFit: host memory has no room for what readers need.
+            DoesNotFit: host memory has no free bytes for what readers need.
             SchedulerError: the runtime is broken or closed.
         """
         with self._lock:
@@ -227,7 +227,7 @@ class Executor:
                 trace.add_counters(end_ns, [node.used for node in self.machine.memory.usage()], self.machine.num_ready)
 
     def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
-        """A GPU has told how long tasks took."""
+        """The durations of tasks on a GPU are known."""
         for task, start_ns, end_ns in tasks:
             if self.trace is not None:
                 self.observe(worker, task, start_ns, end_ns)
@@ -237,12 +237,12 @@ class Executor:
                     self.models.record(task, worker.kind, (end_ns - start_ns) * 1e-9)
 
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Show a finished task to who watches."""
+        """Show a finished task to the program's callback."""
         node = worker.node
         self.watch.show(task, worker_name(worker), self.machine.memory.name_of(node), self.pool.arenas[node].look, start_ns, end_ns)
 
     def fail(self, error: BaseException) -> None:
-        """The engine itself is broken: wake everybody with the reason."""
+        """The executor itself is broken: wake every thread that waits, with the reason."""
         if not isinstance(error, SchedulerError):  # else a SystemExit of a worker's thread would end the program, and quietly
             reason = f"the runtime broke in thread {threading.current_thread().name!r}: {type(error).__name__}: {error}; make a new one"
             broken = RuntimeBroken(reason)
@@ -251,7 +251,7 @@ class Executor:
         self.waiters.close(error)
 
     def take_numbers(self, count: int) -> int:
-        """The first of `count` task numbers nobody else gets."""
+        """The first of `count` task numbers that no other caller gets."""
         with self._lock:
             first = self._num_tasks
             self._num_tasks = first + count
@@ -358,9 +358,9 @@ class Executor:
             self._give_back(task)
 
     def _ended(self, task: Task, error: BaseException | None) -> None:
-        """What a task has begun is over. Nobody listens any more when the engine is closing or broken."""
+        """What a task of kind host has begun is over. The machine takes no event any more when the executor is closing or broken."""
         if not self.closing and self.waiters.broken is None:
-            with contextlib.suppress(SchedulerError):  # it breaks just now: everybody who waits is told
+            with contextlib.suppress(SchedulerError):  # it breaks just now: every thread that waits hears the reason
                 self.bring(TaskFinished(task) if error is None else TaskFailed(task, error))
 
     def _give_back(self, task: Task) -> None:
@@ -369,7 +369,7 @@ class Executor:
         self._carry_out(self.machine.handle(event), None)
 
     def abandon(self, task: Task) -> None:
-        """The program was interrupted while it waited for `task`: see that nobody waits for the program."""
+        """The program was interrupted while it waited for `task`: see that no task waits for the program."""
         with self._lock:
             if self.waiters.broken is None:
                 task.token = ABANDONED
@@ -377,7 +377,7 @@ class Executor:
                     self._give_back(task)
 
     def wait(self) -> BaseException | None:
-        """Sleep until no task is left; returns the first failure since the last wait, or the stop that nobody has been told of."""
+        """Sleep until no task is left; returns the first failure since the last wait, or the stop that no call has reported."""
         self._sleep(self._drained, 0)
         try:
             self.pool.wait_for_gpus()

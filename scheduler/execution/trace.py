@@ -55,7 +55,7 @@ class Trace:
         self._tasks.extend((worker, name, task, start_ns, end_ns, node, accesses))
 
     def tasks(self) -> Iterator[Ran]:
-        """Every kernel that ran, as `add_task` was told."""
+        """Every kernel that ran, as `add_task` took it."""
         fields = iter(self._tasks)
         return zip(*[fields] * _WIDTH, strict=True)
 
@@ -131,8 +131,8 @@ class Trace:
         arrivals: dict[tuple[int, int], list[int]] = {}
         for _, target, _, _, _, end, handle in self._copies:
             arrivals.setdefault((target, handle), []).append(end)
-        for places in (*starts.values(), *ends.values()):
-            places.sort()
+        for moments in (*starts.values(), *ends.values()):
+            moments.sort()
         for times in arrivals.values():
             times.sort()
         for number, (source, target, name, _, begin, end, handle) in enumerate(self._copies):

@@ -14,7 +14,7 @@ def sleep_until(event: threading.Event, meanwhile: Callable[[], object] | None =
     """Sleep until an event is set.
 
     Python runs handlers of signals on the main thread when that one runs Python: a signal that the system gives to another thread, or that comes just
-    before the main one falls asleep, wakes nobody. So the sleeper looks up now and then.
+    before the main one falls asleep, wakes no thread. So the sleeper looks up now and then.
 
     Args:
         meanwhile: called whenever the sleeper looks up.
@@ -89,7 +89,7 @@ class WaiterSet:
         waiter.set()
 
     def leave(self, waiter: Waiter) -> None:
-        """Nobody sleeps on it any more."""
+        """No thread sleeps on the waiter any more."""
         self._waiters.discard(waiter)
 
     def close(self, error: BaseException) -> None:

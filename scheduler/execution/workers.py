@@ -1,6 +1,6 @@
-"""The hands of the runtime: the memory of its nodes, and the threads that compute and copy there.
+"""The workers of the runtime: the memory of its nodes, and the threads that compute and copy there.
 
-What they do is decided by the machine, and what comes of it goes back to it: by way of the `engine`, whose lock is around both.
+What they do is decided by the machine, and what comes of it goes back to it: by way of the `executor`, whose lock is around both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerPool:
     """The memory of the nodes, and the threads that compute and copy there.
 
     Args:
-        engine: is told what happens.
+        executor: takes the events.
         budgets: (name, bytes) of each node that is memory, host memory first.
         tier: the disk tier, if there is one.
         gpus: those that the last of the budgets are for.
@@ -50,7 +50,7 @@ class WorkerPool:
         workers: the threads that compute.
     """
 
-    def __init__(self, engine: PoolRuntime, budgets: Sequence[tuple[str, int]], tier: DiskTier | None, gpus: Sequence[Gpu]) -> None:
+    def __init__(self, executor: PoolRuntime, budgets: Sequence[tuple[str, int]], tier: DiskTier | None, gpus: Sequence[Gpu]) -> None:
         self.gpus = list(gpus)
         num_host = len(budgets) - len(gpus)
         hosts = [HostArena(budget) for _, budget in budgets[:num_host]]
@@ -58,7 +58,7 @@ class WorkerPool:
         self._pinned = PinnedRange(self.gpus[0], hosts[RAM], budgets[RAM][1]) if self.gpus else None
         self.arenas += [DeviceArena(gpu, budget, self._pinned) for gpu, (_, budget) in zip(self.gpus, budgets[num_host:], strict=True)]
         self.workers: dict[WorkerId, WorkerThread] = {}
-        self._engine = engine
+        self._executor = executor
         self._copiers: dict[tuple[NodeId, NodeId], CopyEngine | CudaCopier] = {}
         self._tier = tier
         self._files: DiskEngine | None = None
@@ -86,7 +86,7 @@ class WorkerPool:
         workers += [Worker(WorkerId(cpu_workers + i), kind, NodeId(1 + i), depth=SIM_DEPTH) for i in range(num_devices)]
         for worker, core in zip(workers, cores_for(len(workers)), strict=True):
             arena = self.arenas[worker.node]
-            about = (self._engine, worker, arena.memory, worker_name(worker), core)
+            about = (self._executor, worker, arena.memory, worker_name(worker), core)
             thread = CudaThread(arena, *about) if isinstance(arena, DeviceArena) else WorkerThread(*about)
             self.workers[worker.id] = thread
             thread.start()
@@ -94,19 +94,19 @@ class WorkerPool:
 
     def _copier(self, source: NodeId, target: NodeId, bandwidth: float | None) -> CopyEngine | CudaCopier:
         """Who copies from one memory to another."""
-        name, engine = f"copy {source}->{target}", self._engine
+        name, executor = f"copy {source}->{target}", self._executor
         for node in (target, source):
             arena = self.arenas[node]
             if isinstance(arena, DeviceArena):
-                return CudaCopier(self.arenas, arena.gpu, engine.copied, engine.fail, name)
+                return CudaCopier(self.arenas, arena.gpu, executor.copied, executor.fail, name)
         hosts = [arena for arena in self.arenas if isinstance(arena, HostArena)]
-        return CopyEngine(hosts, engine.copied, engine.fail, bandwidth, name)
+        return CopyEngine(hosts, executor.copied, executor.fail, bandwidth, name)
 
     def open_files(self) -> None:
         """Start the threads that read and write files, unless they run already."""
         if self._files is None:
-            engine = self._engine
-            self._files = DiskEngine(self.arenas, self._tier, NodeId(len(self.arenas)), engine.copied, engine.not_copied, engine.fail)
+            executor = self._executor
+            self._files = DiskEngine(self.arenas, self._tier, NodeId(len(self.arenas)), executor.copied, executor.not_copied, executor.fail)
             self._files.start()
 
     def run(self, task: Task) -> None:
@@ -128,7 +128,7 @@ class WorkerPool:
             arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
 
     def discard(self, action: DiscardExtent) -> None:
-        """Nobody needs a part of the disk tier any more."""
+        """No replica occupies this extent of the disk tier any more."""
         assert self._tier is not None
         self._tier.discard(action.offset, action.nbytes)
 

@@ -12,10 +12,12 @@ import subprocess
 import sys
 from functools import cache
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
+from nntask.config.environment import VARIABLES
 from nntask.config.settings import TrainSettings
 from nntask.models.gpt2_config import PRESETS
 from nntask.telemetry.metrics import StepRecord
@@ -107,6 +109,14 @@ def test_folders_of_tables_exist(page: Path) -> None:
     assert [folder for folder in folders if not (ROOT / folder / "__init__.py").exists()] == []
 
 
+def test_every_package_has_a_table_of_modules() -> None:
+    """The pages about the inside name the modules of every package."""
+    tables = {folder for page in DOCS.glob("internals/*.md") for folder in re.findall(r"^:::\{modules\} (\S+)$", page.read_text(), re.MULTILINE)}
+    inits = [path for package in ("scheduler", "tiles", "nntask", "wrappers") for path in (ROOT / package).rglob("__init__.py")]
+    packages = {str(path.parent.relative_to(ROOT)) for path in inits}
+    assert packages - tables == set()
+
+
 def test_every_page_is_reached() -> None:
     """Every page stands in a table of contents, by its name or by a pattern."""
     reached = {DOCS / "index.md"}
@@ -140,6 +150,22 @@ def test_flags_of_plan() -> None:
     """The guide to plans lists the flags that only `nntask plan` takes."""
     named = [cells[0].strip("`").removeprefix("--") for cells in table("guides/planning.md", "| flag of `plan` | meaning |")]
     assert named == [name for name in OWN_FLAGS if name != "json"]
+
+
+def test_environment_table() -> None:
+    """The page of environment variables shows a row for each variable of the registry, and its flag exists; pages name no other variable."""
+    spec = spec_from_file_location("registry_tables", DOCS / "_ext" / "registry_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tables = module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert ":::{environment-table}" in (DOCS / "reference" / "environment.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.environment_markdown().splitlines()[2:]]
+    assert rows == [[f"`{each.name}`", f"`--{each.flag}`" if each.flag else "", each.help] for each in VARIABLES]
+    flags = {flag.name for flag in table_of(TrainSettings).values()}
+    assert {each.flag for each in VARIABLES if each.flag} <= flags
+    named = {name for page in PAGES for name in re.findall(r"\b(?:NNTASK|STARPU)_[A-Z_]+\b", page.read_text())}
+    assert named - {each.name for each in VARIABLES} == set()
 
 
 def test_metrics_are_explained() -> None:

@@ -1,7 +1,7 @@
 """Words: no class name stands for two things, and names of the product are those of the field.
 
 A coined word names a thing that has a term in the field already. Such words do not come back in names of classes, functions, arguments,
-attributes and modules' constants. Local variables and prose are left to the reader's eye.
+attributes and variables, local ones included. Prose is left to the reader's eye.
 """
 
 from __future__ import annotations
@@ -66,8 +66,25 @@ COINED: Final[Mapping[str, str]] = {
 }
 """Coined words, each with the field's."""
 
+WHOLE: Final[Mapping[str, str]] = {
+    "Share": "data-parallel shard",
+    "Target": "machine model",
+    "let_in": "to release what is throttled",
+}
+"""Whole names that were coined although their words are ordinary ones, each with the field's term.
+
+`base` and `lane` are no such names: frozen base weights and the lanes of a sum (partial accumulators, as `--lanes` counts them) are what they say.
+"""
+
 KEPT: Final[Mapping[str, Mapping[str, str]]] = {
+    "nntask/hardware": {
+        "part": "of a card that --split-gpu splits, as the flag calls it",
+        "place": "a directory that may not exist yet, as messages call it",
+    },
+    "nntask/planning": {"is_given_room": "whether all memories have the least that the step needs, so that one is given more all the same"},
+    "nntask/training": {"place": "a directory or file that may not exist yet, as messages call it"},
     "scheduler/api": {"place": "the public method of a runtime that pins tasks, as its messages call it"},
+    "wrappers/dask": {"place": "the part of an address behind its scheme", "places": "the addresses where nodes listen, each with the node's card"},
     "wrappers/torch": {"lend_tile": "a public function, which programs of users call"},
 }
 """By folder, names with a coined word that stay, each with the reason."""
@@ -80,20 +97,16 @@ def trees(package: str) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def names_in(tree: ast.Module) -> Iterator[str]:
-    """Names that a module gives to classes, functions, arguments, attributes and its constants."""
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        yield from (target.id for target in targets if isinstance(target, ast.Name))
+    """Names that a module gives to classes, functions, arguments, attributes and variables, local ones included."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield node.name
-            yield from (each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
         elif isinstance(node, ast.arg):
             yield node.arg
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 def coined_names() -> dict[str, set[str]]:
@@ -102,13 +115,13 @@ def coined_names() -> dict[str, set[str]]:
     for package in PACKAGES:
         for path, tree in trees(package):
             folder = "/".join(path.relative_to(ROOT).parent.parts[:2])
-            found[folder].update(name for name in names_in(tree) if not COINED.keys().isdisjoint(words_of(name)))
+            found[folder].update(name for name in names_in(tree) if terms_for(name))
     return {folder: names for folder, names in found.items() if names}
 
 
 def terms_for(name: str) -> str:
-    """The field's terms for the coined words of a name."""
-    return "; ".join(f"{word}: {COINED[word]}" for word in words_of(name) if word in COINED)
+    """The field's terms for the coined words of a name; empty if it has none."""
+    return WHOLE.get(name) or "; ".join(f"{word}: {COINED[word]}" for word in words_of(name) if word in COINED)
 
 
 def words_of(name: str) -> list[str]:
@@ -122,6 +135,24 @@ def test_a_name_is_split_into_words() -> None:
     assert words_of("WaitingRoom") == ["waiting", "room"]
     assert words_of("MLPBlock") == ["mlp", "block"]
     assert words_of("MOST_PARTS") == ["most", "parts"]
+
+
+def test_every_kind_of_name_is_seen() -> None:
+    """Classes, functions, arguments, attributes, constants, locals, targets of loops and of `with`, attributes of classes with and without a type."""
+    code = """
+A = 1
+class B:
+    c = 1
+    d: int = 1
+    def e(self, f):
+        self.g = h = 1
+        with f as i:
+            pass
+        return [j for j in h], {k: 1 for k, (l, *m) in h}, (n := 1)
+"""
+    assert sorted(name.lower() for name in names_in(ast.parse(code))) == [*"abcdef", *"ghijklmn", "self"]
+    assert terms_for("Share") == "data-parallel shard"
+    assert terms_for("shared_share") == ""
 
 
 def test_no_class_name_stands_for_two_things() -> None:

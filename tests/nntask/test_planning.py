@@ -21,7 +21,7 @@ from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.machine_spec import devices_of, machine_of
 from nntask.hardware.runtimes import open_runtime
 from nntask.models.gpt2_config import GPT2Config
-from nntask.planning import memory_fit as fitting
+from nntask.planning import memory_fit
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
@@ -65,9 +65,9 @@ def test_a_step_that_fits_moves_nothing() -> None:
 def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     """As scratch memory of RAM, beside what the step uses."""
     small = resolve(settings(ncpu=1), CONFIG)  # one after another, whatever durations are measured
-    target, plan = this_machine(small.machine), fitting.capture(small).plan
-    order = fitting.choose_order(plan, small, target)
-    needs = fitting.least_needs(plan, small, target, order)
+    target, plan = this_machine(small.machine), memory_fit.capture(small).plan
+    order = memory_fit.choose_order(plan, small, target)
+    needs = memory_fit.least_needs(plan, small, target, order)
     (alone, *_), (beside, *_) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
     assert alone is not None
     assert beside is not None
@@ -173,7 +173,7 @@ def test_the_largest_minibatch_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> 
     plan = plan_run(asked, CONFIG, reach=True)
     assert plan["largest_minibatch"] <= largest
     assert not plan["largest_minibatch_is_of_tasks"]
-    monkeypatch.setattr(fitting, "MOST_TASKS", 600)
+    monkeypatch.setattr(memory_fit, "MOST_TASKS", 600)
     plan = plan_run(asked, CONFIG, reach=True)
     assert (plan["largest_minibatch_is_of_tasks"], fits(plan["largest_minibatch"])) == (True, True)
     with pytest.raises(UsageError, match="a step must have at most 600 tasks"):
@@ -199,7 +199,7 @@ def test_simulated_devices_have_their_own_budgets() -> None:
 def test_orders_where_activations_are_as_small_as_scalars(embd_tile: int) -> None:
     """A sum of tiles of a page creates nothing large, but is no update, for the backward pass follows it."""
     asked = settings()
-    plan = fitting.capture(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG)).plan
+    plan = memory_fit.capture(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG)).plan
     found = repetition(plan)
     assert found.num_minibatches == 4
     assert all(found.updates[after] for at, is_update in enumerate(found.updates) if is_update for after in plan.successors[at])
@@ -250,7 +250,7 @@ def all_advice_helps(asked: TrainSettings, config: GPT2Config, devices: str) -> 
 @pytest.mark.long
 def test_devices_far_too_small_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles cut for so little memory would be more tasks than a step may have: larger ones say how much memory would do, and that is true."""
-    monkeypatch.setattr(fitting, "MOST_TASKS", 10_000)
+    monkeypatch.setattr(memory_fit, "MOST_TASKS", 10_000)
     wide = replace(CONFIG, n_embd=256, vocab_size=3_000, n_layer=1)
     asked = settings(ncpu=None, ram="")
     asked = replace(asked, tiling=replace(asked.tiling, batch=1))
@@ -269,9 +269,9 @@ def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.Monke
     asked = resolve(flags, wide, machine=devices_of(flags.resources, "auto"))
     target = imaginary_machine("1x1MiB", flags.resources)
     coarse = planning._in_coarse_tiles(asked, target)
-    num_tasks = fitting.TASKS_PER_WORK * 4 * fitting.work_of(coarse)
+    num_tasks = memory_fit.TASKS_PER_WORK * 4 * memory_fit.work_of(coarse)
     for most, grows in ((num_tasks, False), (num_tasks - 1, True)):
-        monkeypatch.setattr(fitting, "MOST_TASKS", most)
+        monkeypatch.setattr(memory_fit, "MOST_TASKS", most)
         found = planning._with_few_tasks(asked, target)
         assert (found != coarse) == grows
     largest = found.model.tiling.inner_tile * found.model.tiling.embd_tile * 4
@@ -343,9 +343,9 @@ def test_a_smaller_minibatch_is_advised_where_it_helps(tiling: dict[str, int]) -
         assert change == ("--minibatch 1" if tile == 1 else "--minibatch 1 --minibatch-tile 1")
         changed, _ = with_advice(tight, change)
         assert plan_run(changed, CONFIG, *([imaginary_machine(devices, changed.resources)] if devices else []))["feasible"]
-        needs = fitting.needs_of(fitting.capture(resolve(tight, CONFIG)).plan)
+        needs = memory_fit.needs_of(memory_fit.capture(resolve(tight, CONFIG)).plan)
         kept = resolve(replace(tight, checkpoints=CheckpointSettings(resume="run")), CONFIG)
-        assert not any("--minibatch" in change for change in fitting.advice(kept, this_machine(kept.machine), needs))
+        assert not any("--minibatch" in change for change in memory_fit.advice(kept, this_machine(kept.machine), needs))
 
 
 @pytest.mark.parametrize("devices", ["1x24MiB@1TF", "2x24MiB@1TF"])
@@ -447,8 +447,8 @@ def test_the_machine_is_the_one_that_a_run_would_use() -> None:
     machine = machine_of(settings(sim_gpu=2, gpu_memory="8MiB", ram="16MiB").resources)
     target = this_machine(machine)
     with open_runtime(machine) as runtime:
-        crew = [(worker.kind, worker.node, worker.depth) for worker in runtime._executor.machine.workers]
-        assert list(target.workers) == crew
+        workers = [(worker.kind, worker.node, worker.depth) for worker in runtime._executor.machine.workers]
+        assert list(target.workers) == workers
         assert dict(target.nodes) == runtime.stats()["budget_bytes"]
         assert target.policy("auto") == runtime.policy_name
         assert open_store(runtime.node_names).path == runtime._executor._store.path

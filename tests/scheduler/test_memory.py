@@ -267,18 +267,18 @@ def test_default_budget_stays_below_the_limit() -> None:
 
 
 def test_what_is_clean_is_counted() -> None:
-    """What can be dropped at once, unused, and as of its last offer; not what is used, written, dropped or in use by the program."""
+    """What can be dropped at once, unused, and as of when it was last added; not what is used, written, dropped or in use by the program."""
     candidates = filled_candidates([(1, "kept", at) for at in range(4)])
     first, second, third, _ = replicas = list(candidates.node.starts.values())
     assert candidates.clean_nbytes(1 << 60) == 0  # all of them are the only ones of their data
     for replica in replicas:
-        replica.handle.lost = "nobody needs it"
+        replica.handle.lost = "no task needs it"
         candidates.add(replica)
     assert candidates.clean_nbytes(1 << 60) == 4 * PAGE
     assert candidates.clean_nbytes(2 * PAGE) == 2 * PAGE
     first.pins += 1
     candidates.add(second)
-    assert candidates.clean_nbytes(1 << 60) == 3 * PAGE  # once, though it was offered twice
+    assert candidates.clean_nbytes(1 << 60) == 3 * PAGE  # once, though it was added twice
     third.pins += 1
     candidates.add(third)
     candidates.leave(second)

@@ -49,7 +49,7 @@ LAYOUTS = (
 
 
 @dataclass
-class Sketch:
+class DrawnStep:
     """A step drawn from numbers: handles, tasks over them, who owns what."""
 
     driver: FakeDriver
@@ -116,7 +116,7 @@ class Sketch:
         return target
 
 
-SKETCHES = st.tuples(
+STEPS = st.tuples(
     st.lists(st.integers(1, 4), min_size=2, max_size=5),
     st.integers(0, 2),
     st.one_of(st.just(0), st.integers(0, 31)),
@@ -130,13 +130,21 @@ class Case:
     """A driver with a step recorded, and what it may use at least."""
 
     driver: FakeDriver
-    sketch: Sketch
+    drawn: DrawnStep
     step: FakeStep
     largest: int
 
 
 def prepare(
-    layout: tuple, sketch: tuple, extras: list[int], policy: str, eviction: str, window: int, prefetch: bool, pins: Sequence[int] = (), below: int = 0
+    layout: tuple,
+    numbers: tuple,
+    extras: list[int],
+    policy: str,
+    eviction: str,
+    window: int,
+    prefetch: bool,
+    pins: Sequence[int] = (),
+    below: int = 0,
 ) -> Case:
     """A machine with so many pages more than the minimum on each node, and `below` less where tasks run, with the step's data in place.
 
@@ -144,12 +152,12 @@ def prepare(
         pins: in turn, the worker that must run a task, by a number; negative for any.
     """
     num_nodes, workers, storage = layout
-    sizes, num_inputs, in_files, adds = sketch
+    sizes, num_inputs, in_files, adds = numbers
 
-    def draw(pages: list[int]) -> tuple[FakeDriver, Sketch, FakeStep]:
+    def draw(pages: list[int]) -> tuple[FakeDriver, DrawnStep, FakeStep]:
         joined = [(kind, node, 1 if kind == "cpu" else 1 + extras[-1] % 3) for kind, node in workers]
         driver = FakeDriver(pages, joined, policy, storage=storage, eviction=eviction, window=window, prefetch=prefetch)
-        drawn = Sketch(driver)
+        drawn = DrawnStep(driver)
         drawn.begin(sizes, num_inputs, in_files, extras[-1] % 3)
         for add in adds:
             drawn.add(*add)
@@ -175,21 +183,21 @@ def prepare(
 
 def program(case: Case, chance: Random, replays: int, failing: float = 0.0) -> None:
     """Write data, replay with two in flight, write inputs and read outputs between, end things in any order; of reads of files that share fails."""
-    driver, sketch, step = case.driver, case.sketch, case.step
+    driver, drawn, step = case.driver, case.drawn, case.step
     used = step.plan.uses
-    for handle in [*sketch.persistent, *sketch.inputs]:
-        if handle in used and handle not in sketch.files:
+    for handle in [*drawn.persistent, *drawn.inputs]:
+        if handle in used and handle not in drawn.files:
             driver.submit((handle, W), kinds=("host",))
             driver.drain(chance.randrange)
     twins: list[dict[HandleRecord, HandleRecord]] = []
     while len(twins) < replays or driver.num_under_way:
         if len(twins) < replays and step.can_replay and (chance.random() < 0.3 or not driver.num_under_way):
-            for handle in sketch.inputs:
+            for handle in drawn.inputs:
                 driver.submit((handle, W), kinds=("host",))
             twins.append(step.replay())
-            if sketch.outputs and chance.random() < 0.5:
-                driver.submit((twins[-1][chance.choice(sketch.outputs)], R), kinds=("host",))
-            if sketch.files and chance.random() < 0.3 and (handle := chance.choice(sketch.files)) in used:
+            if drawn.outputs and chance.random() < 0.5:
+                driver.submit((twins[-1][chance.choice(drawn.outputs)], R), kinds=("host",))
+            if drawn.files and chance.random() < 0.3 and (handle := chance.choice(drawn.files)) in used:
                 driver.submit((handle, R), kinds=("host",))
         elif driver.num_under_way:
             which = chance.randrange(driver.num_under_way) if chance.random() < 0.8 else 0
@@ -203,7 +211,7 @@ PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 
 @given(
     layout=st.sampled_from(LAYOUTS),
-    sketch=SKETCHES,
+    numbers=STEPS,
     extras=st.lists(EXTRA, min_size=5, max_size=5),
     policy=st.sampled_from(sorted(POLICIES)),
     eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
@@ -218,7 +226,7 @@ PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 @search(NUM_CASES, phases=PHASES, suppress_health_check=list(HealthCheck))
 def test_random_steps_end_at_the_planned_minimum(
     layout: tuple,
-    sketch: tuple,
+    numbers: tuple,
     extras: list[int],
     policy: str,
     eviction: str,
@@ -233,7 +241,7 @@ def test_random_steps_end_at_the_planned_minimum(
     """Nothing is refused, nothing hangs, the ledger holds, and the values are those of sequential execution; what fails is what cannot be read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(victims, "TINY", tiny)  # small tiles are tiny in these memories, too
-        case = prepare(layout, sketch, extras, policy, eviction, window, prefetch, pins)
+        case = prepare(layout, numbers, extras, policy, eviction, window, prefetch, pins)
         program(case, Random(seed), replays, failing)
     for run in case.driver.runs:
         assert run.error is None or (failing and isinstance(run.error, TaskError | TierFailed)), run.error
@@ -242,14 +250,14 @@ def test_random_steps_end_at_the_planned_minimum(
 
 @given(
     layout=st.sampled_from([each for each in LAYOUTS if not (each[1][0][1] == 0 and not each[2])]),
-    sketch=SKETCHES,
+    numbers=STEPS,
     policy=st.sampled_from(sorted(POLICIES)),
     seed=st.integers(0, 1 << 30),
 )
 @search(100, phases=PHASES, suppress_health_check=list(HealthCheck))
-def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, sketch: tuple, policy: str, seed: int) -> None:
+def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, numbers: tuple, policy: str, seed: int) -> None:
     """The hungriest task is refused and says what it needs; everything else ends."""
-    case = prepare(layout, sketch, [0] * 5, policy, "next-use", ANY, True, below=1)
+    case = prepare(layout, numbers, [0] * 5, policy, "next-use", ANY, True, below=1)
     program(case, Random(seed), 1)
     case.driver.check()
     refused = [str(run.error) for run in case.driver.runs if isinstance(run.error, DoesNotFit)]

@@ -9,7 +9,7 @@ from types import FrameType
 from hypothesis import given
 from hypothesis import strategies as st
 from support.search import search
-from support.toy_steps import Sketch, toy_step
+from support.toy_steps import PlanBuilder, toy_step
 
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning.orders import candidates, named, repetition
@@ -26,18 +26,18 @@ def check_topological(plan: StepPlan, order: list[int]) -> None:
 @given(st.data())
 def test_every_candidate_of_any_graph_is_a_topological_order(data: st.DataObject) -> None:
     """Random tasks over persistent, input and temporary tiles: each candidate runs every task once after its predecessors, the same each time."""
-    sketch = Sketch()
-    tiles = [sketch.tile(f"{kind} {at}", kind, pages=at + 1) for kind in ("persistent", "input", "temporary") for at in range(3)]
+    builder = PlanBuilder()
+    tiles = [builder.tile(f"{kind} {at}", kind, pages=at + 1) for kind in ("persistent", "input", "temporary") for at in range(3)]
     modes = {"persistent": ("R", "W", "RW", "SCRATCH"), "input": ("R",), "temporary": ("R", "W", "RW", "SCRATCH")}
     for _ in range(data.draw(st.integers(0, 25))):
         chosen = data.draw(st.lists(st.sampled_from(tiles), max_size=4, unique=True))
-        sketch.task(data.draw(st.sampled_from("abc")), *((tile, data.draw(st.sampled_from(modes[tile.kind]))) for tile in chosen))
-    plan = sketch.plan()
+        builder.task(data.draw(st.sampled_from("abc")), *((tile, data.draw(st.sampled_from(modes[tile.kind]))) for tile in chosen))
+    plan = builder.plan()
     found = candidates(plan)
     assert list(found)[:3] == ["submission", "eager-update", "layers"]
     for order in found.values():
         check_topological(plan, order)
-    assert candidates(sketch.plan()) == found
+    assert candidates(builder.plan()) == found
 
 
 def users(plan: StepPlan, order: list[int], tile: str) -> list[str]:

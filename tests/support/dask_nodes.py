@@ -14,7 +14,7 @@ from nntask.config.settings import TrainSettings
 from nntask.data import Batch
 from nntask.engine.recorded import RecordedEngine, outcome_of
 from nntask.models.gpt2_config import GPT2Config
-from nntask.optim.sharded import shares
+from nntask.optim.sharded import data_shards
 from scheduler import Runtime
 from wrappers.dask.training.exchange import PeerComms
 from wrappers.dask.training.transports import ByteTransport, MessageTransport
@@ -77,22 +77,22 @@ def train(
     rng = np.random.default_rng(0)
     batches = [Batch(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
     size = run.step.minibatch
-    every = shares(BATCH // size, run.step.lanes, count)
+    every = data_shards(BATCH // size, run.step.lanes, count)
     with nodes(count, transports) as comms:
         runtimes = [Runtime(workers, lanes=run.step.lanes, ram=ram) for _ in range(count)]
         try:
             engines = [
-                RecordedEngine(run, runtime, share=share, transport=each if count > 1 else None)
-                for runtime, share, each in zip(runtimes, every, comms, strict=True)
+                RecordedEngine(run, runtime, shard=shard, transport=each if count > 1 else None)
+                for runtime, shard, each in zip(runtimes, every, comms, strict=True)
             ]
             outcomes = []
             for number, batch in enumerate(batches, 1):
-                rows = [[m * size + row for m in share.minibatches for row in range(size)] for share in every]
+                rows = [[m * size + row for m in shard.minibatches for row in range(size)] for shard in every]
                 flights = [
                     engine.start(number, 1e-2, Batch(batch.tokens[own], batch.targets[own])) for engine, own in zip(engines, rows, strict=True)
                 ]
                 parts = [flight.shard_outcome() for flight in flights]
-                losses = {m: loss for share, (found, _) in zip(every, parts, strict=True) for m, loss in zip(share.minibatches, found, strict=True)}
+                losses = {m: loss for shard, (found, _) in zip(every, parts, strict=True) for m, loss in zip(shard.minibatches, found, strict=True)}
                 squares = parts[0][1]
                 assert squares is not None
                 outcome = outcome_of([losses[m] for m in range(BATCH // size)], squares)

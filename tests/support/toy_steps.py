@@ -10,7 +10,7 @@ from scheduler.core.step_plan import RecordedTask, StepPlan
 PAGE = 4096
 
 
-class Sketch:
+class PlanBuilder:
     """Builds plans by hand."""
 
     def __init__(self) -> None:
@@ -37,30 +37,30 @@ class Sketch:
 
 def toy_step(layers: int = 3, minibatches: int = 4, recompute: bool = False) -> StepPlan:
     """Forward, backward and update of a chain of layers, one minibatch after the other."""
-    sketch = Sketch()
-    weights = [sketch.tile(f"w{at}", "persistent", 8) for at in range(layers)]
-    moments = [sketch.tile(f"m{at}", "persistent", 8) for at in range(layers)]
-    gradients = [sketch.tile(f"d{at}", pages=8) for at in range(layers)]
+    builder = PlanBuilder()
+    weights = [builder.tile(f"w{at}", "persistent", 8) for at in range(layers)]
+    moments = [builder.tile(f"m{at}", "persistent", 8) for at in range(layers)]
+    gradients = [builder.tile(f"d{at}", pages=8) for at in range(layers)]
     for minibatch in range(minibatches):
-        data, copy = sketch.tile("data", "input"), sketch.tile("copy")
-        sketch.task("copy input", (data, "R"), (copy, "W"))
+        data, copy = builder.tile("data", "input"), builder.tile("copy")
+        builder.task("copy input", (data, "R"), (copy, "W"))
         x = [copy]
         for weight in weights:
-            x.append(sketch.tile("x"))
-            sketch.task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
-        dx = sketch.tile("dx")
-        sketch.task("loss", (x[-1], "R"), (dx, "W"))
+            x.append(builder.tile("x"))
+            builder.task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
+        dx = builder.tile("dx")
+        builder.task("loss", (x[-1], "R"), (dx, "W"))
         for at in reversed(range(layers)):
             if recompute:
-                again = sketch.tile("again")
-                sketch.task("forward", (x[at], "R"), (weights[at], "R"), (again, "W"))
+                again = builder.tile("again")
+                builder.task("forward", (x[at], "R"), (weights[at], "R"), (again, "W"))
                 x[at + 1] = again
-            sketch.task("backward weight", (x[at], "R"), (x[at + 1], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
-            before, dx = dx, sketch.tile("dx")
-            sketch.task("backward input", (before, "R"), (weights[at], "R"), (dx, "W"))
-    norms = [sketch.tile("norm", pages=1) for _ in range(layers)]
+            builder.task("backward weight", (x[at], "R"), (x[at + 1], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
+            before, dx = dx, builder.tile("dx")
+            builder.task("backward input", (before, "R"), (weights[at], "R"), (dx, "W"))
+    norms = [builder.tile("norm", pages=1) for _ in range(layers)]
     for gradient, norm in zip(gradients, norms, strict=True):
-        sketch.task("squares", (gradient, "R"), (norm, "W"))
+        builder.task("squares", (gradient, "R"), (norm, "W"))
     for weight, moment, gradient in zip(weights, moments, gradients, strict=True):
-        sketch.task("adam", (weight, "RW"), (moment, "RW"), (gradient, "R"))
-    return sketch.plan()
+        builder.task("adam", (weight, "RW"), (moment, "RW"), (gradient, "R"))
+    return builder.plan()

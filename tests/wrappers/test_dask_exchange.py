@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from support.deadline import DEADLINE
 from nntask.data import Batch
 from nntask.engine.recorded import RecordedEngine
 from nntask.errors import UsageError
-from nntask.optim.sharded import buckets_of, most_nodes, shares
+from nntask.optim.sharded import buckets_of, data_shards, most_nodes
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
 from wrappers.dask.training import exchange
@@ -70,7 +71,7 @@ def test_a_lost_peer_fails_what_waits_for_it() -> None:
     """A step that needs a node that is gone ends with its name, on every other node, instead of waiting."""
     run = run_of(4)
     with nodes(2) as comms, Runtime(1, lanes=4, ram=1 << 26) as runtime:
-        engine = RecordedEngine(run, runtime, share=shares(8, 4, 2)[0], transport=comms[0])
+        engine = RecordedEngine(run, runtime, shard=data_shards(8, 4, 2)[0], transport=comms[0])
         own = [0, 1, 4, 5]
         batch = Batch(*np.zeros((2, BATCH, LENGTH), np.int32))
         flight = engine.start(1, 1e-2, Batch(batch.tokens[own], batch.targets[own]))
@@ -78,6 +79,23 @@ def test_a_lost_peer_fails_what_waits_for_it() -> None:
         with pytest.raises(PeerLost, match="node 1") as failure:
             flight.shard_outcome()
         assert failure.value.rank == 1
+
+
+def test_nodes_that_a_step_has_reached_end_it_when_another_is_gone() -> None:
+    """The client dies after a step has reached nodes 0 and 1 of three: node 2 is dropped, and the two do not wait for each other's buckets, which
+    tasks would make that are cancelled for the want of node 2's."""
+    run, count, all_shares = run_of(4), 3, shares(8, 4, 3)
+    with nodes(count) as comms, ExitStack() as stack:
+        flights = []
+        for rank in (0, 1):
+            runtime = stack.enter_context(Runtime(1, lanes=4, ram=1 << 26))
+            engine = RecordedEngine(run, runtime, share=all_shares[rank], transport=comms[rank])
+            rows = np.zeros((2, len(all_shares[rank].minibatches) * run.step.minibatch, LENGTH), np.int32)
+            flights.append(engine.start(1, 1e-2, Batch(*rows)))
+        comms[2].close()
+        for flight in flights:
+            with pytest.raises(PeerLost, match="node 2"):
+                flight.shard_outcome()
 
 
 class _Raced(deque[Any]):
@@ -271,17 +289,17 @@ def test_a_node_that_does_not_get_on_has_lost_a_peer(monkeypatch: pytest.MonkeyP
             each.close()
 
 
-def test_shares_are_whole_lanes_and_cover_every_minibatch_once() -> None:
+def test_shards_are_whole_lanes_and_cover_every_minibatch_once() -> None:
     """For any numbers: neighbouring lanes, in whole, none without a minibatch."""
     for num_minibatches in range(1, 13):
         for lanes in range(1, 9):
             most = most_nodes(num_minibatches, lanes)
             for count in range(1, most + 1):
-                found = shares(num_minibatches, lanes, count)
-                assert sorted(m for share in found for m in share.minibatches) == list(range(num_minibatches))
-                assert all({m % lanes for m in share.minibatches} == set(share.lanes[share.rank]) for share in found)
+                found = data_shards(num_minibatches, lanes, count)
+                assert sorted(m for shard in found for m in shard.minibatches) == list(range(num_minibatches))
+                assert all({m % lanes for m in shard.minibatches} == set(shard.lanes[shard.rank]) for shard in found)
             with pytest.raises(UsageError, match="shared by 1 to"):
-                shares(num_minibatches, lanes, most + 1)
+                data_shards(num_minibatches, lanes, most + 1)
 
 
 def test_buckets_spread_bytes_evenly() -> None:

@@ -56,8 +56,8 @@ def cached_attention(
             mode = chained(t)
             accesses: list[Access] = [(q[b, 0, h], R), (keys[b, t, h], R), (values[b, t, h], R), (positions[b, 0], R)]
             accesses += [(o[b, 0, h], mode), (peak[b, h, 0], mode), (total[b, h, 0], mode), (scratch(q.runtime, nbytes), SCRATCH)]
-            place = {"start": t * keys.tile[1], "first": t == 0, "last": t == num_tiles - 1}
-            emit(q.runtime, "cached_attention", accesses, head_size=head_size, scale=scale, **place)
+            span = {"start": t * keys.tile[1], "first": t == 0, "last": t == num_tiles - 1}
+            emit(q.runtime, "cached_attention", accesses, head_size=head_size, scale=scale, **span)
     return o
 
 

@@ -22,7 +22,7 @@ def linear_cross_entropy(x: TileTensor, w: TileTensor, targets: TileTensor, *, s
     """loss = scale * sum of -log softmax(x w^T)[target]. Returns (loss (1,) fp64, lse (B, T))."""
     _check(x, w, targets)
     lse, peak, total, picked = (statistics(x, name) for name in ("lse", "row maximum", "row sum", "target logit"))
-    parts = TileTensor(x.runtime, (targets.tiling.num_tiles,), (1,), np.float64, name="loss parts")
+    partials = TileTensor(x.runtime, (targets.tiling.num_tiles,), (1,), np.float64, name="loss parts")
     num_c = x.grid[2]
     for number, (b, t) in enumerate(itertools.product(*map(range, targets.grid))):
         rows: list[Access] = [(x[b, t, c], R) for c in range(num_c)]
@@ -32,8 +32,8 @@ def linear_cross_entropy(x: TileTensor, w: TileTensor, targets: TileTensor, *, s
             accesses += [(peak[b, t], mode), (total[b, t], mode), (picked[b, t], mode), _scratch(x, w)]
             emit(x.runtime, "head_forward", accesses, num_c=num_c, v_start=v * w.tile[0], vocab=w.shape[0], first=v == 0)
         ends: list[Access] = [(targets[b, t], R), (peak[b, t], R), (total[b, t], R), (picked[b, t], R)]
-        emit(x.runtime, "head_finish", [*ends, (lse[b, t], W), (parts[number,], W)], scale=scale)
-    return sum_scalars(parts, "loss"), lse
+        emit(x.runtime, "head_finish", [*ends, (lse[b, t], W), (partials[number,], W)], scale=scale)
+    return sum_scalars(partials, "loss"), lse
 
 
 def linear_cross_entropy_backward(

@@ -127,7 +127,7 @@ class Admission:
         return True
 
     def does_not_fit(self, task: Task) -> DoesNotFit:
-        """Why the task finds no room, now that nothing else can go: the node, its budget, and what is taken."""
+        """Why the task finds no free bytes, now that nothing else can go: the node, its budget, and what is taken."""
         node, last = self._nodes[task.node], self._nodes[self._last]
         total = sum(handle.size for handle, _ in task.accesses)
         new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self._last not in handle.replicas)

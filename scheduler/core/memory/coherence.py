@@ -48,7 +48,7 @@ def best_source(handle: HandleRecord, target: Replica | None) -> Replica | None:
 def is_needed(replica: Replica) -> bool:
     """Whether dropping this replica would lose data that may still be read.
 
-    Lost data and data about to be overwritten (an admitted task has reserved room for it elsewhere without fetching it) are not needed.
+    Lost data and data about to be overwritten (an admitted task has reserved bytes for it elsewhere without fetching it) are not needed.
     """
     handle = replica.handle
     if replica.state == "reserved" or handle.lost is not None:

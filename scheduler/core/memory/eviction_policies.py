@@ -149,7 +149,7 @@ class EvictionPolicy(Protocol):
 
 
 class NextUse:
-    """What costs least per planned task it frees its room for: a reload, before that perhaps a write-back, over the time until the next use.
+    """What costs least per planned task that its bytes are free for: a reload, before that perhaps a write-back, over the time until the next use.
 
     Data that will be overwritten unread costs nothing. This is Belady's furthest next use, weighted by cost as in the GreedyDual family.
     """
@@ -162,7 +162,7 @@ class NextUse:
         self.foresight = foresight
 
     def key(self, replica: Replica) -> float:
-        """`order` of the next use; of those nobody knows of, the least recently used first."""
+        """`order` of the next use; among replicas of unknown next use, the least recently used first."""
         distance, overwrites = self.foresight.next_use_of(replica)
         if overwrites:
             return inf
@@ -171,7 +171,7 @@ class NextUse:
         return self.foresight.order + distance
 
     def price(self, key: float, *, dirty: bool) -> float:
-        """Bytes to move per byte of room, over the distance of the next use; what was used long ago is expected to be used late."""
+        """Bytes to move per byte freed, over the distance of the next use; what was used long ago is expected to be used late."""
         foresight = self.foresight
         distance = key - foresight.order if is_foreseen(key) else FAR * (1 + foresight.clock + key - NEVER)
         return (2.0 if dirty else 1.0) / max(distance, 1.0)

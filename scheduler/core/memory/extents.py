@@ -1,7 +1,7 @@
 """The ledger of a node: which bytes are in use, by which replica and for which class of data, under a hard budget.
 
-`MemoryNode` is the only place that knows. Its parts change together: extents in use and free ones, replicas by their first and last byte, sums by
-class; so nothing else keeps a list of what lies where. A handle lists its own replicas, which says where its data is valid, not where bytes lie.
+`MemoryNode` alone knows. Its books change together: extents in use and free ones, replicas by their first and last byte, sums by class; so nothing
+else keeps a list of what lies where. A handle lists its own replicas, which says where its data is valid, not where bytes lie.
 
 Allocation is best fit with coalescing; any free extent serves any size. On top lie bins of just-freed extents by exact size, because a training
 step frees and takes the same sizes over and over: a bin hit costs a list pop. Bins are flushed (coalesced) before untouched memory is taken, so
@@ -36,18 +36,18 @@ def rounded(nbytes: int) -> int:
 
 
 UNTOUCHED: Final = 4
-"""Where places are kept: one in so many bytes of the memory stays untouched as long as old extents do."""
+"""Where offsets are kept: one in so many bytes of the memory stays untouched as long as old extents do."""
 
 
 class ExtentAllocator:
-    """Hands out extents of [0, capacity): small ones from the bottom up, large ones from the top down, so that they do not cut up each other's room.
+    """Hands out extents of [0, capacity): small ones from the bottom up, large ones from the top down, so that neither cuts up the other side.
 
     Invariant: handed-out, binned and free extents partition [0, low) and [high, capacity); the gap [low, high) between them is free too.
 
     Args:
         capacity: bytes; rounded down to whole pages.
         keeps_offsets: whether untouched memory, while much of it is left, is preferred to extents that would have to be cut or merged: then what
-            comes and goes in the same sizes finds its old places again. For memory that is taken whole from the start.
+            comes and goes in the same sizes finds its old offsets again. For memory that is taken whole from the start.
     """
 
     __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "keeps_offsets", "low", "used")
@@ -126,7 +126,7 @@ class ExtentAllocator:
             self._insert(end, start + hole - end)
 
     def free(self, offset: int, size: int) -> None:
-        """Give an extent back, with the size it was taken with."""
+        """Give back an extent, with the size it was taken with."""
         self.used -= size
         self.binned += size
         bin_ = self._bins.get(size)
@@ -223,7 +223,7 @@ class ExtentAllocator:
 class MemoryNode:
     """A memory node: its budget, and the replicas that occupy it.
 
-    An extent is taken or claimed first, then occupied by a replica, and given back when that replica vacates it. A file of objects that are no
+    An extent is taken first, then occupied by a replica, and given back when that replica vacates it. A file of objects that are no
     replicas uses `take` and `give` alone.
 
     Args:
@@ -306,7 +306,7 @@ class MemoryNode:
         self._enter(size, data_class)
 
     def occupy(self, replica: Replica) -> None:
-        """The replica lies from now on in the extent at its offset, which was just taken or claimed for it."""
+        """The replica lies from now on in the extent at its offset, which was just taken for it."""
         self.starts[replica.offset] = replica
         self.ends[replica.offset + replica.handle.size] = replica
 

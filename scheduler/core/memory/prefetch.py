@@ -1,17 +1,16 @@
 """Moving data before it is asked for: what the planned order will need next is fetched, what it will evict next is written back early.
 
-Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in. While a task waits for room they are few: it is
+Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in. While a task waits for memory they are few: it is
 tried before them whenever something changes, what they bring can be dropped for it at once, and what replaces each other is used sooner and sooner,
-by the reckoning that eviction goes by, so they end. (They stood back for such a task once. Where memory is short there is nearly always one, so
-nearly everything was fetched too late.)
-Early write-backs keep a small share of the node clean, lowest rank first, so that admission rarely waits for one. Beyond that share they take,
-one at a time, what the forecast of the planned order says will leave before it is used again (`UseSchedule.leaves`): a link that idles in one part of
-a step is missing in another. Nothing else is written that might die unwritten. Reads and writes under way are limited, so that the oldest task's
-own copy never waits behind many. Looks at the tasks that will run on its node: all, where workers compute on one node only; else those of the
-node's partition of the step, if the plan has partitions. Without them several devices rely on admitting tasks ahead instead, because it is not known
-yet where a task will run. What is missing is found by walking through these tasks: on from where the walk stood at the last event, as far as tasks
-behind it have ended since; and from the first one again when a task behind it misses what was evicted or overwritten, or waited for a link. What is
-clean changes with the room that is taken. Neither is looked at anew at every event: that costs as much as many events.
+by the reckoning that eviction goes by, so they end. Early write-backs keep a small share of the node clean, lowest rank first, so that admission
+rarely waits for one. Beyond that share they take, one at a time, what the forecast of the planned order says will leave before it is used again
+(`UseSchedule.leaves`): a link that idles in one part of a step is missing in another. Nothing else is written that might die unwritten. Reads and
+writes under way are limited, so that the oldest task's own copy never waits behind many. Looks at the tasks that will run on its node: all, where
+workers compute on one node only; else those of the node's partition of the step, if the plan has partitions. Without them several devices rely on
+admitting tasks ahead instead, because it is not known yet where a task will run. What is missing is found by walking through these tasks: on from
+where the walk stood at the last event, as far as tasks behind it have ended since; and from the first one again when a task behind it misses what was
+evicted or overwritten, or waited for a link. What is clean changes with the bytes that are taken. Neither is looked at anew at every event: that
+costs as much as many events.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ READS: Final = 6
 """Prefetches under way at most."""
 
 PRESSED: Final = 2
-"""The same while a task waits for room."""
+"""The same while a task waits for memory."""
 
 QUEUE: Final = 2
 """The same over one link between memories: one that moves and one behind it. Behind more, what a task asks for next would wait. A disk serves several
@@ -167,7 +166,7 @@ class Lookahead:
         return islice(positions, head, None)
 
     def _prefetch(self, limit: int, actions: list[Action]) -> None:
-        """Go on until so many prefetches are under way, there is no room for what comes next, or the walk ends."""
+        """Go on until so many prefetches are under way, there are no bytes for what comes next, or the walk ends."""
         limit -= self.replicas.copies.num_arriving(self.node)
         while self._at is not None and limit > 0:
             replay, position = self._at
@@ -198,7 +197,7 @@ class Lookahead:
         """Fetch what one task misses.
 
         Returns:
-            Copies started and bytes the task will add to the node; None when there was no room, beside what nearer tasks miss.
+            Copies started and bytes the task will add to the node; None when no bytes were left for them, beside what nearer tasks miss.
         """
         replicas, node, num_started, nbytes = self.replicas, self.node, 0, 0
         for handle, mode in replay.tasks[position].accesses:

@@ -2,8 +2,8 @@
 
 The mechanism below `admission`, `compaction` and `prefetch`, which decide what comes and what goes.
 
-Homes. The *last tier* is the storage node if there is one, else host memory. Every handle that holds data anywhere has an extent there, its
-*backing replica*, reserved together with the first output: so every replica always has somewhere to go, and a write-back never waits for room.
+Backing replicas. The *last tier* is the storage node if there is one, else host memory. Every handle that holds data anywhere has an extent there,
+its *backing replica*, reserved together with the first output: so every replica always has somewhere to go, and a write-back never waits for bytes.
 
 Files. Data may begin in a file: its handle then has a replica on the node `FILE`, which is its backing replica until its first write. So its other
 replicas are dropped for others like any clean ones, wherever they are, the last tier included; the task that will write it reserves the backing
@@ -39,10 +39,10 @@ class Replicas:
     Attributes:
         last: the last tier.
         has_several: whether there is more than one node, or data in files, so that data may move.
-        candidates: every replica of each node, scratch included, and which of them may go.
+        candidates: of each node, the replicas that may go.
         copies: those under way.
         num_released: replicas dropped and copies ended so far: what a task that waits for memory waits for.
-        claims: who may take room on the last tier.
+        reservations: which tasks may take bytes of the last tier.
         broken: why the last tier takes no more data, if so.
         readers: extents of host memory where file readers work; they may move, and never go.
         changed: data that differs from what is on its way to the last tier.
@@ -114,21 +114,21 @@ class Replicas:
         """File readers get so many bytes of host memory in all, because the data of `handle` needs them; they keep what they have.
 
         Raises:
-            DoesNotFit: there is no room, not even where data lies that can be dropped at once; nothing has changed.
+            DoesNotFit: there are no bytes for it, not even those of data that can be dropped at once; nothing has changed.
         """
         more = rounded(nbytes) - self.readers_bytes if nbytes else 0
         if more <= 0:
             return
         node = self.nodes[RAM]
-        room = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
-        offset = self._take(RAM, room, actions)
+        memory = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
+        offset = self._take(RAM, memory, actions)
         if offset is None:
             raise DoesNotFit(
                 f"reading {handle!r} from its source takes {nbytes:,} B of {node.name} for its readers, but of its budget of {node.budget:,} B "
                 f"{node.used:,} B are taken; raise the budget, or attach sources before data is written",
                 node.name,
             )
-        replica = self.install(room, RAM, offset, private=True)
+        replica = self.install(memory, RAM, offset, private=True)
         replica.is_backing = True
         if self.last == RAM:
             self.reservations.enter(replica, 0)
@@ -146,7 +146,7 @@ class Replicas:
         """Count data that has come to be in host memory by itself, and reserve its backing replica.
 
         Raises:
-            DoesNotFit: the last tier has no room for it; nothing has changed.
+            DoesNotFit: the last tier has no bytes for it; nothing has changed.
             InvalidEvent: the handle has data already, or host memory is not one of which only bytes are counted.
         """
         node = self.nodes[RAM]
@@ -264,9 +264,7 @@ class Replicas:
                 self.wanted.discard(handle)
             handle.replicas[node_id] = replica
         self.nodes[node_id].occupy(replica)
-        candidates = self.candidates[node_id]
-        if handle.size <= candidates.tiny:
-            candidates.tiny_nbytes += handle.size
+        self.candidates[node_id].enter(replica)
         return replica
 
     def unpin(self, replica: Replica) -> None:
@@ -296,10 +294,7 @@ class Replicas:
             if replica.is_backing:
                 self.reservations.leave(replica)
         node = self.nodes[replica.node]
-        candidates = self.candidates[replica.node]
-        candidates.leave(replica)
-        if handle.size <= candidates.tiny:
-            candidates.tiny_nbytes -= handle.size
+        self.candidates[replica.node].leave(replica)
         replica.view = None
         node.vacate(replica)
         if node.is_counted:

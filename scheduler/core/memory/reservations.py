@@ -1,20 +1,21 @@
-"""Who may take room on the last tier, so that the planned order can always go on.
+"""Which tasks may take bytes of the last tier, so that the planned order can always go on.
 
-Rule. A recorded step in flight has a claim on what its planned order still needs there at once, one task at a time. A task ahead of that order, or a
-plain task younger than it, may make new data only if beside it
+Rule. A recorded step in flight reserves what its planned order still needs there at once, one task at a time: its *reserve*. A task ahead of that
+order, or a plain task younger than it, may make new data only if beside it
 
-    what outlives replays + temporaries made ahead of their time + the largest claim  <=  budget,
+    what outlives replays + temporaries made ahead of their time + the largest reserve  <=  budget,
 
 where "what outlives replays" includes what the replays in flight will still make of that kind. The oldest task is never asked.
 
-Why that is enough. Whenever the tasks under way have ended, running the rest in planned order needs at each place at most what outlives replays, the
-temporaries of that place, and those made ahead that are not due yet: the left side. So if the budget is at least `StepPlan.minimum_bytes`, the oldest
-task finds room as soon as others give some back, and the state stays so after it. Data that died ahead of its time only makes more room; so does a
-replay that ends, for all its temporaries are dead. A replay that starts may promise more than is free: then only the oldest task makes anything until
-those made ahead have become due. Scratch ends with its task, so the claim of the planned task that uses it is enough.
+Why that is enough. Whenever the tasks under way have ended, running the rest in planned order needs at each position at most what outlives replays,
+the temporaries of that position, and those made ahead whose position is not reached yet: the left side. So if the budget is at least
+`StepPlan.minimum_bytes`, the oldest task finds free bytes as soon as others give some back, and the state stays so after it. Data that died ahead of
+its time only frees more; so does a replay that ends, for all its temporaries are dead. A replay that starts may promise more than is free: then only
+the oldest task makes anything until the order has reached those made ahead. Scratch ends with its task, so the reserve for the planned task that uses
+it is enough.
 
-Data that lies in a file takes nothing here before its first write: a task that reads it where the last tier is makes room for it as for scratch, by
-dropping what was read before, and the claim of the planned task that reads it is enough.
+Data that lies in a file takes nothing here before its first write: a task that reads it where the last tier is frees bytes for it as for scratch, by
+dropping what was read before, and the reserve for the planned task that reads it is enough.
 
 Counts bytes, not holes: `compaction` moves replicas together when holes are what is missing. Knows nothing of replicas on other nodes.
 """
@@ -52,13 +53,13 @@ class Reservations:
         self.foresight = foresight
         self.kept = 0
         self.ahead = 0
-        self._reserve = 0  # at least the largest claim
+        self._reserve = 0  # at least the largest reserve
         self._promised: dict[HandleRecord, int] = {}  # by how many replays
         self._backing_ahead: list[tuple[int, int, Replica]] = []  # (order of the maker, number, backing replica)
         self._num_entered = 0
 
     def allow(self, task: Task) -> bool:
-        """Whether the task may take the room it needs on the last tier."""
+        """Whether the task may take the bytes it needs on the last tier."""
         replays = self.foresight.replays
         if not replays:
             return True
@@ -115,7 +116,7 @@ class Reservations:
                 self.kept -= handle.size
 
     def _drop_reached(self, order: int) -> None:
-        """What was made ahead of its time and is due by now counts as in time."""
+        """What was made ahead of its time counts as in time once the order has reached its maker."""
         ahead = self._backing_ahead
         while ahead and ahead[0][0] <= order:
             backing = heapq.heappop(ahead)[2]

@@ -6,11 +6,11 @@ hole is large enough; only those inside the hole are victims. Candidates enter t
 again, dropped, or added once more. Entries of the heaps go stale when a replica is used, moved or dropped; a stale entry is thrown away, or entered
 anew, when it comes up.
 
-A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory
-in which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands
-between two that go, it goes with them. And what is tiny beside the node goes when nothing larger can: parameters of norms and means of rows were
-almost half of all copies of a GPT-2 step, each as slow as a tile's, and made no room. So it is as long as what is tiny takes a small share of the
-node, and only where it will be used.
+A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory in
+which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands between
+two that go, it goes with them. And what is tiny beside the node goes when nothing larger can: parameters of norms and means of rows were almost half
+of all copies of a GPT-2 step, each as slow as a tile's, and freed hardly any bytes. So it is as long as what is tiny takes a small share of the node,
+and only where it will be used.
 
 In that order a large tile that is needed soon can be the first hole, because no neighbours among the cheap small ones make one. So where prices add
 up and the hole costs more than as many bytes of the cheapest candidates would, a window is slid over the node to find the neighbours that cost
@@ -34,7 +34,7 @@ SMALL: Final = 64
 
 TINY: Final = 1 << 13
 TINY_NBYTES: Final = 64 << 10
-"""A replica of at most this fraction of the node's budget, and at most so many bytes, goes when nothing larger can: its room is worth less than the
+"""A replica of at most this fraction of the node's budget, and at most so many bytes, goes when nothing larger can: its bytes are worth less than the
 copies that it costs."""
 
 TINY_SHARE: Final = 16
@@ -44,7 +44,7 @@ TRIED: Final = 200
 """Candidates looked at, at most, for a hole that no task waits for."""
 
 Entry = tuple[float, int, Replica]
-"""(-key, number of the offer, replica): sorts like the key; the number breaks ties, and says whether the entry still holds."""
+"""(-key, number of the entry, replica): sorts like the key; the number breaks ties, and says whether the entry still holds."""
 
 Heaps = tuple[list[Entry], list[Entry]]
 """Clean and dirty candidates."""
@@ -61,7 +61,7 @@ class Candidates:
         policy: in which order they go.
 
     Attributes:
-        tiny: bytes of the largest replica that is tiny beside the node, and `tiny_nbytes` of all such replicas there; `Replicas` counts them.
+        tiny: bytes of the largest replica that is tiny beside the node, and `tiny_nbytes` of all such replicas there.
         keep_dirty: whether nothing can be written back any more.
     """
 
@@ -79,8 +79,17 @@ class Candidates:
         self._num_entries = 0
         self._checked: set[int] = set()  # numbers of entries that hold, found since a plan was begun: nothing changes while it is made
 
+    def enter(self, replica: Replica) -> None:
+        """A replica was installed on the node; it is no candidate yet."""
+        size = replica.handle.size
+        if size <= self.tiny:
+            self.tiny_nbytes += size
+
     def leave(self, replica: Replica) -> None:
         """A replica was dropped."""
+        size = replica.handle.size
+        if size <= self.tiny:
+            self.tiny_nbytes -= size
         self._added.pop(replica, None)
         self._entries.pop(replica, None)
 
@@ -93,11 +102,11 @@ class Candidates:
         self._checked.clear()
         for replica in self._added:
             if is_unused(replica):
-                self._enter(replica)
+                self._push(replica)
         self._added.clear()
 
-    def _enter(self, replica: Replica) -> None:
-        """Enter a candidate into its heaps, as it is now."""
+    def _push(self, replica: Replica) -> None:
+        """Push a candidate on its heaps, as it is now."""
         dirty = is_dirty(replica)
         self._num_entries += 1
         key = self.policy.key(replica)
@@ -116,7 +125,7 @@ class Candidates:
                 heapq.heapify(heap)
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
-        """Where extents of `sizes` would go, and the replicas in their way; None if they cannot all be placed."""
+        """Where extents of `sizes` would go, and the replicas in their way; None if they do not all fit."""
         self._take_added()
         drawn: Drawn = []
         if self.node.is_counted:
@@ -175,7 +184,7 @@ class Candidates:
         return found
 
     def clean_nbytes(self, enough: int) -> int:
-        """Bytes of candidates that can be dropped at once, as of their last offer and but for tiny ones; stops counting at `enough`."""
+        """Bytes of candidates that can be dropped at once, as of when they were last added and but for tiny ones; stops counting at `enough`."""
         self._take_added()
         nbytes = 0
         for entry in self._heaps[0]:
@@ -254,7 +263,7 @@ class Candidates:
                 heapq.heappop(heap)
             elif is_dirty(replica) != dirty or -self.policy.key(replica) != key:
                 heapq.heappop(heap)
-                self._enter(replica)
+                self._push(replica)
             else:
                 self._checked.add(number)
                 return replica
@@ -280,7 +289,7 @@ class _Paper:
     def allocate(
         self, sizes: Sequence[int], candidates: Iterator[Replica], twin: Callable[[int], Replica | None]
     ) -> tuple[list[int], list[Replica]] | None:
-        """Let candidates go until every size has its place.
+        """Let candidates go until every size has an offset.
 
         Args:
             candidates: in the order in which they should go.
@@ -366,7 +375,7 @@ class _Paper:
         return start
 
     def _may_go(self, replica: Replica) -> bool:
-        if replica.offset in self.gone:  # its place is taken
+        if replica.offset in self.gone:  # its bytes are taken
             return False
         if not is_unused(replica) or (self.candidates.keep_dirty and coherence.is_needed(replica)):
             return False

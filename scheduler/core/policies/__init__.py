@@ -1,13 +1,13 @@
 """Which ready task a worker runs next: small pure classes behind `join`, `push` and `pop`.
 
-A policy sees tasks that are ready (no unfinished predecessor) and workers with room. It never locks, measures or moves anything; what it may ask of
-durations and memory is in its `Estimates`. All ties are broken by submission order, so equal events and estimates give equal decisions.
+A policy sees tasks that are ready (no unfinished predecessor) and workers with free slots. It never locks, measures or moves anything; what it may
+ask of durations and memory is in its `Estimates`. All ties are broken by submission order, so equal events and estimates give equal decisions.
 
     eager   first ready, first served
     prio    priority, then submission order: keeps to the order in which the program was written, hence to its memory peak
     lws     a queue per worker where the data is, idle workers steal
     dm      the worker expected to end the task soonest: queued seconds + execution
-    dmda    dm + the transfers of what is missing there, behind what its link has queued, + evictions for which there is no room
+    dmda    dm + the transfers of what is missing there, behind what its link has queued, + evictions where bytes are missing
     dmdas   dmda, each queue by priority, then submission order
     reuse   dmdas, data first: among the next tasks of the queue, the one that misses fewest bytes there (in the spirit of DARTS)
 

@@ -26,7 +26,7 @@ class Move:
         nbytes: to be copied.
         transfer_seconds: for these, over idle links.
         wait_seconds: until what the links carry already has arrived.
-        eviction_seconds: to make room.
+        eviction_seconds: of the write-backs that free its bytes.
         brings: the handles to be copied, and those that were promised.
     """
 
@@ -72,16 +72,16 @@ class WorkerGroup:
 def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Container[HandleRecord] = ()) -> Move:
     """What the task misses on a node; data that no task has written yet is not missed."""
     memory = estimates.memory
-    nbytes = room = 0
+    nbytes = taken = 0
     transfer = wait = 0.0
     brings: list[HandleRecord] = []
     for handle, mode in task.accesses:
         if mode == SCRATCH:
-            room += handle.size
+            taken += handle.size
             continue
         replica = handle.replicas.get(node)
         if replica is None:
-            room += handle.size
+            taken += handle.size
         elif replica.state != "reserved" or replica.arriving:
             continue
         if mode != R and mode != RW:
@@ -96,8 +96,8 @@ def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Containe
                 if queued:
                     wait = max(wait, estimates.transfer_seconds(source, node, queued))
     eviction = 0.0
-    if room:
-        excess = room - memory.free_bytes(node)
+    if taken:
+        excess = taken - memory.free_bytes(node)
         if excess > 0:
             eviction = estimates.transfer_seconds(node, memory.below(node), excess)
     return Move(nbytes, transfer, wait, eviction, brings)

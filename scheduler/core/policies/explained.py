@@ -17,7 +17,7 @@ from .base import Policy
 from .costs import Candidate, explain
 from .expected import ExpectedEnd
 
-NOBODY: Final = WorkerId(-2)
+NOT_CHOSEN: Final = WorkerId(-2)
 """Who has taken a task that is still queued."""
 
 
@@ -38,7 +38,7 @@ class Placement:
     candidates: list[Candidate]
     weighs_costs: bool
     planned_node: NodeId | None = None
-    chosen: WorkerId = NOBODY
+    chosen: WorkerId = NOT_CHOSEN
 
 
 class Explained:

@@ -7,8 +7,8 @@ memory peak. A task that has been passed over `PATIENCE` times is taken whatever
 
 Measured in virtual time (``python benchmarks/policies.py``: tiled matrix products, Cholesky factorizations and multilayer perceptrons over 1, 2 and 4
 devices with and without CPU workers; geometric mean of the time over the best policy's): under memory pressure 1.03, against 1.04 of dmdas, 1.06 of
-dmda, 1.14 of lws and 1.19 of prio; with room for everything 1.03, like dmdas and dmda. One line for all groups, where workers chose by missing bytes
-alone, was slower (1.09 and 1.07): tiles followed the idle worker.
+dmda, 1.14 of lws and 1.19 of prio; with memory for everything 1.03, like dmdas and dmda. One line for all groups, where workers chose by missing
+bytes alone, was slower (1.09 and 1.07): tiles followed the idle worker.
 """
 
 from __future__ import annotations

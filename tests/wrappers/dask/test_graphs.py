@@ -374,12 +374,26 @@ def test_a_bag_and_a_data_frame() -> None:
     pd.testing.assert_series_equal(grouped.sort_index(), frame.groupby("key").value.mean(), check_index_type=False)
 
 
+ASLEEP = """
+import os, signal, sys, threading, time
+def wait_until_main_sleeps():  # were it still awake, it would hear anyway
+    while True:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        calls = []
+        while frame is not None:
+            calls.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if calls[0] == "wait" and "sleep_until" in calls:
+            return
+        time.sleep(0)  # gives up the processor
+"""
+"""Waits until the main thread waits for the graph."""
+
 ELSEWHERE = """
-import os, signal, threading
 from wrappers.dask import get
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background inherits that it is ignored
 def interrupt():
-    threading.Event().wait(0.5)  # the main thread falls asleep meanwhile; were it still awake, it would hear anyway
+    wait_until_main_sleeps()
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
     threading.Event().wait(60)
 try:
@@ -391,12 +405,11 @@ os._exit(0)
 
 
 WHILE_FETCHING = """
-import os, signal, threading
 import numpy as np
 from wrappers.dask import runtime
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def interrupt():
-    threading.Event().wait(0.5)
+    wait_until_main_sleeps()
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
     threading.Event().wait(60)
 class Large:
@@ -423,6 +436,6 @@ def test_ctrl_c_that_reaches_another_thread_is_heard(script: str, tmp_path: Path
     which Python's handlers run."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=tmp_path, env=environment
+        [sys.executable, "-c", ASLEEP + script], capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=tmp_path, env=environment
     )
     assert (done.stdout, done.returncode) == ("heard\n", 0), done.stderr

@@ -28,12 +28,12 @@ QUERIES: Final = 128
 
 
 def attention_scratch_nbytes(num_queries: int, num_keys: int, itemsize: int, p: float = 0.0) -> int:
-    """Working memory of one attention task: two blocks of scores, and with dropout room to draw from."""
+    """Working memory of one attention task: two blocks of scores, and with dropout a buffer of random bits."""
     return 2 * min(QUERIES, num_queries) * num_keys * itemsize + (_DRAW_BYTES if p else 0)
 
 
 _DRAW_BYTES: Final = 2 * PIECE_BYTES
-"""Room to draw random bits in, the last bytes of the scratch."""
+"""Buffer of random bits, the last bytes of the scratch."""
 
 
 def lse_scratch_nbytes(num_rows: int, num_keys: int, itemsize: int) -> int:
@@ -288,7 +288,7 @@ def _pair_backward(
     block: Block,
     at: Pair,
 ) -> None:
-    """Gradients of one block from its weights `s`, which it overwrites; `ds` is room of the same shape."""
+    """Gradients of one block from its weights `s`, which it overwrites; `ds` is working memory of the same shape."""
     size = at.head_size
     rows, keys = slice(block.first, block.last), slice(0, block.num_keys)
     tdo, tv = _columns(do, block, size, rows), _columns(v, block, size, keys)

@@ -69,7 +69,7 @@ def pieces(*arrays: Array, nbytes: int = PIECE_BYTES) -> Iterator[tuple[Array, .
 def pieces_with_work(*arrays: Array, num_work: int, nbytes: int = WORK_BYTES) -> Iterator[tuple[Array, ...]]:
     """Pieces of the arrays, each followed by `num_work` arrays of its size to work in, without allocating for most of them.
 
-    The room is the rest of the last array, which must be a pure output that overlaps no other: what lies behind the piece is garbage until its turn
+    They lie in the rest of the last array, which must be a pure output that overlaps no other: what lies behind the piece is garbage until its turn
     comes. Only near the end, where too little of it is left, pieces are small and work in `nbytes` of their own.
     """
     flat = [array.reshape(-1) for array in arrays]

@@ -73,6 +73,6 @@ def embedding_backward(tokens: Array, dy: Array, dtable: Array, *, v_start: int,
         loops.add_rows_at(source, tokens.reshape(-1), v_start, dtable)
         return
     for piece, inside, local in _local(tokens, v_start, dtable.shape[0]):
-        part = source[piece]
+        gradient = source[piece]
         for at in inside:
-            dtable[local[at]] += part[at]
+            dtable[local[at]] += gradient[at]

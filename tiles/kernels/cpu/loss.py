@@ -33,10 +33,10 @@ COLUMNS: Final = 1024
 def head_finish(targets: Array, peak: Array, total: Array, picked: Array, lse: Array, loss: Array, *, scale: float) -> None:
     """lse = peak + log total; loss[0] = scale * sum over tokens of (lse - picked), in fp64."""
     ids, tops, sums, chosen, out = (tile.reshape(-1) for tile in (targets, peak, total, picked, lse))
-    loss[0], part = 0.0, np.empty(1)
+    loss[0], piece_loss = 0.0, np.empty(1)
     for piece in cut(targets.size, 4 * MOST_ROWS):  # a tile of up to 2048 tokens is one sum, as in the reference
-        finish(ids[piece], tops[piece], sums[piece], chosen[piece], out[piece], part, scale=scale)
-        loss += part
+        finish(ids[piece], tops[piece], sums[piece], chosen[piece], out[piece], piece_loss, scale=scale)
+        loss += piece_loss
 
 
 def loss_scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:

@@ -40,7 +40,7 @@ def norm_scratch_nbytes(num_rows: int, width: int, itemsize: int) -> int:
 
 
 def _work_beside(dx: Array, block: slice) -> Array:
-    """Room to work on a block of the pure output `dx`: the block after it, which is garbage until its turn, or at the end own memory. Flat."""
+    """Working memory for a block of the pure output `dx`: the block after it, which is garbage until its turn, or at the end own memory. Flat."""
     rest = dx[block.stop : 2 * block.stop - block.start]
     if len(rest) == block.stop - block.start:
         return rest.reshape(-1)
@@ -48,7 +48,7 @@ def _work_beside(dx: Array, block: slice) -> Array:
 
 
 def _cells(x: Array, work: Array) -> Iterator[tuple[slice, slice, Array]]:
-    """(rows, columns, room of that shape): boxes of whole rows, or of a part of one row where a row exceeds `work`."""
+    """(rows, columns, working memory of that shape): boxes of whole rows, or of a piece of one row where a row exceeds `work`."""
     for piece, columns in cells(x.shape[0], x.shape[1], x.itemsize, work.nbytes):
         shape = (piece.stop - piece.start, columns.stop - columns.start)
         yield piece, columns, work[: shape[0] * shape[1]].reshape(shape)
@@ -277,9 +277,9 @@ def norm_backward_apply(
     accumulate: bool,
 ) -> None:
     """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
-    parts = [rows(part) if part.ndim > 1 else part for part in rest]
-    extra = parts.pop(0) if residual else None
-    dx, *sums = parts
+    arrays = [rows(array) if array.ndim > 1 else array for array in rest]
+    extra = arrays.pop(0) if residual else None
+    dx, *sums = arrays
     x, dy, mean, rstd = rows(x), rows(dy), mean.reshape(-1), rstd.reshape(-1)
     plain, weighted = plain.reshape(-1), weighted.reshape(-1)
     if not accumulate:

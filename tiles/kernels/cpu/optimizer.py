@@ -153,9 +153,9 @@ def sgd(
 
     `rest` is [buffer if momentum,] [norm,] [master,] [scratch].
     """
-    parts = list(rest)
-    buffer = parts.pop(0) if momentum else None
-    norm, weights = split(tuple(parts), clip, master)
+    optional = list(rest)
+    buffer = optional.pop(0) if momentum else None
+    norm, weights = split(tuple(optional), clip, master)
     target = param if weights is None else weights
     number = target.dtype.type
     factor = number(1.0 if norm is None else clip_factor(norm, max_norm))

@@ -35,8 +35,8 @@ def row_bits(key: tuple[int, int], base: Array, width: int, buffer: Array | None
     size = base.size * width
     x, work = (np.empty(8 * size, np.uint8) if buffer is None else buffer[: 8 * size]).view(np.uint32).reshape(2, base.size, width)
     low = base.astype(np.uint32)
-    for part in cut(width, 4096):
-        np.add(low[:, None], np.arange(part.start, part.stop, dtype=np.uint32), out=x[:, part])
+    for columns in cut(width, 4096):
+        np.add(low[:, None], np.arange(columns.start, columns.stop, dtype=np.uint32), out=x[:, columns])
     if int(base.max()) + width > 2**32:
         _mix_high(x, low, (base >> np.uint64(32)).astype(np.uint32))
     np.bitwise_xor(x, np.uint32(key[0]), out=x)
@@ -106,30 +106,30 @@ def row_bases(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[in
 
 
 Draw = tuple[Array, Array, slice, slice, Array]
-"""(room, first indices of rows, rows, columns, tile's cell)."""
+"""(buffer, first indices of rows, rows, columns, tile's cell)."""
 
 
 def _draws(out: Array, shape: tuple[int, ...], origin: tuple[int, ...], count: int, each: int) -> Iterator[Draw]:
-    """Cells of at most `count` elements of a pure output, with room of `each` bytes per element.
+    """Cells of at most `count` elements of a pure output, with a buffer of `each` bytes per element.
 
-    The room is what lies behind the cell in `out`, which is garbage until its turn; near the end cells are small and work in `WORK_BYTES`.
+    The buffer is what lies behind the cell in `out`, which is garbage until its turn; near the end cells are small and work in `WORK_BYTES`.
     """
     flat, memory = rows(out), out.reshape(-1).view(np.uint8)
     width, own = flat.shape[1], None
     for block in cut(flat.shape[0], MOST_ROWS):
         bases = row_bases(shape, origin, out.shape, block)
-        for some, part in cells(bases.size, width, 1, count):
-            stop = -(-((block.start + some.stop - 1) * width + part.stop) * out.itemsize // 64) * 64
-            need = each * (some.stop - some.start) * (part.stop - part.start)
-            lent = memory[stop : stop + need]
-            if lent.size == need:
+        for some, span in cells(bases.size, width, 1, count):
+            stop = -(-((block.start + some.stop - 1) * width + span.stop) * out.itemsize // 64) * 64
+            need = each * (some.stop - some.start) * (span.stop - span.start)
+            buffer = memory[stop : stop + need]
+            if buffer.size == need:
                 whole = slice(block.start + some.start, block.start + some.stop)
-                yield lent, bases[some] + np.uint64(part.start), whole, part, flat[whole, part]
+                yield buffer, bases[some] + np.uint64(span.start), whole, span, flat[whole, span]
                 continue
             own = np.empty(WORK_BYTES // 2, np.uint8) if own is None else own
-            for less, columns in cells(some.stop - some.start, part.stop - part.start, 1, own.size // each):
+            for less, columns in cells(some.stop - some.start, span.stop - span.start, 1, own.size // each):
                 piece = slice(block.start + some.start + less.start, block.start + some.start + less.stop)
-                columns = slice(part.start + columns.start, part.start + columns.stop)
+                columns = slice(span.start + columns.start, span.start + columns.stop)
                 yield own, bases[some][less] + np.uint64(columns.start), piece, columns, flat[piece, columns]
 
 
@@ -141,10 +141,10 @@ def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tup
         out = rows(y)
         for whole in cut(out.shape[0], MOST_ROWS):
             bases = row_bases(shape, origin, y.shape, whole)
-            for part in row_blocks(bases.size, out.shape[1] * out.itemsize):
-                block = slice(whole.start + part.start, whole.start + part.stop)
+            for stripe in row_blocks(bases.size, out.shape[1] * out.itemsize):
+                block = slice(whole.start + stripe.start, whole.start + stripe.stop)
                 np.copyto(out[block], source[block])
-                thin_rows(out[block], bases[part], mixed, p)
+                thin_rows(out[block], bases[stripe], mixed, p)
         return
     for buffer, base, piece, columns, target in _draws(y, shape, origin, PIECE_BYTES // 2, 8):
         thin(source[piece, columns], _keep(mixed, base, target.shape[1], least, buffer), p, target)

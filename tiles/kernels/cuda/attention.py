@@ -44,7 +44,7 @@ def _pair_of(q: DeviceArray, k: DeviceArray, at: reference.Pair) -> Any:
 
 
 def _start_flash(kernel: str, x: DeviceArray, size: int, *arguments: Any, num_rows: int, num_turned: int, extra: int = 0) -> None:
-    """Start a kernel with a block for each 64 rows of each head of `x`, and room for so many tiles as they are and transposed."""
+    """Start a kernel with a block for each 64 rows of each head of `x`, and shared memory for so many tiles as they are and transposed."""
     grid = (-(-x.shape[1] // _FLASH_ROWS), x.shape[2] // size, x.shape[0])
     shared = 2 * (num_rows * _FLASH_ROWS * (size + _PAD) + num_turned * size * (_FLASH_ROWS + _PAD)) + extra
     _flash.start(kernel, x.dtype, *arguments, grid=grid, threads=128, shared=shared)
@@ -64,9 +64,9 @@ def attention(
     last: bool,
 ) -> None:
     """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
-    parts = list(rest[:-1])
-    lse = parts.pop(0) if last else None
-    key = parts.pop(0) if at.p else None
+    optional = list(rest[:-1])
+    lse = optional.pop(0) if last else None
+    key = optional.pop(0) if at.p else None
     pair, size = _pair_of(q, k, at), at.head_size
     if q.dtype == BF16 and size in FLASH_SIZES:
         numbers = (pair, np.int32(first), np.int32(last))

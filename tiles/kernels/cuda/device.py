@@ -119,7 +119,7 @@ class CudaDevice(CupyGpu):
         stream, begin, end = self.stream(), self.event(), self.event()
         self.enter(stream)
         address = self.reserve(3 * nbytes)
-        a, b, out = (DeviceArray(address + place * nbytes, (_PEAK_SIZE, _PEAK_SIZE), element) for place in range(3))
+        a, b, out = (DeviceArray(address + operand * nbytes, (_PEAK_SIZE, _PEAK_SIZE), element) for operand in range(3))
         values = np.random.default_rng(0).standard_normal(_PEAK_VALUES, np.float32).astype(element)  # zeros would be faster than anything real
         for offset in range(0, 3 * nbytes, values.nbytes):
             stream.copy(address + offset, values.ctypes.data, values.nbytes)
@@ -147,11 +147,11 @@ class CudaDevice(CupyGpu):
         Raises:
             KernelBuildError: the driver cannot make machine code of what the compiler knows no machine code for.
         """
-        place = self.index, source, element
-        if place not in _MODULES:
+        key = self.index, source, element
+        if key not in _MODULES:
             code = build(source, element, self.facts.capability)
             try:
-                _MODULES[place] = self._driver.moduleLoadData(code)
+                _MODULES[key] = self._driver.moduleLoadData(code)
             except RuntimeError as error:
                 if getattr(error, "status", None) not in _CANNOT_TRANSLATE:
                     raise
@@ -159,7 +159,7 @@ class CudaDevice(CupyGpu):
                     f"the driver of {self.name} cannot use the kernels of {source}.cu, compiled for an older GPU ({error}); update the driver, "
                     "install a CuPy that knows this GPU, or compute on the CPU with --ngpu 0"
                 ) from error
-        return int(self._driver.moduleGetFunction(_MODULES[place], kernel))
+        return int(self._driver.moduleGetFunction(_MODULES[key], kernel))
 
     def _allow(self, function: int, kernel: str, shared: int) -> None:
         """Let a kernel have more shared memory than every kernel has."""

@@ -150,8 +150,8 @@ def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, t
 def batched_matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """The same for each index of the leading axes, which all three share."""
     for index in grid_of(*map(range, out.shape[:-2])):
-        parts = [_matrix(x, index) for x in (a, b, out)]
-        device().gemm(*parts, trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+        matrices = [_matrix(x, index) for x in (a, b, out)]
+        device().gemm(*matrices, trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
 
 
 def _matrix(x: DeviceArray, index: tuple[int, ...]) -> DeviceArray:

@@ -145,9 +145,9 @@ def norm_backward_apply(
     accumulate: bool,
 ) -> None:
     """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
-    parts = list(rest)
-    extra = parts.pop(0) if residual else None
-    dx, dgamma, *dbeta = parts
+    arrays = list(rest)
+    extra = arrays.pop(0) if residual else None
+    dx, dgamma, *dbeta = arrays
     sums = (plain, weighted, extra, dx, _width(x), np.int32(width), np.int32(center))
     _source.each("norm_backward_apply", x.dtype, x.size, x, gamma, mean, rstd, dy, *sums)
     _gradients(x, mean, rstd, dy, dgamma, dbeta[0] if center else None, accumulate)

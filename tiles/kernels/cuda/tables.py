@@ -105,9 +105,9 @@ def adam(
     master: bool,
 ) -> None:
     """Adam or AdamW; `rest` is [norm,] [master,] [scratch]."""
-    parts = list(rest)
-    norm = parts.pop(0) if clip else None
-    weights = parts.pop(0) if master else None
+    optional = list(rest)
+    norm = optional.pop(0) if clip else None
+    weights = optional.pop(0) if master else None
     numbers: tuple[Any, ...] = (*map(np.float64, (beta1, beta2, eps, weight_decay, max_norm)), np.int32(decoupled))
     _source.each("adam", param.dtype, param.size, param, grad, m, v, hyper, norm, weights, *numbers)
 
@@ -126,10 +126,10 @@ def sgd(
     master: bool,
 ) -> None:
     """SGD; `rest` is [buffer if momentum,] [norm,] [master,] [scratch]."""
-    parts = list(rest)
-    buffer = parts.pop(0) if momentum else None
-    norm = parts.pop(0) if clip else None
-    weights = parts.pop(0) if master else None
+    optional = list(rest)
+    buffer = optional.pop(0) if momentum else None
+    norm = optional.pop(0) if clip else None
+    weights = optional.pop(0) if master else None
     numbers: tuple[Any, ...] = (*map(np.float64, (momentum, weight_decay, max_norm)), np.int32(nesterov))
     _source.each("sgd", param.dtype, param.size, param, grad, hyper, buffer, norm, weights, *numbers)
 
@@ -138,17 +138,17 @@ def sgd(
 def sum_squares(x: DeviceArray, out: DeviceArray) -> None:
     """out[0] = sum of squares of x in fp64."""
     blocks = max(1, min(_MOST_PARTIALS, -(-x.size // (16 * THREADS))))
-    parts = device().partials.at(np.float64, blocks)
-    _source.start("squares", x.dtype, x, parts, np.int64(x.size), grid=(blocks, 1, 1), shared=8 * THREADS)
-    _source.start("add_doubles", _FLOAT, parts, out, np.int32(blocks), grid=(1, 1, 1), threads=1)
+    partials = device().partials.at(np.float64, blocks)
+    _source.start("squares", x.dtype, x, partials, np.int64(x.size), grid=(blocks, 1, 1), shared=8 * THREADS)
+    _source.start("add_doubles", _FLOAT, partials, out, np.int32(blocks), grid=(1, 1, 1), threads=1)
 
 
 @register("sum_scalars", "cuda")
 def sum_scalars(*arrays: DeviceArray) -> None:
     """The last argument's element = sum of all others, in order."""
-    *parts, out = arrays
-    for number, part in enumerate(parts):
-        _source.start("add_scalar", _FLOAT, part, out, np.int32(number == 0), grid=(1, 1, 1), threads=1)
+    *addends, out = arrays
+    for number, addend in enumerate(addends):
+        _source.start("add_scalar", _FLOAT, addend, out, np.int32(number == 0), grid=(1, 1, 1), threads=1)
 
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:

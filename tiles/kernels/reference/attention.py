@@ -89,8 +89,8 @@ def survivors(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
     """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
     *extra, _ = rest
-    parts = list(extra)
-    lse = parts.pop(0) if last else None
+    optional = list(extra)
+    lse = optional.pop(0) if last else None
     s = scores(q, k, at)
     target = heads(o, at.head_size)
     top = s.max(axis=-1)
@@ -104,7 +104,7 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
         target[...] = 0
     weights = np.exp(s - top[..., None])
     total += weights.sum(axis=-1)
-    target += (weights * survivors(parts[0] if parts else None, s.shape, at)) @ shared(v, s.shape[1], at.head_size)
+    target += (weights * survivors(optional[0] if optional else None, s.shape, at)) @ shared(v, s.shape[1], at.head_size)
     peak[...] = top
     if lse is not None:
         target[...] = target / total[..., None]

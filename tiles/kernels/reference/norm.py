@@ -118,9 +118,9 @@ def norm_backward_apply(
     accumulate: bool,
 ) -> None:
     """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
-    parts = list(rest)
-    extra = parts.pop(0) if residual else None
-    dx, dgamma = parts[0], parts[1]
+    arrays = list(rest)
+    extra = arrays.pop(0) if residual else None
+    dx, dgamma = arrays[0], arrays[1]
     xhat = (x - mean[..., None]) * rstd[..., None]
     d = dy * gamma - xhat * (weighted / width)[..., None]
     if center:
@@ -130,7 +130,7 @@ def norm_backward_apply(
     axes = tuple(range(x.ndim - 1))
     dgamma[...] = (dy * xhat).sum(axis=axes) + (dgamma if accumulate else 0)
     if center:
-        parts[2][...] = dy.sum(axis=axes) + (parts[2] if accumulate else 0)
+        arrays[2][...] = dy.sum(axis=axes) + (arrays[2] if accumulate else 0)
 
 
 @register("softmax", "reference")

@@ -25,8 +25,8 @@ def clip_factor(norm: Array, max_norm: float) -> float:
 
 def split(rest: tuple[Array, ...], clip: bool, master: bool) -> tuple[Array | None, Array | None]:
     """The optional last accesses, (norm, master)."""
-    parts = list(rest)
-    return parts.pop(0) if clip else None, parts.pop(0) if master else None
+    optional = list(rest)
+    return optional.pop(0) if clip else None, optional.pop(0) if master else None
 
 
 @register("adam", "reference")
@@ -76,9 +76,9 @@ def sgd(
     master: bool,
 ) -> None:
     """SGD with momentum as in torch.optim.SGD (dampening 0, the buffer starting at zero); `rest` is [buffer if momentum,] [norm,] [master]."""
-    parts = list(rest)
-    buffer = parts.pop(0) if momentum else None
-    norm, weights = split(tuple(parts), clip, master)
+    optional = list(rest)
+    buffer = optional.pop(0) if momentum else None
+    norm, weights = split(tuple(optional), clip, master)
     p = param if weights is None else weights
     g = grad.astype(p.dtype) * p.dtype.type(1.0 if norm is None else clip_factor(norm, max_norm))
     g = g + p.dtype.type(weight_decay) * p
@@ -99,5 +99,5 @@ def sum_squares(x: Array, out: Array) -> None:
 @register("sum_scalars", "reference")
 def sum_scalars(*arrays: Array) -> None:
     """The last argument's element = sum of all others, in order."""
-    *parts, out = arrays
-    out[0] = sum(float(part[0]) for part in parts)
+    *addends, out = arrays
+    out[0] = sum(float(addend[0]) for addend in addends)

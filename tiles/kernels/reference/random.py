@@ -22,8 +22,8 @@ _MASK: Final = (1 << 64) - 1
 def mix(*numbers: int) -> tuple[int, int]:
     """A 64-bit key, as two 32-bit halves, from any integers."""
     state = 0
-    for part in numbers:
-        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31

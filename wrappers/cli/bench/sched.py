@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nntask.config import TrainSettings
-    from nntask.hardware import Target
+    from nntask.hardware import MachineModel
     from nntask.models import ModelConfig
     from scheduler.machine import StepPlan
     from scheduler.simulation import Duration
@@ -118,7 +118,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     }
 
 
-def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelConfig, Target]:
+def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelConfig, MachineModel]:
     """The settings, the model's config, and the machine.
 
     Raises:
@@ -143,7 +143,7 @@ def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelC
     return train, config, imaginary_machine(f"{count}x{settings.device}", train.resources, settings.link)
 
 
-def _row(policy: str, eviction: str, plan: StepPlan, target: Target, duration: Duration, bound: float) -> dict[str, Any]:
+def _row(policy: str, eviction: str, plan: StepPlan, target: MachineModel, duration: Duration, bound: float) -> dict[str, Any]:
     """Figures of a step under one policy, beside the largest bound; the refusal if the step does not fit."""
     from scheduler import SchedulerError
     from scheduler.simulation import simulate

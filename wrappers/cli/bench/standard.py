@@ -7,7 +7,7 @@ from typing import Final
 
 from nntask import PRESETS
 from nntask.config import ModelSettings, TilingSettings, TrainSettings, resolve, retiled
-from nntask.hardware import Target, coarse_tiling, devices_of
+from nntask.hardware import MachineModel, coarse_tiling, devices_of
 from nntask.models import ModelConfig
 from nntask.planning import capture
 from scheduler.machine import StepPlan
@@ -24,7 +24,7 @@ def length_of(config: ModelConfig) -> int:
     return min(1024, config.n_positions)
 
 
-def captured(settings: TrainSettings, config: ModelConfig | None = None, target: Target | None = None) -> StepPlan:
+def captured(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> StepPlan:
     """The step that `nntask train` would record with these settings.
 
     Args:

@@ -152,8 +152,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] else "")
     if figures["forecast_bytes"] == {}:
-        places = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
-        yield f"order               {figures['order']}: everything fits{places}"
+        memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
+        yield f"order               {figures['order']}: everything fits{memories}"
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
     if figures["seconds_per_step"] is not None:

@@ -19,7 +19,7 @@ from nntask.checkpoints import step_directories
 from nntask.config import ClusterSettings, RunConfig, check_shared, local_nodes
 from nntask.data import Batch, Dataset
 from nntask.engine import NodesChanged, Outcome, outcome_of
-from nntask.optim import Share, buckets_of, most_nodes, shares
+from nntask.optim import DataShard, buckets_of, data_shards, most_nodes
 from nntask.planning import CapturedStep, capture
 
 from ..dashboard.plugin import install
@@ -41,7 +41,7 @@ class ClusterEngine:
     Args:
         team: the team, connected and open.
         shapes: tensors of the model and the optimizer, without data.
-        all_shares: shard of each node.
+        all_shards: shard of each node.
         answers: each node's answer to `open`.
         machines: contents of each node's machine.json.
         records: step records of the nodes.
@@ -54,12 +54,12 @@ class ClusterEngine:
         self,
         team: Team,
         shapes: CapturedStep,
-        all_shares: Sequence[Share],
+        all_shards: Sequence[DataShard],
         answers: Sequence[Mapping[str, Any]],
         machines: Sequence[Mapping[str, Any]],
         records: NodeRecords,
     ) -> None:
-        self.team, self._shares, self.records = team, all_shares, records
+        self.team, self._shards, self.records = team, all_shards, records
         self.gpus: Sequence[Any] = ()
         self.num_tasks = sum(each["num_tasks"] for each in answers)
         self.num_trained = int(answers[0]["num_trained"])
@@ -80,9 +80,9 @@ class ClusterEngine:
             self.team.note_step(now - self._last_end)
         self._last_end = now
         self._stats = [result.stats for result in outcomes]
-        losses = [0.0] * self._shares[0].num_minibatches
-        for share, result in zip(self._shares, outcomes, strict=True):
-            for number, loss in zip(share.minibatches, result.losses, strict=True):
+        losses = [0.0] * self._shards[0].num_minibatches
+        for shard, result in zip(self._shards, outcomes, strict=True):
+            for number, loss in zip(shard.minibatches, result.losses, strict=True):
                 losses[number] = loss
         squares = outcomes[0].squares
         assert squares is not None  # the first node always has it
@@ -255,7 +255,7 @@ class DaskCluster:
         try:
             try:
                 team.form()
-                engine = self._open(team, run, dataset, shares(num_minibatches, lanes, len(machines)))
+                engine = self._open(team, run, dataset, data_shards(num_minibatches, lanes, len(machines)))
             except (NntaskError, NodeFailed, NodesChanged) as error:
                 self._refuse_newcomers(team, error)
                 raise
@@ -294,28 +294,28 @@ class DaskCluster:
             say(f"dask: {how} is shared by at most {most} nodes; {asked - most} of {asked} workers have nothing to do")
         return None if asked is None else self._most
 
-    def _open(self, team: Team, run: RunConfig, dataset: Dataset, all_shares: Sequence[Share]) -> ClusterEngine:
+    def _open(self, team: Team, run: RunConfig, dataset: Dataset, all_shards: Sequence[DataShard]) -> ClusterEngine:
         run = _with_whole_paths(run)
         places = team.call("listen", run.settings, len(team.workers))
         oldest = sorted(range(len(places)), key=lambda rank: team.workers[rank].address not in self._members)
         check_cards([team.workers[rank] for rank in oldest], [places[rank][1] for rank in oldest])
         patience = FIRST_STEP_SECONDS + max(seconds for *_, seconds in places)  # what a node gives up itself it can explain
         team.call("connect", [address for address, *_ in places], patience=patience)
-        shapes = capture(run, 1, run.start.base)
+        shapes = capture(run, 1, run.start.frozen_base)
         trained = list(shapes.trained.values())
         widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32
         largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.workers))) * max(widest, 1))
         hosts = [machine.host for machine in team.workers]
         board = run.directory.name if self._has_board() else ""
         opening = [
-            team.ask(share.rank, "open", Order(run, share, dataset.fingerprint, hosts.count(host), largest, board))
-            for share, host in zip(all_shares, hosts, strict=True)
+            team.ask(shard.rank, "open", Order(run, shard, dataset.fingerprint, hosts.count(host), largest, board))
+            for shard, host in zip(all_shards, hosts, strict=True)
         ]
         answers = team.gather(opening, OPEN_SECONDS)
         machines = team.call("describe")
         tokens = run.step.minibatch * run.model.seq_len
         return ClusterEngine(
-            team, shapes, all_shares, answers, machines, NodeRecords(run.directory, run.start.step, all_shares, tokens, answers, machines)
+            team, shapes, all_shards, answers, machines, NodeRecords(run.directory, run.start.step, all_shards, tokens, answers, machines)
         )
 
     def _has_board(self) -> bool:

@@ -254,9 +254,13 @@ class PeerComms:
             self._lose(peer, error)
 
     def _lose(self, peer: Peer, error: BaseException) -> None:
-        """Mark a peer as lost, because its connection broke."""
+        """Mark a peer as lost, because its connection broke, and exchange nothing with the others either: no step ends without that peer, and two
+        nodes whose tasks are cancelled for the want of its buckets would wait for each other's for ever."""
         if not self._closed:
             peer.lose(error)
+            assert peer.lost is not None
+            for other in self._peers.values():
+                other.give_up(peer.lost)
 
     def close(self) -> None:
         """Close all connections and end the thread; unfinished tasks never end. Idempotent."""

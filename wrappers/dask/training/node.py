@@ -25,7 +25,7 @@ from nntask.hardware import give_back_freed, reuse_freed_memory
 if TYPE_CHECKING:
     from nntask.config import RunConfig, TrainSettings
     from nntask.data import Cursor
-    from nntask.optim import Share
+    from nntask.optim import DataShard
     from scheduler import Runtime
 
     from .nccl import NcclTransport
@@ -46,7 +46,7 @@ class Order:
 
     Attributes:
         run: the run, but for the machine, which each node has its own of.
-        share: what this node does of each step.
+        shard: what this node does of each step.
         fingerprint: of the data, as the client has it.
         on_host: nodes of this training that share the node's machine, this one included.
         largest: bytes of the largest bucket that travels.
@@ -54,7 +54,7 @@ class Order:
     """
 
     run: RunConfig
-    share: Share
+    shard: DataShard
     fingerprint: str
     on_host: int
     largest: int
@@ -157,7 +157,7 @@ class TrainingNode:
         from nntask.hardware import devices_of, gpus_of, runtime_for, with_budgets, without_nccl
         from nntask.training import model_to_start_from
 
-        run, share = order.run, order.share
+        run, shard = order.run, order.shard
         self._order = order
         dataset = open_dataset(run.data)
         if dataset.fingerprint != order.fingerprint:
@@ -177,12 +177,12 @@ class TrainingNode:
             run.step.batch,
             seed=run.model.seed,
             select=dataset.select_sequences,
-            rows=[m * minibatch + row for m in share.minibatches for row in range(minibatch)],
+            rows=[m * minibatch + row for m in shard.minibatches for row in range(minibatch)],
         )
         runtime = self._runtime = runtime_for(run)
         start = model_to_start_from(run, runtime)
-        transport = self._comms if share.num_nodes > 1 else None
-        engine = self._engine = RecordedEngine(run, runtime, start, share=share, transport=transport)
+        transport = self._comms if shard.num_nodes > 1 else None
+        engine = self._engine = RecordedEngine(run, runtime, start, shard=shard, transport=transport)
         num_tasks = engine.num_tasks
         self._check_memory()
         runtime.wait()
@@ -245,7 +245,7 @@ class TrainingNode:
 
                 nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
             nbytes //= 1 + resources.sim_gpu
-        passing = passing_bytes(order.share.num_nodes - 1, order.largest)
+        passing = passing_bytes(order.shard.num_nodes - 1, order.largest)
         self._comms.window = window_for(order.largest)
         if nbytes <= passing:
             raise DoesNotFit(
@@ -269,8 +269,8 @@ class TrainingNode:
 
     def _finish(self, flight: Any, number: int, begun: float) -> NodeOutcome:
         losses, squares = flight.shard_outcome()
-        share, stats, now = self._order.share, self._stats(), perf_counter()
-        loss = sum(losses) * share.num_minibatches / len(losses)  # each is its part of the step's mean
+        shard, stats, now = self._order.shard, self._stats(), perf_counter()
+        loss = sum(losses) * shard.num_minibatches / len(losses)  # each is its part of the step's mean
         seconds, self._last_end = now - max(begun, self._last_end), now
         if self._order.board:
             self._publish(number, loss, len(losses) * self._run_config.step.minibatch * self._stream.length / seconds, stats)

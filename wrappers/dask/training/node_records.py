@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nntask.engine import Outcome
-from nntask.optim import Share
+from nntask.optim import DataShard
 from nntask.telemetry import Journal, Meter
 from nntask.training import METRICS, NODES, write_machine
 
@@ -20,7 +20,7 @@ class NodeRecords:
     Args:
         run: the run directory.
         first: number of steps done already; lines of later steps, of a team that was lost, are dropped.
-        all_shares: shard of each node.
+        all_shards: shard of each node.
         tokens: number of tokens of a minibatch.
         answers: each node's answer to `open`.
         machines: contents of each node's machine.json.
@@ -30,12 +30,12 @@ class NodeRecords:
         self,
         run: Path,
         first: int,
-        all_shares: Sequence[Share],
+        all_shards: Sequence[DataShard],
         tokens: int,
         answers: Sequence[Mapping[str, Any]],
         machines: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._run, self._first, self._shares, self._tokens, self._machines = run, first, all_shares, tokens, machines
+        self._run, self._first, self._shards, self._tokens, self._machines = run, first, all_shards, tokens, machines
         self._meters = [Meter(self._counters(rank, each["stats"])) for rank, each in enumerate(answers)]
         self._journals: list[Journal] = []
 
@@ -48,8 +48,8 @@ class NodeRecords:
         if not self._journals:
             self._open()
         for rank, (journal, result) in enumerate(zip(self._journals, outcomes, strict=True)):
-            share = self._shares[rank]
-            tokens = len(share.minibatches) * self._tokens
+            shard = self._shards[rank]
+            tokens = len(shard.minibatches) * self._tokens
             line = {
                 "step": step,
                 "loss": result.loss,
@@ -82,5 +82,5 @@ class NodeRecords:
     def _counters(self, rank: int, stats: Mapping[str, Any]) -> dict[str, Any]:
         """A node's counters, with its traffic to peers among its links."""
         sent = {f"{rank}=>{peer}": nbytes for peer, nbytes in sorted(stats["sent_bytes"].items())}
-        links = {f"{rank}=>{peer}": 0 for peer in self._shares[rank].peers}
+        links = {f"{rank}=>{peer}": 0 for peer in self._shards[rank].peers}
         return {**stats, "moved_bytes": {**links, **stats["moved_bytes"], **sent}}

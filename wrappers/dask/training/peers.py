@@ -52,7 +52,7 @@ class Peer:
     Attributes:
         comm: the connection.
         channel: moves the bytes of buckets.
-        lost: the reason why the peer is lost; None while it answers.
+        lost: the reason why nothing is exchanged with the peer any more; None while something may be.
         wake: set when a message may be due.
         sent_bytes: bytes sent to the peer so far, over any channel.
     """
@@ -91,10 +91,10 @@ class Peer:
 
     def _match(self, key: str) -> None:
         """Make sends of `key` ready as far as the peer has requested them."""
-        offers = self._queued[key]
-        while offers and self._wanted[key]:
+        sends = self._queued[key]
+        while sends and self._wanted[key]:
             self._wanted[key] -= 1
-            self._ready.append((key, offers.popleft()))
+            self._ready.append((key, sends.popleft()))
             self.wake.set()
 
     def next_message(self, window: int) -> dict[str, Any] | None:
@@ -171,13 +171,18 @@ class Peer:
             self._later = None
 
     def lose(self, error: BaseException) -> None:
-        """Fail all waiting tasks, because the connection broke; tasks whose tiles the channel uses fail when it has ended. Only the first call
-        counts."""
+        """End the connection, because it broke, and fail all waiting tasks. Only the first call counts."""
+        if self.lost is None:
+            self.comm.abort()
+            self.give_up(PeerLost(self.rank, error))
+
+    def give_up(self, lost: PeerLost) -> None:
+        """Fail all waiting tasks, because a peer is lost, this one or another one; tasks whose tiles the channel uses fail when it has ended. Only
+        the first call counts."""
         if self.lost is not None:
             return
-        self.lost = PeerLost(self.rank, error)
+        self.lost = lost
         self._cancel_later()
-        self.comm.abort()
         waiting = [done for table in (self._queued, self._expected) for queue in table.values() for _, done in queue]
         waiting += [done for _, (_, done) in self._ready]
         self._queued.clear()

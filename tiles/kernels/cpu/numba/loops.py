@@ -155,10 +155,10 @@ def sum_squares(x: Array) -> Any:
     """Sum of squares, in fp64 over pieces of 16384 numbers  # (N,)."""
     total = 0.0
     for start in range(0, x.size, 16384):
-        piece, part = x[start : start + 16384], ZERO
+        piece, subtotal = x[start : start + 16384], ZERO
         for j in range(piece.size):
-            part += piece[j] * piece[j]
-        total += np.float64(part)
+            subtotal += piece[j] * piece[j]
+        total += np.float64(subtotal)
     return total
 
 

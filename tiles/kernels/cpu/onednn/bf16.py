@@ -155,16 +155,16 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; see the reference."""
     *extra, dx, dgamma, dbeta, scratch = rest
     x, dy, dx, mean, rstd = rows(x), rows(dy), rows(dx), mean.reshape(-1), rstd.reshape(-1)
-    wide, parts = gamma.astype(np.float32), np.empty((2, gamma.size), np.float32)
+    wide, partials = gamma.astype(np.float32), np.empty((2, gamma.size), np.float32)
     if not accumulate:
         dgamma[...] = 0
         dbeta[...] = 0
     for block in cut(x.shape[0], _NORM_ROWS):
         out, added = np.ndarray((2, *x[block].shape), np.float32, buffer=scratch)
         variance = 1 / np.square(rstd[block])
-        onednn.layer_norm_backward(x[block], wide, mean[block], variance, dy[block], out, *parts)
-        dgamma += parts[0]
-        dbeta += parts[1]
+        onednn.layer_norm_backward(x[block], wide, mean[block], variance, dy[block], out, *partials)
+        dgamma += partials[0]
+        dbeta += partials[1]
         if residual:
             onednn.convert(rows(extra[0])[block], added)
             out += added

@@ -148,9 +148,9 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
     for b in range(q.shape[0]):
         hq, hk, hv = (_packed(x[b], size, buffer) for x, buffer in zip((q, k, v), packed, strict=True))
         for block in _blocks(b, num_heads, tq, tk, at):
-            place, seen = (block.heads, block.queries), slice(0, block.num_keys)
+            window, seen = (block.heads, block.queries), slice(0, block.num_keys)
             s, short = _cut(buffer_s, block.shape), _cut(buffer_short, block.shape)
-            target = _heads(o[b], size)[place]
+            target = _heads(o[b], size)[window]
             out = _cut(buffer_out, target.shape)
             _scores(hq, hk, s, block, at)
             if not first:
@@ -162,7 +162,7 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
             convert(s, short)
             gemm(short, hv[block.heads, seen], out, accumulate=not first)
             if last:
-                out /= total[b][place][..., None]
+                out /= total[b][window][..., None]
             convert(out, target)
     if last:
         np.log(total, out=extra[0])
@@ -221,20 +221,20 @@ def attention_backward(
             if not first_q:
                 convert(heads, _groups(total, len(heads))[:, 0])
         for block in _blocks(b, num_heads, tq, tk, at):
-            place, seen = (block.heads, block.queries), (block.heads, slice(0, block.num_keys))
+            window, seen = (block.heads, block.queries), (block.heads, slice(0, block.num_keys))
             s, ds = (_cut(buffer, block.shape) for buffer in buffers_s)
             short, dshort = (_cut(buffer, block.shape) for buffer in buffers_short)
             _scores(hq, hk, s, block, at)
-            gemm(hdo[place], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
+            gemm(hdo[window], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
             for n, head in block.by_head():
                 weigh_again(s[n], lse[b, head.h, block.queries], head, at)
                 slopes(s[n], ds[n], delta[b, head.h, block.queries], keys[0] if keys else None, scratch, head, at)
             ds *= np.float32(at.scale)
             convert(s, short)
             convert(ds, dshort)
-            gemm(short, hdo[place], sums[1][seen], trans_a=True, accumulate=True)
-            gemm(dshort, hk[seen], _heads(dq[b], size)[place], accumulate=not first_k)
-            gemm(dshort, hq[place], sums[0][seen], trans_a=True, accumulate=True)
+            gemm(short, hdo[window], sums[1][seen], trans_a=True, accumulate=True)
+            gemm(dshort, hk[seen], _heads(dq[b], size)[window], accumulate=not first_k)
+            gemm(dshort, hq[window], sums[0][seen], trans_a=True, accumulate=True)
         for total, target in zip(sums, (dk, dv), strict=True):
             heads = _heads(target[b], size)
             groups = _groups(total, len(heads))

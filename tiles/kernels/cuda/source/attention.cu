@@ -10,10 +10,10 @@
 #define KEYS 32
 
 // Rows [first, first + count) of one head of a (t, heads D) tile, zeros behind its end
-__device__ inline void load(const T *x, float *room, int first, int count, int extent, int head, int heads, int size) {
+__device__ inline void load(const T *x, float *buffer, int first, int count, int extent, int head, int heads, int size) {
     for (int n = threadIdx.x; n < count * size; n += blockDim.x) {
         int i = n / size, d = n % size;
-        room[n] = first + i < extent ? widen(x[((long long)(first + i) * heads + head) * size + d]) : 0.0f;
+        buffer[n] = first + i < extent ? widen(x[((long long)(first + i) * heads + head) * size + d]) : 0.0f;
     }
 }
 
@@ -25,9 +25,9 @@ __device__ inline float dot(const float *a, const float *b, int size) {
 
 // Grid: (blocks of queries, h, b)
 KERNEL attention(const T *q, const T *k, const T *v, T *o, float *peak, float *total, float *lse, const u64 *keys, Pair at, int first, int last) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     int D = at.head_size, start = blockIdx.x * QUERIES, h = blockIdx.y, b = blockIdx.z, g = h / (at.heads / at.groups), t = threadIdx.x;
-    float *Q = room, *K = Q + QUERIES * D, *V = K + KEYS * D, *O = V + KEYS * D, *S = O + QUERIES * D;  // S (QUERIES, KEYS)
+    float *Q = buffer, *K = Q + QUERIES * D, *V = K + KEYS * D, *O = V + KEYS * D, *S = O + QUERIES * D;  // S (QUERIES, KEYS)
     float *top = S + QUERIES * KEYS, *sum = top + QUERIES, *shrink = sum + QUERIES;
     long long statistics = ((long long)b * at.heads + h) * at.tq + start;
     q += (long long)b * at.tq * at.heads * D;
@@ -122,9 +122,9 @@ __device__ inline void weigh(
 KERNEL attention_dq(
     const T *q, const T *k, const T *v, const T *grad, const T *stored, const float *lse, const float *delta, T *dq, const u64 *keys, Pair at,
     int first) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     int D = at.head_size, start = blockIdx.x * QUERIES, h = blockIdx.y, b = blockIdx.z, g = h / (at.heads / at.groups), t = threadIdx.x;
-    float *Q = room, *dO = Q + QUERIES * D, *sum = dO + QUERIES * D, *K = sum + QUERIES * D, *V = K + KEYS * D;
+    float *Q = buffer, *dO = Q + QUERIES * D, *sum = dO + QUERIES * D, *K = sum + QUERIES * D, *V = K + KEYS * D;
     float *P = V + KEYS * D, *dS = P + QUERIES * KEYS;
     long long of_queries = (long long)b * at.tq * at.heads * D, of_keys = (long long)b * at.tk * at.groups * D;
     u64 key = keys ? mixed(keys[0], keys[1], (u64)at.stream) : 0;
@@ -159,9 +159,9 @@ EXPORT(attention_dq)
 KERNEL attention_dkv(
     const T *q, const T *k, const T *v, const T *grad, const T *stored, const float *lse, const float *delta, T *dk, T *dv, const u64 *keys, Pair at,
     int first) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     int D = at.head_size, from = blockIdx.x * KEYS, g = blockIdx.y, b = blockIdx.z, t = threadIdx.x, share = at.heads / at.groups;
-    float *K = room, *V = K + KEYS * D, *sumk = V + KEYS * D, *sumv = sumk + KEYS * D, *Q = sumv + KEYS * D, *dO = Q + QUERIES * D;
+    float *K = buffer, *V = K + KEYS * D, *sumk = V + KEYS * D, *sumv = sumk + KEYS * D, *Q = sumv + KEYS * D, *dO = Q + QUERIES * D;
     float *P = dO + QUERIES * D, *dS = P + QUERIES * KEYS;
     long long of_queries = (long long)b * at.tq * at.heads * D, of_keys = (long long)b * at.tk * at.groups * D;
     u64 key = keys ? mixed(keys[0], keys[1], (u64)at.stream) : 0;
@@ -258,9 +258,9 @@ EXPORT(append_to_cache)
 KERNEL cached_attention(
     const T *q, const T *keys, const T *values, const int *positions, T *o, float *peak, float *total, float scale, int start, int length, int size,
     int heads, int groups, int first, int last) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     int w = blockIdx.x, num_new = gridDim.x, h = blockIdx.y, b = blockIdx.z, g = h / (heads / groups), t = threadIdx.x;
-    float *Q = room + blockDim.x, *S = Q + size;
+    float *Q = buffer + blockDim.x, *S = Q + size;
     long long row = (long long)b * num_new + w, statistics = ((long long)b * heads + h) * num_new + w;
     int seen = positions[row] - start + 1 < length ? positions[row] - start + 1 : length;
     float before = first ? -INFINITE : peak[statistics], top = before, sum = 0.0f;
@@ -276,12 +276,12 @@ KERNEL cached_attention(
         S[j] = scale * score;
         top = larger(top, S[j]);
     }
-    top = block_max(top, room);
+    top = block_max(top, buffer);
     for (int j = t; j < seen; j += blockDim.x) {
         S[j] = expf(S[j] - top);
         sum += S[j];
     }
-    sum = block_sum(sum, room);
+    sum = block_sum(sum, buffer);
     float shrink = before != -INFINITE ? expf(before - top) : 0.0f, all = (first ? 0.0f : total[statistics] * shrink) + sum;
     for (int d = t; d < size; d += blockDim.x) {
         float out = first ? 0.0f : widen(o[d]) * shrink;

@@ -47,29 +47,29 @@ template <> __device__ inline bf16 narrow<bf16>(float x) {
 // The larger of two numbers; NaN if one of them is: a loss that diverged must show
 __device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 
-// Sum, or largest, of one number of every thread of a block whose size is a power of two; every thread gets it. `room`: blockDim.x floats.
-__device__ inline float block_sum(float x, float *room) {
+// Sum, or largest, of one number of every thread of a block whose size is a power of two; every thread gets it. `buffer`: blockDim.x floats.
+__device__ inline float block_sum(float x, float *buffer) {
     int t = threadIdx.x;
-    room[t] = x;
+    buffer[t] = x;
     __syncthreads();
     for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        if (t < half) room[t] += room[t + half];
+        if (t < half) buffer[t] += buffer[t + half];
         __syncthreads();
     }
-    float total = room[0];
+    float total = buffer[0];
     __syncthreads();
     return total;
 }
 
-__device__ inline float block_max(float x, float *room) {
+__device__ inline float block_max(float x, float *buffer) {
     int t = threadIdx.x;
-    room[t] = x;
+    buffer[t] = x;
     __syncthreads();
     for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        if (t < half) room[t] = larger(room[t], room[t + half]);
+        if (t < half) buffer[t] = larger(buffer[t], buffer[t + half]);
         __syncthreads();
     }
-    float top = room[0];
+    float top = buffer[0];
     __syncthreads();
     return top;
 }

@@ -146,15 +146,15 @@ EXPORT(rotary_angles_at)
 
 // Sum of columns: a block has 32 columns and 8 lanes of rows, lane l takes rows l, l + 8, ...; lanes are added in order.  // (R, N) -> (N,)
 KERNEL column_sums(const T *x, float *total, int num_rows, int width, int accumulate) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     int column = blockIdx.x * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
     float sum = 0.0f;
     if (column < width)
         for (int r = lane; r < num_rows; r += 8) sum += widen(x[(long long)r * width + column]);
-    room[threadIdx.x] = sum;
+    buffer[threadIdx.x] = sum;
     __syncthreads();
     if (lane == 0 && column < width) {
-        for (int l = 1; l < 8; l++) sum += room[l * 32 + threadIdx.x];
+        for (int l = 1; l < 8; l++) sum += buffer[l * 32 + threadIdx.x];
         total[column] = accumulate ? total[column] + sum : sum;
     }
 }

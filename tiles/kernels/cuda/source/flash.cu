@@ -45,11 +45,11 @@ __device__ inline float quad_sum(float x) {
 }
 
 // Rows [first, first + 64) of one head of a (t, heads D) tile, zeros behind its end, to rows of D + PAD; `turned` takes them transposed, rows of 64 + PAD
-template <int D> __device__ inline void fetch(const bf16 *x, u16 *room, u16 *turned, int first, int extent, int head, int heads) {
+template <int D> __device__ inline void fetch(const bf16 *x, u16 *buffer, u16 *turned, int first, int extent, int head, int heads) {
     for (int n = threadIdx.x; n < 64 * (D / 4); n += blockDim.x) {
         int i = n / (D / 4), d = n % (D / 4) * 4;
         u64 four = first + i < extent ? *(const u64 *)(x + ((long long)(first + i) * heads + head) * D + d) : 0ull;
-        if (room) *(u64 *)(room + i * (D + PAD) + d) = four;
+        if (buffer) *(u64 *)(buffer + i * (D + PAD) + d) = four;
         if (turned)
             UNROLLED
             for (int e = 0; e < 4; e++) turned[(d + e) * (64 + PAD) + i] = (u16)(four >> 16 * e);
@@ -57,8 +57,8 @@ template <int D> __device__ inline void fetch(const bf16 *x, u16 *room, u16 *tur
 }
 
 // this warp's 16 rows of a left factor, D wide
-template <int D> __device__ inline void left_factor(const u16 *room, u32 (*a)[4]) {
-    const u16 *row = room + (WARP * 16 + LANE / 4) * (D + PAD) + LANE % 4 * 2;
+template <int D> __device__ inline void left_factor(const u16 *buffer, u32 (*a)[4]) {
+    const u16 *row = buffer + (WARP * 16 + LANE / 4) * (D + PAD) + LANE % 4 * 2;
     UNROLLED
     for (int k = 0; k < D / 16; k++)
         UNROLLED
@@ -116,9 +116,9 @@ template <int D> __device__ inline void store_result(bf16 *x, const float (*c)[4
 // Grid: (blocks of queries, h, b)
 template <int D>
 __device__ inline void forward(
-    u16 *room, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *peak, float *total, float *lse, const u64 *keys, Pair at, int first, int last) {
+    u16 *buffer, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *peak, float *total, float *lse, const u64 *keys, Pair at, int first, int last) {
     int start = blockIdx.x * ROWS, h = blockIdx.y, b = blockIdx.z, g = h / (at.heads / at.groups), mine = start + WARP * 16 + LANE / 4;
-    u16 *K = room, *V = K + COLUMNS * (D + PAD);
+    u16 *K = buffer, *V = K + COLUMNS * (D + PAD);
     long long statistics = ((long long)b * at.heads + h) * at.tq;
     u64 key = keys ? mixed(keys[0], keys[1], (u64)at.stream) : 0;
     q += (long long)b * at.tq * at.heads * D;
@@ -191,10 +191,10 @@ __device__ inline void forward(
 // Grid: (blocks of queries, h, b): dq of each query, over the keys in order
 template <int D>
 __device__ inline void backward_q(
-    u16 *room, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dq, const u64 *keys, Pair at,
+    u16 *buffer, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dq, const u64 *keys, Pair at,
     int first) {
     int start = blockIdx.x * ROWS, h = blockIdx.y, b = blockIdx.z, g = h / (at.heads / at.groups), mine = start + WARP * 16 + LANE / 4;
-    u16 *K = room, *V = K + COLUMNS * (D + PAD), *turned = V + COLUMNS * (D + PAD);
+    u16 *K = buffer, *V = K + COLUMNS * (D + PAD), *turned = V + COLUMNS * (D + PAD);
     long long of_queries = (long long)b * at.tq * at.heads * D, of_keys = (long long)b * at.tk * at.groups * D;
     u64 key = keys ? mixed(keys[0], keys[1], (u64)at.stream) : 0;
     u32 Q[D / 16][4], G[D / 16][4];
@@ -236,10 +236,10 @@ __device__ inline void backward_q(
 // Grid: (blocks of keys, g, b): dk and dv of each key, over the heads of queries that share it and their queries in order
 template <int D>
 __device__ inline void backward_kv(
-    u16 *room, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dk, bf16 *dv, const u64 *keys,
+    u16 *buffer, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dk, bf16 *dv, const u64 *keys,
     Pair at, int first) {
     int from = blockIdx.x * ROWS, g = blockIdx.y, b = blockIdx.z, share = at.heads / at.groups, mine = from + WARP * 16 + LANE / 4;
-    u16 *Q = room, *G = Q + COLUMNS * (D + PAD), *Qt = G + COLUMNS * (D + PAD), *Gt = Qt + D * (COLUMNS + PAD);
+    u16 *Q = buffer, *G = Q + COLUMNS * (D + PAD), *Qt = G + COLUMNS * (D + PAD), *Gt = Qt + D * (COLUMNS + PAD);
     float *level = (float *)(Gt + D * (COLUMNS + PAD)), *shift = level + COLUMNS;
     long long of_queries = (long long)b * at.tq * at.heads * D, of_keys = (long long)b * at.tk * at.groups * D;
     u64 key = keys ? mixed(keys[0], keys[1], (u64)at.stream) : 0;
@@ -286,20 +286,20 @@ __device__ inline void backward_kv(
 #define FLASH(D)                                                                                                                                    \
     KERNEL flash_##D(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *peak, float *total, float *lse, const u64 *keys, Pair at,          \
                      int first, int last) {                                                                                                         \
-        SHARED(u16, room);                                                                                                                          \
-        forward<D>(room, q, k, v, o, peak, total, lse, keys, at, first, last);                                                                      \
+        SHARED(u16, buffer);                                                                                                                          \
+        forward<D>(buffer, q, k, v, o, peak, total, lse, keys, at, first, last);                                                                      \
     }                                                                                                                                               \
     EXPORT(flash_##D)                                                                                                                               \
     KERNEL flash_dq_##D(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dq,               \
                         const u64 *keys, Pair at, int first) {                                                                                      \
-        SHARED(u16, room);                                                                                                                          \
-        backward_q<D>(room, q, k, v, grad, lse, delta, dq, keys, at, first);                                                                        \
+        SHARED(u16, buffer);                                                                                                                          \
+        backward_q<D>(buffer, q, k, v, grad, lse, delta, dq, keys, at, first);                                                                        \
     }                                                                                                                                               \
     EXPORT(flash_dq_##D)                                                                                                                            \
     KERNEL flash_dkv_##D(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dk, bf16 *dv,    \
                          const u64 *keys, Pair at, int first) {                                                                                     \
-        SHARED(u16, room);                                                                                                                          \
-        backward_kv<D>(room, q, k, v, grad, lse, delta, dk, dv, keys, at, first);                                                                   \
+        SHARED(u16, buffer);                                                                                                                          \
+        backward_kv<D>(buffer, q, k, v, grad, lse, delta, dk, dv, keys, at, first);                                                                   \
     }                                                                                                                                               \
     EXPORT(flash_dkv_##D)
 

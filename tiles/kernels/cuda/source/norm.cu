@@ -9,7 +9,7 @@
 
 // [s = x + r;] y = (s - mean) rstd gamma [+ beta]; r may be null, then s is x. Without beta: RMS norm, mean is not written.
 KERNEL normalise(const T *x, const T *r, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, int width) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     const T *in = ROW(x);
     T *kept = s ? ROW(s) : (T *)0, *out = ROW(y);
     float sum = 0.0f;
@@ -18,12 +18,12 @@ KERNEL normalise(const T *x, const T *r, const T *gamma, const T *beta, T *s, T 
         if (beta) sum += widen(r ? kept[j] : in[j]);
     }
     if (r) in = kept;
-    float m = beta ? block_sum(sum, room) / width : 0.0f, squares = 0.0f;
+    float m = beta ? block_sum(sum, buffer) / width : 0.0f, squares = 0.0f;
     COLUMNS_OF_ROW(j) {
         float away = widen(in[j]) - m;
         squares += away * away;
     }
-    float scale = 1.0f / sqrtf(block_sum(squares, room) / width + eps);
+    float scale = 1.0f / sqrtf(block_sum(squares, buffer) / width + eps);
     if (threadIdx.x == 0) {
         if (beta) mean[blockIdx.x] = m;
         rstd[blockIdx.x] = scale;
@@ -34,15 +34,15 @@ EXPORT(normalise)
 
 // dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ extra], g = dy gamma; without mean: RMS norm
 KERNEL norm_backward(const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *extra, T *dx, int width) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float m = mean ? mean[blockIdx.x] : 0.0f, s = rstd[blockIdx.x], plain = 0.0f, weighted = 0.0f;
     COLUMNS_OF_ROW(j) {
         float g = widen(ROW(dy)[j]) * widen(gamma[j]);
         plain += g;
         weighted += g * (widen(ROW(x)[j]) - m) * s;
     }
-    plain = mean ? block_sum(plain, room) / width : 0.0f;
-    weighted = block_sum(weighted, room) / width;
+    plain = mean ? block_sum(plain, buffer) / width : 0.0f;
+    weighted = block_sum(weighted, buffer) / width;
     COLUMNS_OF_ROW(j) {
         float xhat = (widen(ROW(x)[j]) - m) * s;
         float d = s * (widen(ROW(dy)[j]) * widen(gamma[j]) - plain - xhat * weighted);
@@ -53,7 +53,7 @@ EXPORT(norm_backward)
 
 // dgamma (+)= sum of dy xhat, dbeta (+)= sum of dy over rows; dbeta may be null. 32 columns and 8 lanes of rows a block, lanes added in order.
 KERNEL norm_gradients(const T *x, const float *mean, const float *rstd, const T *dy, float *dgamma, float *dbeta, int num_rows, int width, int accumulate) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     int column = blockIdx.x * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
     float plain = 0.0f, weighted = 0.0f;
     if (column < width)
@@ -63,13 +63,13 @@ KERNEL norm_gradients(const T *x, const float *mean, const float *rstd, const T 
             plain += d;
             weighted += d * (widen(x[at]) - (mean ? mean[r] : 0.0f)) * rstd[r];
         }
-    room[threadIdx.x] = plain;
-    room[256 + threadIdx.x] = weighted;
+    buffer[threadIdx.x] = plain;
+    buffer[256 + threadIdx.x] = weighted;
     __syncthreads();
     if (lane == 0 && column < width) {
         for (int l = 1; l < 8; l++) {
-            plain += room[l * 32 + threadIdx.x];
-            weighted += room[256 + l * 32 + threadIdx.x];
+            plain += buffer[l * 32 + threadIdx.x];
+            weighted += buffer[256 + l * 32 + threadIdx.x];
         }
         dgamma[column] = accumulate ? dgamma[column] + weighted : weighted;
         if (dbeta) dbeta[column] = accumulate ? dbeta[column] + plain : plain;
@@ -78,23 +78,23 @@ KERNEL norm_gradients(const T *x, const float *mean, const float *rstd, const T 
 EXPORT(norm_gradients)
 
 KERNEL row_sums(const T *x, float *sums, int width, int accumulate) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float sum = 0.0f;
     COLUMNS_OF_ROW(j) sum += widen(ROW(x)[j]);
-    sum = block_sum(sum, room);
+    sum = block_sum(sum, buffer);
     if (threadIdx.x == 0) sums[blockIdx.x] = accumulate ? sums[blockIdx.x] + sum : sum;
 }
 EXPORT(row_sums)
 
 // squares (+)= sum of (x - center / whole)^2
 KERNEL row_squares(const T *x, const float *center, float *squares, int width, int whole, int accumulate) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float m = center[blockIdx.x] / whole, sum = 0.0f;
     COLUMNS_OF_ROW(j) {
         float away = widen(ROW(x)[j]) - m;
         sum += away * away;
     }
-    sum = block_sum(sum, room);
+    sum = block_sum(sum, buffer);
     if (threadIdx.x == 0) squares[blockIdx.x] = accumulate ? squares[blockIdx.x] + sum : sum;
 }
 EXPORT(row_squares)
@@ -119,15 +119,15 @@ EXPORT(norm_apply)
 // plain (+)= sum of g, weighted (+)= sum of g xhat, g = dy gamma
 KERNEL norm_backward_sums(
     const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, float *plain, float *weighted, int width, int accumulate) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float m = mean[blockIdx.x], s = rstd[blockIdx.x], sum = 0.0f, dot = 0.0f;
     COLUMNS_OF_ROW(j) {
         float g = widen(ROW(dy)[j]) * widen(gamma[j]);
         sum += g;
         dot += g * (widen(ROW(x)[j]) - m) * s;
     }
-    sum = block_sum(sum, room);
-    dot = block_sum(dot, room);
+    sum = block_sum(sum, buffer);
+    dot = block_sum(dot, buffer);
     if (threadIdx.x == 0) {
         plain[blockIdx.x] = accumulate ? plain[blockIdx.x] + sum : sum;
         weighted[blockIdx.x] = accumulate ? weighted[blockIdx.x] + dot : dot;
@@ -149,33 +149,33 @@ KERNEL norm_backward_apply(
 EXPORT(norm_backward_apply)
 
 KERNEL softmax(const T *x, T *y, int width) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float top = -INFINITE, sum = 0.0f;
     COLUMNS_OF_ROW(j) top = larger(top, widen(ROW(x)[j]));
-    top = block_max(top, room);
+    top = block_max(top, buffer);
     COLUMNS_OF_ROW(j) sum += expf(widen(ROW(x)[j]) - top);
-    sum = block_sum(sum, room);
+    sum = block_sum(sum, buffer);
     COLUMNS_OF_ROW(j) ROW(y)[j] = narrow<T>(expf(widen(ROW(x)[j]) - top) / sum);
 }
 EXPORT(softmax)
 
 KERNEL softmax_backward(const T *y, const T *dy, T *dx, int width) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float dot = 0.0f;
     COLUMNS_OF_ROW(j) dot += widen(ROW(y)[j]) * widen(ROW(dy)[j]);
-    dot = block_sum(dot, room);
+    dot = block_sum(dot, buffer);
     COLUMNS_OF_ROW(j) ROW(dx)[j] = narrow<T>(widen(ROW(y)[j]) * (widen(ROW(dy)[j]) - dot));
 }
 EXPORT(softmax_backward)
 
 // running maximum and sum of exponentials of each row (Milakov and Gimelshein 2018); a row of -inf adds nothing
 KERNEL softmax_sums(const T *x, float *peak, float *total, int width, int accumulate) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float before = accumulate ? peak[blockIdx.x] : -INFINITE, top = before, sum = 0.0f;
     COLUMNS_OF_ROW(j) top = larger(top, widen(ROW(x)[j]));
-    top = block_max(top, room);
+    top = block_max(top, buffer);
     if (top != -INFINITE) COLUMNS_OF_ROW(j) sum += expf(widen(ROW(x)[j]) - top);
-    sum = block_sum(sum, room);
+    sum = block_sum(sum, buffer);
     if (threadIdx.x == 0) {
         total[blockIdx.x] = (before != -INFINITE ? total[blockIdx.x] * expf(before - top) : 0.0f) + sum;
         peak[blockIdx.x] = top;
@@ -189,10 +189,10 @@ KERNEL softmax_apply(const T *x, const float *peak, const float *total, T *y, in
 EXPORT(softmax_apply)
 
 KERNEL row_dots(const T *a, const T *b, float *dots, int width, int accumulate) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float dot = 0.0f;
     COLUMNS_OF_ROW(j) dot += widen(ROW(a)[j]) * widen(ROW(b)[j]);
-    dot = block_sum(dot, room);
+    dot = block_sum(dot, buffer);
     if (threadIdx.x == 0) dots[blockIdx.x] = accumulate ? dots[blockIdx.x] + dot : dot;
 }
 EXPORT(row_dots)

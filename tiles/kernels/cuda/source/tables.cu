@@ -18,14 +18,14 @@ EXPORT(embedding)
 // dtable[tokens[n]] += dy[n] in the order of n. Grid: one block a token; the block of a token's first occurrence adds all of them, so nothing is added
 // at once. A piece of tokens is searched by all threads; most have none of the row, and end there.
 KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_start, int num_rows, int width, int num_tokens) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     int t = threadIdx.x, first = blockIdx.x, token = tokens[first], row = token - v_start;
     if (row < 0 || row >= num_rows) return;
-    float *target = dtable + (long long)row * width, *found = room + blockDim.x;
+    float *target = dtable + (long long)row * width, *found = buffer + blockDim.x;
     for (int start = 0; start < num_tokens; start += blockDim.x) {
         int n = start + t, is_here = n < num_tokens && tokens[n] == token;
-        if (block_max(is_here && n < first ? 1.0f : 0.0f, room) > 0.0f) return;
-        if (block_max(is_here ? 1.0f : 0.0f, room) == 0.0f) continue;
+        if (block_max(is_here && n < first ? 1.0f : 0.0f, buffer) > 0.0f) return;
+        if (block_max(is_here ? 1.0f : 0.0f, buffer) == 0.0f) continue;
         found[t] = is_here ? 1.0f : 0.0f;
         __syncthreads();
         for (int m = 0; m < (int)blockDim.x; m++)
@@ -38,13 +38,13 @@ EXPORT(embedding_backward)
 
 // A block of logits (R, N), of columns [v_start, v_start + N) of the vocabulary: each row's running maximum and sum of exponentials, the target's logit
 KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int first) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     const float *row = logits + (long long)blockIdx.x * width;
     float before = first ? -INFINITE : peak[blockIdx.x], top = before, sum = 0.0f;
     for (int j = threadIdx.x; j < width; j += blockDim.x) top = larger(top, row[j]);
-    top = block_max(top, room);
+    top = block_max(top, buffer);
     for (int j = threadIdx.x; j < width; j += blockDim.x) sum += expf(row[j] - top);
-    sum = block_sum(sum, room);
+    sum = block_sum(sum, buffer);
     if (threadIdx.x == 0) {
         int column = targets[blockIdx.x] - v_start;
         float chosen = first ? 0.0f : picked[blockIdx.x];
@@ -57,15 +57,15 @@ EXPORT(add_logits)
 
 // p = scale (exp(logits - lse) - 1 at the target), 0 for ignored tokens, in place; rows of `width` elements T at the beginning of rows of floats
 KERNEL logit_gradients(float *logits, const int *targets, const float *lse, int v_start, int width, float scale) {
-    SHARED(float, room);
+    SHARED(float, buffer);
     float *row = logits + (long long)blockIdx.x * width;
     T *out = (T *)row;
     int target = targets[blockIdx.x];
     for (int start = 0; start < width; start += blockDim.x) {  // a piece is read whole before its place is written
         int j = start + threadIdx.x;
-        if (j < width) room[threadIdx.x] = target < 0 ? 0.0f : scale * (expf(row[j] - lse[blockIdx.x]) - (j == target - v_start ? 1.0f : 0.0f));
+        if (j < width) buffer[threadIdx.x] = target < 0 ? 0.0f : scale * (expf(row[j] - lse[blockIdx.x]) - (j == target - v_start ? 1.0f : 0.0f));
         __syncthreads();
-        if (j < width) out[j] = narrow<T>(room[threadIdx.x]);
+        if (j < width) out[j] = narrow<T>(buffer[threadIdx.x]);
         __syncthreads();
     }
 }
