@@ -1,4 +1,4 @@
 from .interchange import from_tensor, from_torch, lend_tile, to_tensor, to_torch
-from .session import Outcome, Pending, Session
+from .session import Session, StartedStep
 
-__all__ = ["Outcome", "Pending", "Session", "from_tensor", "from_torch", "lend_tile", "to_tensor", "to_torch"]
+__all__ = ["Session", "StartedStep", "from_tensor", "from_torch", "lend_tile", "to_tensor", "to_torch"]

@@ -157,7 +157,7 @@ def capture(
         return Capture(recorder.calls, kept, {name: recorder.ref(gradient) for name, gradient in gradients.items()}, before)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Notes the calls that make or change memory.
 
     Attributes:

@@ -162,7 +162,7 @@ def _resolved(value: Any, find: Callable[[Ref], torch.Tensor]) -> Any:
 def _bytes_of(value: torch.Tensor, ref: Ref) -> torch.Tensor:
     """The memory of a result as bytes, laid out as its reference says; a copy only if PyTorch has chosen other strides."""
     if tuple(value.stride()) == ref.strides and value.storage_offset() == ref.offset and value.untyped_storage().nbytes() == ref.storage.nbytes:
-        return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())  # type: ignore[call-overload]
+        return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
     memory = torch.empty(ref.storage.nbytes, dtype=torch.uint8)
     tensor_of(memory, ref).copy_(value)
     return memory

@@ -1,4 +1,4 @@
-"""PyTorch's optimizers as the ones of nntask: by name, or from an instance over the module's parameters, whose learning rate is read at every step."""
+"""PyTorch's optimizers as those of nntask: by name, or from an instance over the module's parameters, whose learning rate every step reads."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def optimizer_on(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float
-) -> Optimizer:
+def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> Optimizer:
     """The optimizer over a session's parameters.
 
     Raises:
@@ -87,5 +85,6 @@ def optimizer_on(
     lr = float(options["lr"])
     if isinstance(optimizer, torch.optim.SGD):
         return SGD(groups, lr, momentum=float(options["momentum"]), max_norm=max_norm)
+    first, second = map(float, options["betas"])
     kind = AdamW if isinstance(optimizer, torch.optim.AdamW) else Adam
-    return kind(groups, lr, betas=tuple(map(float, options["betas"])), eps=float(options["eps"]), max_norm=max_norm)
+    return kind(groups, lr, betas=(first, second), eps=float(options["eps"]), max_norm=max_norm)

@@ -129,7 +129,7 @@ def _segment(
     gradients = [name for number in range(start, end) for name in finals.get(number, ())]
     inner = {storage: first for storage, first in made.items() if last_use[storage] < end and storage not in kept}
     last = {storage: max(last_use[storage], *_final_at(capture, storage, finals, start, end)) for storage in inner}
-    offsets, nbytes = place(inner, last)
+    offsets, nbytes = scratch_layout(inner, last)
     beside = max((sum(s.nbytes for s in call.made if s not in inner) for call in calls if torch_nbytes(call)), default=0)
     return Segment(
         start,
@@ -157,7 +157,7 @@ def _final_at(capture: Capture, storage: Storage, finals: Mapping[int, Sequence[
     return [end] if any(capture.gradients[name].storage is storage for name in names) else [start]
 
 
-def place(first: Mapping[Storage, int], last: Mapping[Storage, int]) -> tuple[dict[Storage, int], int]:
+def scratch_layout(first: Mapping[Storage, int], last: Mapping[Storage, int]) -> tuple[dict[Storage, int], int]:
     """Offsets in scratch memory for storages that live from one call to another, first fit by size; and the bytes of all."""
     placed: list[tuple[int, int, Storage]] = []
     for storage in sorted(first, key=lambda each: (-each.nbytes, first[each])):

@@ -3,8 +3,8 @@
     session = Session(module, optimizer="adamw", lr=3e-4, ram="2GiB", disk="scratch", minibatches=2)
     loss = session.step(input_ids=ids, labels=ids)
 
-The module is captured when the first batch of a shape arrives (`capture`), its calls become tasks (`segments`, `step`), and a whole optimizer step, all
-minibatches and the update, is recorded once and replayed. PyTorch computes inside the tasks, one thread for each worker.
+The module is captured when the first batch of a shape arrives (`capture`), its calls become tasks (`segments`, `step`), and a whole optimizer step,
+all minibatches and the update, is recorded once and replayed. PyTorch computes inside the tasks, one thread for each worker.
 
 Parameters and buffers move into the session. The module keeps its structure; its tensors are emptied (NaN in a few bytes, of the same shape), so that
 memory holds the weights once; `load_into` brings them back.
@@ -20,10 +20,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from nntask import DoesNotFit, UsageError
 from nntask.config import ResourceSettings
+from nntask.engine import Outcome
 from nntask.hardware import FAILURES, as_user_error, machine_of, open_runtime, reuse_freed_memory, this_machine
 from nntask.optim import Optimizer, norm_of
 from nntask.planning import needs_of, shortage
@@ -41,19 +42,6 @@ Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 MOST_SHAPES: Final = 8
 """Most shapes of batches that one session records a step for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step has computed.
-
-    Attributes:
-        loss: mean over the minibatches.
-        grad_norm: norm of the whole gradient before clipping.
-    """
-
-    loss: float
-    grad_norm: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +63,7 @@ class _Recorded:
     squares: TileTensor | None
 
 
-class Pending:
+class StartedStep:
     """A step under way."""
 
     def __init__(self, session: Session, recorded: _Recorded, ticket: Ticket) -> None:
@@ -183,7 +171,7 @@ class Session:
         """
         return self.start(**batch).result().loss
 
-    def start(self, **batch: Any) -> Pending:
+    def start(self, **batch: Any) -> StartedStep:
         """Begin one optimizer step and return at once while fewer than two are under way; other terms as of `step`."""
         recorded = self._step_for(batch, training=True)
         with self.user_errors():
@@ -192,7 +180,7 @@ class Session:
             self._optimizer.prepare(self.num_steps + 1, float(self.optimizer.param_groups[0]["lr"]))
             ticket = recorded.step.replay()
         self.num_steps += 1
-        return Pending(self, recorded, ticket)
+        return StartedStep(self, recorded, ticket)
 
     def evaluate(self, **batch: Any) -> float:
         """The loss of a batch in evaluation mode; changes nothing."""
@@ -254,9 +242,9 @@ class Session:
             UsageError: it is one shape too many.
         """
         count = self._num_minibatches if training else 1
-        part = {name: value[: len(value) // count] if _is_cut(value) else value for name, value in batch.items()}
+        example = {name: value[: len(value) // count] if _is_cut(value) else value for name, value in batch.items()}
         _check_batch(batch, count)
-        key = (training, *((name, *_signature(value)) for name, value in sorted(part.items())))
+        key = (training, *((name, *_signature(value)) for name, value in sorted(example.items())))
         found = self._recorded.get(key)
         if found is None:
             if len(self._recorded) == MOST_SHAPES:
@@ -264,53 +252,69 @@ class Session:
                     f"batches may have at most {MOST_SHAPES} different shapes, got one more: {_shapes(batch)}; pad them to a fixed length, and drop "
                     "the last incomplete batch"
                 )
-            found = self._recorded[key] = self._record(part, count, training=training)
+            found = self._recorded[key] = self._record(example, count, training=training)
         return found
 
-    def _record(self, part: Mapping[str, Any], count: int, *, training: bool) -> _Recorded:
+    def _record(self, example: Mapping[str, Any], count: int, *, training: bool) -> _Recorded:
         self.module.train(training)
-        captured = capture(self.module, part, self._loss if training else None, divisor=count)
-        self._check_fit(captured, part, count, training=training)
+        captured = capture(self.module, example, self._loss if training else None, divisor=count)
+        self._check_fit(captured, example, count, training=training)
         with self.user_errors():
-            return self._emit(captured, self._state, self._optimizer if training else None, self._key, part, count)
+            emission = _Emission(captured, self._state, example, count)
+            with self.runtime.record() as step:
+                kept, squares = emission.submit(self._key, self._optimizer if training else None)
+        return _Recorded(step, emission.inputs, captured.outputs, kept, squares)
 
-    def _emit(
-        self, captured: Capture, state: ModuleState, optimizer: Optimizer | None, key: TileTensor, part: Mapping[str, Any], count: int
-    ) -> _Recorded:
-        """Record the step on a state's runtime."""
-        runtime = state.runtime
-        passed = Pass(captured, {name: state.gradient_dtype(name) for name in captured.gradients})
-        inputs = [_inputs_of(runtime, part) for _ in range(count)]
-        handles = [state.handles((*captured.storages.values(), *passed.constants), each) for each in inputs]
-        kept = []
-        with runtime.record() as step:
-            gradients = state.gradients(captured.gradients)
-            for number in range(count):
-                kept.append(
-                    passed.submit(
-                        runtime, handles[number], gradients, key.handles[0], minibatch=number, contribution="write" if number == 0 else "add"
-                    )
-                )
-            if optimizer is not None:
-                optimizer.step()
-        return _Recorded(step, inputs, captured.outputs, kept, optimizer.grad_norm if optimizer is not None else None)
-
-    def _check_fit(self, captured: Capture, part: Mapping[str, Any], count: int, *, training: bool) -> None:
+    def _check_fit(self, captured: Capture, example: Mapping[str, Any], count: int, *, training: bool) -> None:
         """Refuse a step that cannot run within the budgets, before memory is taken for it.
 
         Raises:
             DoesNotFit: says which budget is too small, and by how much.
         """
         dry = CapturingRuntime()
-        state = ModuleState(self.module, dry)
+        state, key = ModuleState(self.module, dry), _key_of(dry)
         optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
-        self._emit(captured, state, optimizer, _key_of(dry), part, count)
+        emission = _Emission(captured, state, example, count)
+        with dry.record():
+            outputs = emission.submit(key, optimizer)
+        del outputs
         needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
         if not needs.fit(machine):
             changes = ["raise ram=", "use more minibatches=" if training else "predict smaller batches"]
             if self._machine.disk is None:
                 changes.append("add disk=DIR")
             raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
+
+
+class _Emission:
+    """A captured pass over several minibatches on a state's runtime, ready to be submitted.
+
+    Attributes:
+        inputs: by name, of each minibatch.
+    """
+
+    def __init__(self, captured: Capture, state: ModuleState, example: Mapping[str, Any], count: int) -> None:
+        self._state, self._names = state, tuple(captured.gradients)
+        self._pass = Pass(captured, {name: state.gradient_dtype(name) for name in self._names})
+        self.inputs = [_inputs_of(state.runtime, example) for _ in range(count)]
+        before = (*captured.storages.values(), *self._pass.constants)
+        self._handles = [state.handles(before, each) for each in self.inputs]
+
+    def submit(self, key: TileTensor, optimizer: Optimizer | None) -> tuple[list[dict[Storage, Handle]], TileTensor | None]:
+        """Submit the tasks of all minibatches, and of the update if there is an optimizer.
+
+        Returns:
+            The handles of the outputs, of each minibatch; and the gradient's sum of squares, None without an update.
+        """
+        gradients = self._state.gradients(self._names)
+        kept = [
+            self._pass.submit(self._state.runtime, handles, gradients, key.handles[0], minibatch=number)
+            for number, handles in enumerate(self._handles)
+        ]
+        if optimizer is None:
+            return kept, None
+        optimizer.step()
+        return kept, optimizer.grad_norm
 
 
 def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -320,7 +324,7 @@ def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         found = outputs.get("loss")
     if found is None:
         raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_module(module: torch.nn.Module) -> None:
@@ -334,8 +338,8 @@ def check_module(module: torch.nn.Module) -> None:
             raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
         if value.is_complex():
             raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False):
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False):
             raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
 
 
@@ -369,8 +373,8 @@ def _check_batch(batch: Mapping[str, Any], count: int) -> None:
         raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
     if count > 1 and (len(set(lengths.values())) > 1 or next(iter(lengths.values())) % count):
         raise UsageError(
-            f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}; pad the batch, or "
-            "use minibatches=1"
+            f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}; pad the "
+            "batch, or use minibatches=1"
         )
 
 
@@ -382,10 +386,10 @@ def _shapes(batch: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, torch.Tensor))
 
 
-def _inputs_of(runtime: TaskRuntime, part: Mapping[str, Any]) -> dict[str, TileTensor]:
+def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, TileTensor]:
     return {
         name: tensor_of_one_tile(runtime, value, name, kind="input", data_class="data")
-        for name, value in part.items()
+        for name, value in example.items()
         if isinstance(value, torch.Tensor)
     }
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from nntask import Parameter, UsageError
-from nntask.nn import initializers
-from scheduler import Handle, TaskRuntime
+from nntask.nn import ParameterEdge, initializers
+from scheduler import CapturingRuntime, Handle, Runtime, TaskRuntime
 from tiles import TileTensor
 
 from .capture import Storage
@@ -30,7 +30,7 @@ class ModuleState:
         buffers: likewise.
     """
 
-    def __init__(self, module: torch.nn.Module, runtime: TaskRuntime) -> None:
+    def __init__(self, module: torch.nn.Module, runtime: Runtime | CapturingRuntime) -> None:
         self.runtime = runtime
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, TileTensor] = {}
@@ -53,7 +53,7 @@ class ModuleState:
         found = {}
         for name in names:
             edge = self.parameters[name].edge
-            assert edge is not None  # a frozen parameter has no gradient
+            assert isinstance(edge, ParameterEdge)  # a frozen parameter has no gradient
             found[name] = edge.accumulator().handles[0]
         return found
 
@@ -85,7 +85,7 @@ class ModuleState:
     def _constant(self, storage: Storage) -> TileTensor:
         if storage not in self._constants:
             assert storage.constant is not None
-            memory = torch.empty(0, dtype=torch.uint8).set_(storage.constant.untyped_storage())  # type: ignore[call-overload]
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage.constant.untyped_storage())
             tensor = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
             values = np.zeros(tensor.shape, np.uint8)
             values[: storage.nbytes] = memory.numpy()
@@ -118,8 +118,9 @@ def array_of(value: torch.Tensor) -> npt.NDArray[np.generic]:
         raise UsageError(f"tensors must be in CPU memory, got one on {value.device}; move it with .cpu()")
     value = value.detach().contiguous().reshape(shape_of(value))
     if value.dtype == torch.bfloat16:
-        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return value.numpy()
+        value = value.view(torch.int16)
+        return np.asarray(value.numpy()).view(ml_dtypes.bfloat16)
+    return np.asarray(value.numpy())
 
 
 def torch_of(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:

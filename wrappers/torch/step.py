@@ -15,7 +15,7 @@ from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, R, TaskRuntime
 
 from .capture import Capture, Ref, Storage
 from .kernels import Program, draws, tensor_of, torch_nbytes
-from .segments import Segment, place, segments_of, storages_of
+from .segments import Segment, scratch_layout, segments_of, storages_of
 
 BYTES = np.dtype(np.uint8)
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -42,7 +42,9 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
         UsageError: tiles have no such type.
     """
     if dtype not in _DTYPES:
-        raise UsageError(f"{name} is of type {dtype}, and tensors of a session must be real numbers of at most 64 bits; convert it, or compute it inside")
+        raise UsageError(
+            f"{name} is of type {dtype}, and tensors of a session must be real numbers of at most 64 bits; convert it, or compute it inside"
+        )
     return _DTYPES[dtype]
 
 
@@ -108,7 +110,6 @@ class Pass:
         key: Handle | None,
         *,
         minibatch: int = 0,
-        contribution: Contribution = "write",
     ) -> dict[Storage, Handle]:
         """Submit the tasks for one minibatch.
 
@@ -116,14 +117,14 @@ class Pass:
             handles: of parameters, buffers, constants and this minibatch's inputs.
             gradients: name of a parameter -> handle of its gradient.
             key: (2,) uint64, seed and number of the step; needed where numbers are drawn.
-            minibatch: number of the minibatch within the step.
-            contribution: whether gradients are written or added to.
+            minibatch: number of the minibatch within the step. The first one writes gradients, the others add to them.
 
         Returns:
             The handles of storages that tasks have made; those that the caller drops die at their last use.
         """
         made: dict[Storage, Handle] = {}
         outputs = _storages_in(self.captured.outputs)
+        contribution: Contribution = "write" if minibatch == 0 else "add"
         kept: dict[Storage, Handle] = {}
         for task in self._of(contribution):
             segment = task.segment
@@ -157,11 +158,13 @@ class Pass:
             direct = {ref.storage: name for name in segment.gradients if self._is_direct(segment, name, ref := self.captured.gradients[name])}
         offsets, nbytes = segment.inner, segment.scratch_nbytes
         if direct:
-            offsets, placed = place({s: at for s, at in segment.lives.items() if s not in direct}, segment.ends)
+            offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in direct}, segment.ends)
             nbytes = placed + segment.beside_nbytes
         kernel = _kernel(segment, offsets, nbytes, direct, self.captured.gradients, contribution)
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
-        return _Task(segment, any(map(draws, segment.calls)), Codelet(segment.name, cpu=kernel, cost=lambda views, constants: Cost(flops, moved)), nbytes)
+        return _Task(
+            segment, any(map(draws, segment.calls)), Codelet(segment.name, cpu=kernel, cost=lambda views, constants: Cost(flops, moved)), nbytes
+        )
 
     def _is_direct(self, segment: Segment, name: str, ref: Ref) -> bool:
         """Whether the memory of a gradient may serve for the storage that it is computed in."""
