@@ -187,8 +187,45 @@ CASES: Final = (
             f"{BAD} --dask=local:2",
             f"{BAD} --train=lora:999",
             "generate data --prompt=a",
+            "generate nowhere --ram=10TB",
             "export nowhere out",
             "trian",
+        ),
+        exact=True,
+    ),
+    Case(
+        "bad input, places and files",
+        (
+            f"{BAD} --disk=/proc/x:1GB",
+            f"{BAD} --disk=tier:100TB --dry-run --sim-gpu=1 --gpu-memory=100TB",
+            f"{BAD} --train=lora:8 --load-checkpoint=nope.safetensors",
+            f"{BAD} --train=lora:8 --load-checkpoint=empty.safetensors",
+            f"{BAD} --train=lora:8 --load-checkpoint=data",
+            f"{BAD} --train=lora:8 --load-checkpoint=nope.safetensors --dask=local:2 --lanes=2 --minibatch=2",
+            f"{BAD} --train=lora:8 --load-checkpoint=empty.safetensors --dask=local:2 --lanes=2 --minibatch=2",
+            f"{BAD} --dask=local:2 --lanes=2 --minibatch=2 --ram=10TB",
+        ),
+        exact=True,
+    ),
+    Case(
+        "bad input, two mistakes",
+        (
+            f"{BAD} --disk=text.txt:100TB",
+            f"{BAD} --disk=nope/a/b:100TB",
+            f"{BAD} --disk=/proc/x:100TB",
+            f"{BAD} --ram=10TB --dataset-path=nowhere",
+            f"{BAD} --ram=10TB --load-checkpoint=nope.safetensors",
+            f"{BAD} --ram=10TB --run-dir=/proc/x",
+            f"{BAD} --ram=10TB --trace=/proc/x/t.json",
+            f"{BAD} --ram=10TB --trace=data",
+            f"{BAD} --sim-gpu=1 --gpu-memory=10TB --run-dir=/proc/x",
+            f"{BAD} --gpu-memory=10TB --run-dir=/proc/x",
+            f"{BAD} --train=lora:8 --load-checkpoint=nope.safetensors --run-dir=/proc/x",
+            f"{BAD} --ram=10TB --seq-tile=1 --embd-tile=1 --inner-tile=1 --head-tile=1 --vocab-tile=1 --batch=4000",
+            f"{BAD} --restrict=cuda --config-path=none.json",
+            f"{BAD} --dask=local:2 --lanes=2 --minibatch=2 --disk=text.txt --run-dir=/proc/x",
+            f"{PLAN} --ram=10TB --train=lora:8 --load-checkpoint=nope.safetensors",
+            f"{PLAN} --disk=text.txt:100TB",
         ),
         exact=True,
     ),
@@ -208,6 +245,7 @@ def inputs(folder: Path) -> None:
     (folder / "llama.json").write_text(json.dumps({**llama, **heads}))
     for name, length in (("text.txt", 20_000), ("val.txt", 4_000)):
         (folder / name).write_text("".join(rng.choice(list("abcdefghij klmno\n"), length)))
+    (folder / "empty.safetensors").touch()
     (folder / "data").mkdir()
     (folder / "data" / "train.bin").write_bytes(rng.integers(0, 300, 2000).astype("<u2").tobytes())
 

@@ -78,13 +78,13 @@ def opened_team(flags: Sequence[str], folder: Path) -> Iterator[tuple[Any, Any, 
     """
     from nntask.config import resolve
     from nntask.data import BatchStream, open_dataset
-    from nntask.hardware import devices_of
     from wrappers.cli.options import request
     from wrappers.dask import Connection, DaskCluster
 
     asked = request([*flags, "--dask", "local:2", "--run-dir", str(folder / "driven"), "--steps", "1"], {})
-    run = resolve(asked.settings, asked.config, machine=devices_of(asked.settings.resources, asked.settings.model.dtype))
-    cluster, dataset = asked.settings.cluster, open_dataset(run.data)
+    run = resolve(asked.settings, asked.config)
+    cluster, dataset = run.cluster, open_dataset(run.data)
+    assert cluster is not None  # --dask
     stream = BatchStream(dataset.train, run.model.seq_len, run.step.batch, seed=run.model.seed, select=dataset.select_sequences, rows=())
     run.directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

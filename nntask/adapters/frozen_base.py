@@ -8,10 +8,9 @@ by hand may escape it.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -36,33 +35,12 @@ class FrozenBase:
     Args:
         kind: "directory" for a Hugging Face model directory, "file" for a safetensors file with our names, "seed" for drawn weights.
         path: absolute path of the directory or the file; "" for the seed.
-        files: file name -> fingerprint, for each file with weights; None for the seed.
+        files: file name -> fingerprint, for each file with weights; None for the seed, and before the files of a new run are read.
     """
 
     kind: Kind
     path: str = ""
     files: Mapping[str, str] | None = None
-
-    @classmethod
-    def of_directory(cls, path: str | os.PathLike[str]) -> FrozenBase:
-        """The record of a model directory in its present state.
-
-        Raises:
-            DataError: the directory is no model directory, or is broken; see `ModelDirectory.open`.
-        """
-        directory = Path(path).resolve()
-        names = {each.file.path for each in ModelDirectory.open(directory).ranges.values()}
-        return cls("directory", str(directory), {file.name: fingerprint_of(file) for file in sorted(names)})
-
-    @classmethod
-    def of_file(cls, path: str | os.PathLike[str]) -> FrozenBase:
-        """The record of a file of weights in its present state.
-
-        Raises:
-            DataError: the file is no safetensors file.
-        """
-        file = Path(path).resolve()
-        return cls("file", str(file), {file.name: fingerprint_of(file)})
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], source: str) -> FrozenBase | None:
@@ -86,6 +64,18 @@ class FrozenBase:
         if values["kind"] != "seed" and not (isinstance(files, dict) and all(isinstance(each, str) for each in files.values())):
             raise DataError(f"base.files in {source} must have the fingerprint of each file, got {str(files)[:80]}; use another checkpoint")
         return cls(values["kind"], values["path"], files)
+
+    def with_fingerprints(self) -> FrozenBase:
+        """The record with the present state of the files.
+
+        Raises:
+            DataError: the directory is no model directory, or a file no safetensors file.
+        """
+        path = Path(self.path)
+        if self.kind == "seed":
+            return self
+        names = {path} if self.kind == "file" else {each.file.path for each in ModelDirectory.open(path).ranges.values()}
+        return replace(self, files={file.name: fingerprint_of(file) for file in sorted(names)})
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object under "base" in state.json."""
@@ -154,31 +144,39 @@ def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:
     Raises:
         DataError: the weights are missing, or differ from the weights that the adapters were trained with.
     """
+    base = _recorded(checkpoint)
+    if base is not None:
+        base.check(checkpoint.path)
+    return base
+
+
+def _recorded(checkpoint: Checkpoint) -> FrozenBase | None:
+    """The frozen base weights that a checkpoint names, unchecked; None for a checkpoint of a whole model."""
     file = checkpoint.path / STATE
     if rank_of(from_dict(checkpoint.state["settings"], str(file))) is None:
         return None
     base = FrozenBase.of_state(checkpoint.state, str(file))
     if base is None:
         raise DataError(f"{file} does not say where the weights are that its adapters stand beside; use another checkpoint")
-    base.check(checkpoint.path)
     return base
 
 
 def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | None) -> FrozenBase | None:
-    """The frozen base weights of a run with adapters that is about to start; None where all weights are trained.
+    """The source of the frozen base weights of a run with adapters that is about to start, whose files are not read; None where all weights are
+    trained.
 
     Args:
         settings: the run's settings.
         resumed: the checkpoint that the run goes on from; None for a new run.
 
     Raises:
-        DataError: the weights are missing, or differ from the weights that the run began with.
+        DataError: the checkpoint does not name the source.
     """
     if rank_of(settings) is None:
         return None
     if resumed is not None:
-        return frozen_base_of(resumed)
+        return _recorded(resumed)
     files = settings.checkpoints
     if files.init_from:
-        return FrozenBase.of_directory(files.init_from)
-    return FrozenBase.of_file(files.load_checkpoint) if files.load_checkpoint else FrozenBase("seed")
+        return FrozenBase("directory", str(Path(files.init_from).resolve()))
+    return FrozenBase("file", str(Path(files.load_checkpoint).resolve())) if files.load_checkpoint else FrozenBase("seed")

@@ -1,7 +1,7 @@
-from .cluster import check_plain, check_shared, local_nodes
+from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
-from .resolution import model_spec, open_tiles, resolve, retiled, sized
+from .resolution import TINY, model_spec, open_tiles, resolve, retiled, sized
 from .run_config import ModelSpec, RunConfig
 from .settings import (
     CheckpointSettings,
@@ -20,8 +20,10 @@ from .validation import check_most, check_prompt, check_values, checked_length, 
 
 __all__ = [
     "LARGEST",
+    "TINY",
     "CheckpointSettings",
     "ClusterSettings",
+    "ClusterSpec",
     "MachineSettings",
     "ModelSettings",
     "ModelSpec",
@@ -37,6 +39,7 @@ __all__ = [
     "check_shared",
     "check_values",
     "checked_length",
+    "cluster_of",
     "disk_of",
     "flags_from",
     "format_least",
@@ -44,7 +47,6 @@ __all__ = [
     "from_dict",
     "has_size",
     "is_size",
-    "local_nodes",
     "model_spec",
     "open_tiles",
     "parse_rate",

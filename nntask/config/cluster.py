@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from ..errors import UsageError
 from ..optim.sharded import most_nodes
@@ -16,6 +17,48 @@ _ADDRESS: Final = re.compile(r"((tcp|tls|wss?|ucx)://)?(?P<host>\[[^]\s]+\]|[^][
 MOST_PORT: Final = 65535
 MOST_LOCAL: Final = 256
 """Workers of a cluster on one machine; each is a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """The Dask cluster that a run trains on.
+
+    Args:
+        address: of the scheduler, or local:N.
+        num_local: workers to start on this machine; None where the scheduler is there already.
+        num_nodes: nodes to wait for; None for the workers that are there.
+        link_rate: bytes per second that a node sends to others at most; None for as fast as the network.
+        transport: what carries tensors between nodes.
+    """
+
+    address: str
+    num_local: int | None
+    num_nodes: int | None
+    link_rate: float | None
+    transport: Literal["dask", "nccl"]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all nodes are processes of this machine."""
+        return self.num_local is not None
+
+
+def cluster_of(asked: ClusterSettings) -> ClusterSpec | None:
+    """The cluster that flags ask for; None for this machine alone.
+
+    Raises:
+        UsageError: --dask is no address, or --link-bandwidth no size.
+    """
+    if not asked.dask:
+        return None
+    local = local_nodes(asked.dask)
+    return ClusterSpec(
+        address=asked.dask,
+        num_local=local,
+        num_nodes=local if asked.nodes is None else asked.nodes,
+        link_rate=float(parse_size(asked.link_bandwidth, "--link-bandwidth")) if asked.link_bandwidth else None,
+        transport=asked.transport,
+    )
 
 
 def check_cluster(settings: TrainSettings) -> None:
@@ -37,8 +80,7 @@ def check_cluster(settings: TrainSettings) -> None:
         raise UsageError(
             f"--nodes must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}"
         )
-    if cluster.link_bandwidth:
-        parse_size(cluster.link_bandwidth, "--link-bandwidth")
+    cluster_of(cluster)  # reads --link-bandwidth
     if cluster.transport == "nccl":
         _check_nccl(settings)
     alone: dict[str, object] = {
@@ -54,13 +96,13 @@ def check_cluster(settings: TrainSettings) -> None:
             raise UsageError(f"{flag} looks at one machine and --dask {cluster.dask} trains on several; drop one of them")
 
 
-def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSettings) -> None:
+def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None:
     """Check that a step has something to do for more than one node, where more are asked for.
 
     Raises:
         UsageError: it has not.
     """
-    asked = cluster.nodes or local_nodes(cluster.dask) or 1
+    asked = 1 if cluster.num_nodes is None else cluster.num_nodes
     if most_nodes(num_minibatches, lanes) < min(asked, 2):
         raise UsageError(
             f"--dask shares the minibatches of a step by lanes, and a step of {num_minibatches} minibatch{'es' if num_minibatches > 1 else ''} in "

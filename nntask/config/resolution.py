@@ -1,13 +1,14 @@
 """From what was typed to what a run does: `resolve` answers every question that settings leave open, once.
 
 Its stages, in order: defaults and rules between values (`filled`), the devices, tile sizes from the tables (`in_tiles`), the comparison with the run
-that is continued, and the budgets of memory and disk. Nothing is written, and no memory is taken.
+that is continued, and the budgets of memory and disk. Nothing is written, no file of weights is read, and no memory is taken: what files and places
+refuse, and budgets that are not to be had, come after the rules of settings (`training.preflight`, `planning.memory_fit`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
@@ -22,7 +23,8 @@ from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets
 from ..models.interface import ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
-from .run_config import Length, ModelSpec, OptimizerSpec, RunConfig, ScheduleSpec, Start, StepSpec, TileChoice
+from .cluster import cluster_of
+from .run_config import Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
 from .settings import TrainSettings, differences, from_dict
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
@@ -47,15 +49,15 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
 
     Raises:
         UsageError: a rule is broken, or the run differs from the one it continues.
-        DataError: a tile table is none, or the weights that adapters stand beside are not there.
-        DoesNotFit: a budget is above what this process may use.
+        DataError: a tile table is none, or a checkpoint does not name the weights that its adapters stand beside.
+        DoesNotFit: the budget of GPUs is above what a card has.
     """
-    devices = devices_of(settings.resources, settings.model.dtype) if machine is None else machine
-    asked, settings, tiling = sized(settings, config, resumed, devices)
+    there = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources) if machine is None else machine
+    asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
     check_rank(settings, largest_rank(config))
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
-    is_new, frozen_base = resumed is None and not begin.resume, frozen_base_to_start_from(settings, resumed)
+    is_continued = resumed is not None or bool(begin.resume)
     return RunConfig(
         name=name_of(settings),
         directory=directory_of(settings, resumed),
@@ -73,12 +75,15 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         ),
         schedule=ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
         length=Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
+        saving=Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
         data=data_spec(settings, config),
-        machine=with_budgets(devices) if machine is None else machine,
+        machine=there,
+        cluster=cluster_of(settings.cluster),
         start=Start(
+            is_continued,
             resumed,
-            frozen_base,
-            Path(begin.init_from) if begin.init_from and is_new else None,
+            frozen_base_to_start_from(settings, resumed),
+            Path(begin.init_from) if begin.init_from and not is_continued else None,
             Path(begin.load_checkpoint) if begin.load_checkpoint and resumed is None else None,
             Path(begin.load_optimizer) if begin.load_optimizer and resumed is None else None,
         ),
@@ -93,9 +98,12 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
 
 
 def sized(
-    settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, devices: MachineSpec
+    settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, device_class: Callable[[], str]
 ) -> tuple[TrainSettings, TrainSettings, ModelTiling]:
     """The settings with every default filled in, the same with every tile size a number, and the tiling; of a run that is continued, its own.
+
+    Args:
+        device_class: key of the built-in table of tiles; asked when the rules between values are kept.
 
     Raises:
         UsageError: a rule is broken, or the run differs from the one it continues, which is said first.
@@ -104,7 +112,7 @@ def sized(
     asked = settings
     try:
         asked = with_tokenizer(filled(settings, config))
-        settings, tiling = in_tiles(asked, table_tiling(asked, config, devices.gpus.device_class), config)
+        settings, tiling = in_tiles(asked, table_tiling(asked, config, device_class()), config)
     except UsageError:
         if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
             raise _differs(resumed, found) from None
@@ -163,13 +171,18 @@ def filled(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
     return replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints)
 
 
+def dtype_of(asked: str) -> str:
+    """The arithmetic that a value of --dtype stands for."""
+    return "fp32" if asked == "auto" else asked
+
+
 def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> ModelSpec:
-    """The model that settings ask for; tiles and length of training do not matter to one that is only read."""
+    """The model that filled settings ask for; tiles do not matter to one that is only read."""
     return ModelSpec(
         config=config,
         tiling=tiling,
-        seq_len=settings.model.seq_len or config.n_positions,
-        dtype=settings.model.dtype,
+        seq_len=known(settings.model.seq_len),
+        dtype=dtype_of(settings.model.dtype),
         seed=settings.data.seed,
         flash=settings.model.flashattention,
         recomputes=settings.model.recompute == "block",
@@ -180,7 +193,7 @@ def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling
 def adapters_of(settings: TrainSettings) -> LoRA | None:
     """What `--train` asks for; None where all weights are trained."""
     rank, chosen = rank_of(settings), settings.optimizer
-    return None if rank is None else LoRA(rank, chosen.lora_alpha or rank, chosen.lora_dropout)
+    return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout)
 
 
 def data_spec(settings: TrainSettings, config: ModelConfig) -> DataSpec:
@@ -199,15 +212,11 @@ def data_spec(settings: TrainSettings, config: ModelConfig) -> DataSpec:
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     """Settings with the tokenizer that belongs to the weights of --init-from, where it has one and no other is asked for."""
-    if lacks_tokenizer(settings) and (Path(settings.checkpoints.init_from) / TOKENIZER_FILE).is_file():
-        return replace(settings, data=replace(settings.data, tokenizer_path=settings.checkpoints.init_from))
-    return settings
-
-
-def lacks_tokenizer(settings: TrainSettings) -> bool:
-    """Whether the data of a run that begins with a model directory are to be read with that directory's tokenizer."""
     data, files = settings.data, settings.checkpoints
-    return bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
+    is_open = bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
+    if is_open and (Path(files.init_from) / TOKENIZER_FILE).is_file():
+        return replace(settings, data=replace(data, tokenizer_path=files.init_from))
+    return settings
 
 
 def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> ModelTiling:
@@ -220,7 +229,7 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
         DataError: --tile-table is no such table.
     """
     cut = settings.tiling
-    minibatch, length = cut.minibatch, settings.model.seq_len or config.n_positions
+    minibatch, length = cut.minibatch, known(settings.model.seq_len)
     rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
     row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device)
     return row.resolve(config, minibatch, length)
@@ -230,7 +239,7 @@ def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) 
     """Filled settings with the sizes of `tiling` where none was given; where they came from matters no longer. And the tiling itself."""
     cut = settings.tiling
     sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
-    tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, settings.model.seq_len or config.n_positions)
+    tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, known(settings.model.seq_len))
     sizes = {name: getattr(tiling, name) for name in TILE_FLAGS}
     return replace(settings, tiling=replace(cut, **sizes, auto_tile="table", tile_table="")), tiling
 
@@ -254,7 +263,7 @@ def name_of(settings: TrainSettings) -> str:
     path, begin = settings.model.config_path, settings.checkpoints.init_from
     if begin:
         return Path(begin).resolve().name
-    return Path(path).stem if path else settings.model.model or TINY
+    return Path(path).stem if path else known(settings.model.model)
 
 
 def directory_of(settings: TrainSettings, resumed: Checkpoint | None) -> Path:

@@ -22,6 +22,7 @@ from ..hardware.machine_spec import MachineSpec
 from ..models.interface import ModelConfig
 from ..optim.lr_schedule import Schedule, make_schedule
 from ..tiling.model_tiling import ModelTiling
+from .cluster import ClusterSpec
 from .settings import TrainSettings
 
 
@@ -32,7 +33,7 @@ class ModelSpec:
     Args:
         tiling: sizes between 1 and the dimension.
         seq_len: tokens per sequence.
-        dtype: value of --dtype; auto is fp32.
+        dtype: arithmetic, a value of --dtype but not auto.
         seed: of its weights.
         flash: whether attention does without the full score matrix.
         recomputes: whether blocks keep only their input for the backward pass.
@@ -120,6 +121,11 @@ class Length:
     epochs: int
     warmup_epochs: int
 
+    @property
+    def least(self) -> int:
+        """Optimizer steps at least, before the data are known."""
+        return max(self.steps, 1)
+
     def on(self, batches_per_epoch: int) -> tuple[int, int]:
         """Optimizer steps, and how many of them are of warm-up epochs."""
         if self.steps:
@@ -129,16 +135,34 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """When checkpoints are written, and how many are kept.
+
+    Args:
+        every: steps between two of them; 0 for none before the end.
+        at_end: whether the state after the last step is saved.
+        keep: newest checkpoints that stay.
+    """
+
+    every: int
+    at_end: bool
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """Where the weights are that a run begins with; a model of its own, from the seed, where nothing else is named.
 
     Args:
-        resumed: the checkpoint to continue from; None for a new run.
-        frozen_base: the frozen weights that adapters stand beside; None where all weights are trained.
+        is_continued: whether the flags are of a run that goes on, which has model, tiling and batch already. A new run that goes on from a checkpoint
+            of its own, because the nodes of a cluster have changed, still has the flags of a new one.
+        resumed: the checkpoint to continue from; None for none.
+        base: the frozen weights that adapters stand beside; None where all weights are trained.
         directory: the model directory of a new run of all weights; None where there is none.
         weights, optimizer: files that are read before the first step; None for none.
     """
 
+    is_continued: bool
     resumed: Checkpoint | None
     frozen_base: FrozenBase | None
     directory: Path | None
@@ -178,6 +202,8 @@ class RunConfig:
     Args:
         name: of the model, after which the run is called.
         directory: of the run; made when it starts.
+        machine: of this process; each node of a cluster has its own.
+        cluster: whose nodes train; None for this machine alone.
         traced: the first and the last step that are traced; None for all, if any are.
         tiles: how tile sizes were chosen.
         settings: as typed, with every default filled in.
@@ -190,21 +216,22 @@ class RunConfig:
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
     length: Length
+    saving: Saving
     data: DataSpec
     machine: MachineSpec
+    cluster: ClusterSpec | None
     start: Start
     traced: tuple[int, int] | None
     tiles: TileChoice
     settings: TrainSettings
 
-    @property
-    def is_continued(self) -> bool:
-        """Whether the run has a checkpoint, and so its model, tiling and batch."""
-        return bool(self.settings.checkpoints.resume)
-
     def after(self, checkpoint: Checkpoint) -> RunConfig:
         """The same run, going on from a checkpoint of its own."""
         return replace(self, start=replace(self.start, resumed=checkpoint, directory=None, weights=None, optimizer=None))
+
+    def beside(self, base: FrozenBase) -> RunConfig:
+        """The same run, with these frozen weights beside its adapters."""
+        return replace(self, start=replace(self.start, frozen_base=base))
 
     def on(self, machine: MachineSpec) -> RunConfig:
         """The same run on another machine."""

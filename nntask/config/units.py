@@ -119,11 +119,23 @@ def format_size(nbytes: float) -> str:
     return f"{size:.3g} {unit}"
 
 
-def format_least(nbytes: int) -> str:
-    """`nbytes` as `format_size` says it but rounded up, so that `parse_size` reads no less: for budgets that people type back."""
+def _least(nbytes: int) -> tuple[float, str]:
+    """`nbytes` rounded up to the digits of `format_size`, and its unit."""
     size, unit = _scaled(nbytes)
     scale = 100 if size < 10 else 10 if size < 100 else 1
-    return f"{math.ceil(size * scale) / scale:.15g} {unit}"
+    return math.ceil(size * scale) / scale, unit
+
+
+def format_least(nbytes: int) -> str:
+    """`nbytes` as `format_size` says it but rounded up, so that `parse_size` reads no less: for budgets that people type back."""
+    size, unit = _least(nbytes)
+    return f"{size:.15g} {unit}"
+
+
+def rounded_up(nbytes: int) -> int:
+    """The bytes that `format_least` says of `nbytes`."""
+    size, unit = _least(nbytes)
+    return int(size * _UNITS[unit])
 
 
 def flag_size(nbytes: int) -> str:

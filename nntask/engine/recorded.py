@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from scheduler.planning import PlannedOrder
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "auto": np.dtype(np.float32),
     "fp32": np.dtype(np.float32),
     "tf32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -209,8 +208,8 @@ class RecordedEngine(Inference):
     """A language model, its optimizer and their recorded step.
 
     Args:
+        run: its step executes in the order of that name; other steps choose their own.
         model: None for a new one.
-        order: in which the step executes, as planned before; None for the one that the run names. Other steps choose their own.
         shard: what this node does of a step; None for all of it.
         transport: to the other nodes, if there are any.
     """
@@ -220,13 +219,11 @@ class RecordedEngine(Inference):
         run: RunConfig,
         runtime: Runtime,
         model: LanguageModel | None = None,
-        order: str | None = None,
         shard: DataShard | None = None,
         transport: Transport | None = None,
     ) -> None:
         super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len)
         self.run = run
-        self._order_name = run.step.order if order is None else order
         self.exchange: Exchange | None = None
         if shard is not None and transport is not None:
             self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport)
@@ -318,7 +315,7 @@ class RecordedEngine(Inference):
 
     def _training_step(self) -> Step:
         if self._step is None:
-            with self.runtime.record(self._order_name) as step:
+            with self.runtime.record(self.run.step.order) as step:
                 self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs, self.exchange)
             self._step = step
         return self._step

@@ -3,7 +3,7 @@ from .flops import flop_counts_of, gemm_peak
 from .gpus import GpuPlan, cards, gpus_of, open_nccl, without_nccl
 from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
 from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth, open_store, this_machine
-from .machine_spec import MachineSpec, devices_of, free_bytes, machine_of, with_budgets
+from .machine_spec import Budget, MachineSpec, check_budgets, devices_of, free_bytes, machine_of, with_budgets
 from .runtimes import FAILURES, as_user_error, open_runtime, runtime_for
 
 __all__ = [
@@ -11,11 +11,13 @@ __all__ = [
     "DISK",
     "FAILURES",
     "RAM",
+    "Budget",
     "GpuPlan",
     "MachineModel",
     "MachineSpec",
     "as_user_error",
     "cards",
+    "check_budgets",
     "coarse_tiling",
     "devices_of",
     "durations",

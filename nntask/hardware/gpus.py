@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Protocol
 
@@ -146,16 +146,24 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
     return GpuPlan(devices, _budget(resources.gpu_memory, found, split))
 
 
+def check_links(resources: ResourceSettings) -> None:
+    """Check the rate of links of simulated devices.
+
+    Raises:
+        UsageError: it is no rate, or there are no simulated devices.
+    """
+    if resources.sim_bandwidth:
+        parse_rate(resources.sim_bandwidth, "--sim-bandwidth")
+        if not resources.sim_gpu:
+            raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
+
+
 def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
     """Check that flags that need a device have one.
 
     Raises:
         UsageError: the first one that has none.
     """
-    if resources.sim_bandwidth:
-        parse_rate(resources.sim_bandwidth, "--sim-bandwidth")
-        if not resources.sim_gpu:
-            raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
     if gpus.devices:
         return
     if resources.ncpu == 0 and not resources.sim_gpu:
@@ -256,9 +264,9 @@ def open_nccl(gpus: GpuPlan) -> Nccl:
         raise UsageError(str(error)) from error
 
 
-def without_nccl(gpus: GpuPlan, split: int, taken: int) -> str:
-    """The --gpu-memory that is left where NCCL has taken some bytes of the first card: so many less of each of its parts, and of every card's, since
-    all have one budget.
+def without_nccl(gpus: GpuPlan, split: int, taken: int) -> GpuPlan:
+    """GPUs with the budget that is left where NCCL has taken some bytes of the first card: so many less of each of its parts, and of every card's,
+    since all have one budget.
 
     Args:
         split: parts of each card.
@@ -272,7 +280,7 @@ def without_nccl(gpus: GpuPlan, split: int, taken: int) -> str:
             f"--transport nccl has taken {format_size(taken)} of {gpus.names[0]}, and --gpu-memory is {format_size(gpus.nbytes)}; raise it, use "
             "fewer nodes, or use --transport dask"
         )
-    return f"{left}B"
+    return replace(gpus, nbytes=left)
 
 
 def gpu_peak(gpus: Sequence[Any]) -> float:

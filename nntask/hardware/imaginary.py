@@ -8,7 +8,7 @@ from typing import Final
 
 from scheduler import SIM_DEPTH
 from scheduler.drivers import THREADS
-from scheduler.machine import Models, Rate, WorkerKind
+from scheduler.machine import Models, Rate, WorkerKind, policy_of
 
 from ..config.disk import imaginary_disk_of
 from ..config.settings import ResourceSettings
@@ -68,9 +68,9 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
         nodes.append((DISK, disk))
     workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(count)]
     workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
-    models = Models()
+    models, policy = Models(), policy_of(resources.sched, count)
     models.declare_links(len(nodes), storage=disk is not None, given=(LATENCY, bandwidth), disk=(LATENCY, of_disk / THREADS))
-    return MachineModel(tuple(workers), tuple(nodes), disk is not None, models, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
+    return MachineModel(tuple(workers), tuple(nodes), disk is not None, models, policy, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
 
 
 def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: MachineModel, factor: int = 1) -> ModelTiling:

@@ -18,7 +18,7 @@ import numpy as np
 
 from scheduler import SIM_DEPTH
 from scheduler.drivers import THREADS, staging_nbytes
-from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, choose, footprint
+from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, footprint
 from scheduler.planning import Pace, pace_of
 from scheduler.simulation import Duration
 from scheduler.storage import PerfStore, machine_fingerprint
@@ -47,6 +47,7 @@ class MachineModel:
         nodes: (name, budget in bytes) of each memory node, host memory first, the disk tier last.
         storage: whether the last node is a disk tier.
         models: durations and links that are known.
+        policy: name of the scheduling policy.
         rates: of a worker of each kind, for tasks that were never measured; None to measure this machine.
         staging: bytes of host memory besides, that copies between the disk tier and GPUs keep of its budget.
     """
@@ -55,6 +56,7 @@ class MachineModel:
     nodes: tuple[tuple[str, int], ...]
     storage: bool
     models: Models
+    policy: str
     rates: Mapping[WorkerKind, Rate] | None = None
     staging: int = 0
 
@@ -114,10 +116,6 @@ class MachineModel:
         """Bytes per second from and to the disk tier, all requests in flight together."""
         return self.channels * self.models.links[NodeId(self.last), NodeId(0)].bandwidth
 
-    def policy(self, sched: str) -> str:
-        """The scheduling policy that `sched` stands for."""
-        return choose(sum(node > 0 for node in self.compute_nodes)) if sched == "auto" else sched
-
     def with_budget(self, node: int, nbytes: int) -> MachineModel:
         """The same machine with another budget on one node."""
         nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
@@ -157,7 +155,7 @@ def this_machine(machine: MachineSpec) -> MachineModel:
     open_store([name for name, _ in nodes], machine.gpus.names).load(models)
     given = None if machine.link_rate is None else (0.0, machine.link_rate)
     models.declare_links(len(nodes), storage=machine.disk is not None, given=given)
-    return MachineModel(tuple(workers), tuple(nodes), machine.disk is not None, models, staging=staging)
+    return MachineModel(tuple(workers), tuple(nodes), machine.disk is not None, models, machine.scheduling.policy, staging=staging)
 
 
 def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:

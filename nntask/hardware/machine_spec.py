@@ -1,7 +1,8 @@
 """The devices and budgets of this process, worked out once from its flags: numbers and bytes, which everything behind takes as they are.
 
-`devices_of` says which devices compute; `machine_of` also says how much of each memory there is, for which it looks at the limits of the process and
-of the disk. The client of a cluster and a plan of an imaginary machine need no budgets of this one.
+`devices_of` says which devices compute and how they are scheduled; `with_budgets` also says how much of each memory there is, for which it looks at
+what this process and the disk have free. Neither refuses a budget for its size: a run has other mistakes named first. `check_budgets` does.
+A plan of an imaginary machine needs no budgets of this one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from scheduler.storage import memory_budgets
+from scheduler.machine import policy_of
+from scheduler.storage import check_budgets as check_memory
+from scheduler.storage import filled_budgets
 
 from ..config.disk import disk_of
 from ..config.settings import ResourceSettings
 from ..config.units import parse_rate, parse_size
 from ..errors import DoesNotFit
-from .gpus import GpuPlan, check_devices, gpus_of, num_cpu_workers
+from .gpus import GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,12 @@ class Budget:
     Args:
         nbytes: as planned with.
         is_given: whether a flag says so; otherwise it is a share of what was free, and the runtime takes that of what is free when it opens.
+        text: the value of the flag, for messages; "" for the default.
     """
 
     nbytes: int
     is_given: bool
+    text: str = ""
 
     @property
     def given(self) -> int | None:
@@ -50,6 +55,20 @@ class DiskSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How tasks are placed and tiles are moved; see the flags of these names.
+
+    Args:
+        policy: name of a scheduling policy.
+    """
+
+    policy: str
+    evict: str
+    prefetch: bool
+    graphs: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MachineSpec:
     """What a process computes with.
 
@@ -57,21 +76,21 @@ class MachineSpec:
         num_cpu: workers of the CPU.
         gpus: real devices.
         num_simulated: simulated devices.
+        link_rate: bytes per second of each link of a simulated device; None for as fast as copies are.
+        scheduling: of its runtime.
         ram: of host memory.
         device: of each GPU or simulated device.
-        link_rate: bytes per second of each link of a simulated device; None for as fast as copies are.
         disk: None without a disk tier.
-        asked: the flags: scheduling, and what messages say of budgets.
     """
 
     num_cpu: int
     gpus: GpuPlan
     num_simulated: int
-    ram: Budget
-    device: Budget
     link_rate: float | None
-    disk: DiskSpec | None
-    asked: ResourceSettings
+    scheduling: Scheduling
+    ram: Budget = NO_BUDGET
+    device: Budget = NO_BUDGET
+    disk: DiskSpec | None = None
 
     @property
     def has_gpus(self) -> bool:
@@ -90,62 +109,85 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
         UsageError: GPUs were asked for that are not to be had, or a flag is about a device that is not there.
         DoesNotFit: the budget of GPUs is above what a card has.
     """
+    if checks:
+        check_links(resources)
     gpus = gpus_of(resources, dtype)
     if checks:
         check_devices(resources, gpus)
-    link_rate = parse_rate(resources.sim_bandwidth, "--sim-bandwidth") if resources.sim_bandwidth else None
-    return MachineSpec(num_cpu_workers(resources.ncpu, gpus), gpus, resources.sim_gpu, NO_BUDGET, NO_BUDGET, link_rate, None, resources)
-
-
-def machine_of(resources: ResourceSettings, dtype: str = "auto") -> MachineSpec:
-    """The machine that flags ask for.
-
-    Raises:
-        UsageError, DoesNotFit: see `devices_of` and `with_budgets`.
-    """
-    return with_budgets(devices_of(resources, dtype))
-
-
-def with_budgets(machine: MachineSpec) -> MachineSpec:
-    """The machine with bytes of each of its memories.
-
-    Raises:
-        UsageError: a size is none.
-        DoesNotFit: the budgets are above what this process may use.
-    """
-    asked, gpus = machine.asked, machine.gpus
-    ram = parse_size(asked.ram, "--ram") if asked.ram else None
-    simulated = parse_size(asked.gpu_memory, "--gpu-memory") if asked.gpu_memory and not gpus.devices else None
-    try:
-        ram_nbytes, simulated_nbytes = memory_budgets(ram, simulated, machine.num_simulated)
-    except MemoryError as error:
-        raise cannot_reserve(asked, error) from error
-    disk = disk_of(asked.disk)
-    return replace(
-        machine,
-        ram=Budget(ram_nbytes, ram is not None),
-        device=Budget(gpus.nbytes, is_given=True) if gpus.devices else Budget(simulated_nbytes, simulated is not None),
-        disk=None if disk is None else DiskSpec(disk[0], Budget(_tier_bytes(*disk), disk[1] is not None)),
+    return MachineSpec(
+        num_cpu=num_cpu_workers(resources.ncpu, gpus),
+        gpus=gpus,
+        num_simulated=resources.sim_gpu,
+        link_rate=parse_rate(resources.sim_bandwidth, "--sim-bandwidth") if resources.sim_bandwidth else None,
+        scheduling=Scheduling(
+            policy_of(resources.sched, resources.sim_gpu or len(gpus.devices)), resources.evict, resources.prefetch, resources.graphs
+        ),
     )
 
 
-def cannot_reserve(resources: ResourceSettings, error: Exception) -> DoesNotFit:
+def machine_of(resources: ResourceSettings, dtype: str = "fp32") -> MachineSpec:
+    """The machine that flags ask for.
+
+    Raises:
+        UsageError, DoesNotFit: see `devices_of`, `with_budgets` and `check_budgets`.
+    """
+    machine = with_budgets(devices_of(resources, dtype), resources)
+    check_budgets(machine)
+    return machine
+
+
+def with_budgets(machine: MachineSpec, resources: ResourceSettings, *, ram: Budget | None = None) -> MachineSpec:
+    """Devices with bytes of each memory, as flags say them or as much as is free; they may be more than this process may use.
+
+    Args:
+        machine: from `devices_of`.
+        ram: of host memory, where it is known already; None to take it from the flags.
+
+    Raises:
+        UsageError: a size is none.
+    """
+    gpus = machine.gpus
+    if ram is None:
+        ram = Budget(parse_size(resources.ram, "--ram"), is_given=True, text=resources.ram) if resources.ram else NO_BUDGET
+    simulated = parse_size(resources.gpu_memory, "--gpu-memory") if resources.gpu_memory and not gpus.devices else None
+    ram_nbytes, simulated_nbytes = filled_budgets(ram.given, simulated, machine.num_simulated)
+    return replace(
+        machine,
+        ram=replace(ram, nbytes=ram_nbytes),
+        device=Budget(*((gpus.nbytes, True) if gpus.devices else (simulated_nbytes, simulated is not None)), resources.gpu_memory),
+        disk=_disk_tier(resources.disk),
+    )
+
+
+def check_budgets(machine: MachineSpec) -> None:
+    """Check that the budgets of a machine are to be had.
+
+    Raises:
+        DoesNotFit: they are above what this process may use, or above what is free on the disk.
+    """
+    try:
+        check_memory(machine.ram.given, None if machine.has_gpus else machine.device.given, machine.num_simulated)
+    except MemoryError as error:
+        raise cannot_reserve(machine, error) from error
+    disk = machine.disk
+    if disk is not None and disk.budget.is_given and disk.budget.nbytes > (free := free_bytes(disk.directory)):
+        raise DoesNotFit(f"--disk {disk.directory}: SIZE is {disk.budget.nbytes:,} B, and {free:,} B are free there; lower it, or free some room")
+
+
+def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
     """The refusal of budgets that the system does not give, with their flags."""
-    given = (("--ram", resources.ram), ("--gpu-memory", resources.gpu_memory))
+    given = (("--ram", machine.ram.text), ("--gpu-memory", machine.device.text))
     flags = " and ".join(f"{flag} {text}" for flag, text in given if text) or "the default --ram"
     return DoesNotFit(f"{flags} cannot be reserved: {error}")
 
 
-def _tier_bytes(directory: Path, asked: int | None) -> int:
-    """Budget of a disk tier: what is free, or what was asked for.
-
-    Raises:
-        DoesNotFit: more than is free.
-    """
-    free = free_bytes(directory)
-    if asked is not None and asked > free:
-        raise DoesNotFit(f"--disk {directory}: SIZE is {asked:,} B, and {free:,} B are free there; lower it, or free some room")
-    return asked or free
+def _disk_tier(text: str) -> DiskSpec | None:
+    """The disk tier that --disk asks for, as large as it says or as what is free there."""
+    disk = disk_of(text)
+    if disk is None:
+        return None
+    directory, size = disk
+    return DiskSpec(directory, Budget(free_bytes(directory) if size is None else size, size is not None, text))
 
 
 def free_bytes(directory: Path) -> int:

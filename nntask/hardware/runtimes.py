@@ -58,7 +58,7 @@ def runtime_for(run: RunConfig, trace: Trace | None = None) -> Runtime:
     return runtime
 
 
-def open_runtime(machine: MachineSpec, *, dtype: str = "auto", lanes: int = 1, trace: Trace | None = None) -> Runtime:
+def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, trace: Trace | None = None) -> Runtime:
     """The runtime of a machine.
 
     Args:
@@ -70,7 +70,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "auto", lanes: int = 1, t
         DoesNotFit: the system does not give as much address space as the budgets.
         StorageError: the directory of the disk tier cannot be used.
     """
-    asked, plan, disk = machine.asked, machine.gpus, machine.disk
+    plan, disk, how = machine.gpus, machine.disk, machine.scheduling
     if plan.why_none:
         print(f"nntask: {plan.why_none}", file=sys.stderr)
     with ExitStack() as unused:
@@ -85,18 +85,20 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "auto", lanes: int = 1, t
                 sim_bandwidth=machine.link_rate,
                 ram=machine.ram.given,
                 disk=None if disk is None else (disk.directory, disk.budget.given),
-                sched=asked.sched,
-                evict=asked.evict,
-                prefetch=asked.prefetch,
+                sched=how.policy,
+                evict=how.evict,
+                prefetch=how.prefetch,
                 lanes=lanes,
                 trace=trace,
-                graphs=asked.graphs,
+                graphs=how.graphs,
                 kernels=kernel_versions(),
             )
         except (MemoryError, OverflowError) as error:
-            raise cannot_reserve(asked, error) from error
+            raise cannot_reserve(machine, error) from error
         except OSError as error:
-            raise StorageError(f"--disk {asked.disk}: {error.strerror or error}; name a directory that can be written") from error
+            raise StorageError(
+                f"--disk {'' if disk is None else disk.budget.text}: {error.strerror or error}; name a directory that can be written"
+            ) from error
         unused.pop_all()  # they are the runtime's from here on
     return runtime
 
@@ -143,11 +145,11 @@ def does_not_fit(error: NoRoom, machine: MachineSpec, *, lower: str | None = Non
     if error.node.startswith("GPU "):  # what CUDA needs beside the budget: the message says what to do
         return DoesNotFit(str(error))
     story = str(error).partition("; raise the budget")[0]
-    disk, asked = machine.disk, machine.asked
+    disk = machine.disk
     if disk is not None and error.node == DISK:
-        return DoesNotFit(f"{story}; raise SIZE in --disk {disk.directory}:SIZE, now --disk {asked.disk}")
-    flag, value = ("--gpu-memory", asked.gpu_memory) if error.node.startswith(("sim", "cuda")) else ("--ram", asked.ram)
-    flag += f" (now {value or 'the default'})"
+        return DoesNotFit(f"{story}; raise SIZE in --disk {disk.directory}:SIZE, now --disk {disk.budget.text}")
+    flag, budget = ("--gpu-memory", machine.device) if error.node.startswith(("sim", "cuda")) else ("--ram", machine.ram)
+    flag += f" (now {budget.text or 'the default'})"
     if lower is not None:
         is_full = "are taken" in story  # else the task alone is too large, and no free bytes elsewhere help
         is_work = not story.startswith("program ")  # else it is a weight on its way in, or what was typed

@@ -18,7 +18,7 @@ from tiles import TileTensor
 from ..config.units import flag_size
 from ..errors import DoesNotFit
 from ..hardware.machine_model import RAM, MachineModel, this_machine
-from ..hardware.machine_spec import MachineSpec
+from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
 from ..planning.memory_fit import needs_of, no_collections, untouched
@@ -105,8 +105,9 @@ def _check(machine: MachineSpec, needs: Callable[[int, int], Needs], batch: int,
         smaller: flags, each with batch and length where it has its least value.
 
     Raises:
-        DoesNotFit: it has not.
+        DoesNotFit: it has not, or its budgets are not to be had.
     """
+    check_budgets(machine)
     target, found = this_machine(machine), needs(batch, length)
     if found.fit(target):
         return
@@ -133,8 +134,8 @@ def _raised(target: MachineModel, short: Sequence[tuple[int, int]], machine: Mac
         size = flag_size(nbytes if target.nodes[at][0] == RAM or at == target.last else devices)
         if machine.disk is not None and target.storage and at == target.last:
             where = "" if machine.disk.budget.is_given else ", where as much is free"
-            changes.append(f"SIZE in --disk DIR:SIZE (now {machine.asked.disk}) to at least {size}{where}")
+            changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk.budget.text}) to at least {size}{where}")
         else:
-            flag, now = ("--ram", machine.asked.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.asked.gpu_memory)
-            changes.append(f"{flag} (now {now or 'the default'}) to at least {size}")
+            flag, budget = ("--ram", machine.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.device)
+            changes.append(f"{flag} (now {budget.text or 'the default'}) to at least {size}")
     return f"raise {' and '.join(dict.fromkeys(changes))}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.store import STATE, Checkpoint, find_checkpoint, step_directories
-from ..config.resolution import model_spec
+from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.special_tokens import GENERATION
 from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
@@ -68,7 +68,7 @@ class ModelSource:
 
     Args:
         path: the checkpoint, or the model directory.
-        settings: of the run that trained it; the defaults for a model directory.
+        settings: of the run that trained it; for a model directory the defaults, with the longest sequence that its config allows.
         checkpoint: None for a model directory.
     """
 
@@ -89,18 +89,19 @@ class ModelSource:
         if (directory / STATE).is_file() or step_directories(directory):
             checkpoint = find_checkpoint(directory)
             settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
-            return cls(checkpoint.path, checkpoint.config, settings, checkpoint)
+            return cls(checkpoint.path, checkpoint.config, _with_length(settings, checkpoint.config), checkpoint)
         if directory.is_dir() and not (directory / CONFIG).exists():
             raise DataError(
                 f"{directory} holds no checkpoint and no model: a run has checkpoints/step-*, a checkpoint {STATE}, a model directory of "
                 f"transformers {CONFIG}; give one of these"
             )
-        return cls(directory, read_config(directory), TrainSettings(), None)
+        config = read_config(directory)
+        return cls(directory, config, _with_length(TrainSettings(), config), None)
 
     @property
     def context(self) -> int:
         """Most tokens the model looks at: the length it was trained on, or of a model directory the longest its config allows."""
-        return self.settings.model.seq_len or self.config.n_positions
+        return known(self.settings.model.seq_len)
 
     def tokenizer(self, path: str = "") -> Tokenizer:
         """The tokenizer that belongs to the model, or the one at `path` if none came with it.
@@ -179,3 +180,10 @@ class ModelSource:
             directory.attach(found.tensors())
             return found
         return load_model(self.checkpoint, spec, runtime, read=read)
+
+
+def _with_length(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
+    """The settings with a length of sequences: the longest, where they have none."""
+    if settings.model.seq_len is not None:
+        return settings
+    return replace(settings, model=replace(settings.model, seq_len=config.n_positions))

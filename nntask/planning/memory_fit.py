@@ -19,11 +19,12 @@ from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase
 from ..config.run_config import RunConfig
-from ..config.units import flag_size, parse_size
+from ..config.units import flag_size, rounded_up
 from ..engine.recorded import build_model, build_optimizer, emit_training_step
 from ..errors import DoesNotFit, UsageError
 from ..hardware.imaginary import format_devices
 from ..hardware.machine_model import RAM, MachineModel, pace_on, this_machine
+from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
 from .needs import Needs, shortage
 
@@ -71,11 +72,12 @@ def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
     Takes no memory, and a second for 20,000 tasks; more where budgets are short, to compare orders.
 
     Raises:
-        DoesNotFit: a budget is too small; says by how much, and what would fit.
+        DoesNotFit: a budget is not to be had, or too small; says by how much, and what would fit.
         UsageError: the step has too many tasks, or no order of the name that was asked for.
     """
     with no_collections():
         found = capture(run, frozen_base=run.start.frozen_base)
+        check_budgets(run.machine)
         target = this_machine(run.machine)
         needs = least_needs(found.plan, run, target, reading=found.reading)
         if not needs.fit(target):
@@ -188,9 +190,9 @@ def work_of(run: RunConfig) -> int:
 def choose_order(plan: StepPlan, run: RunConfig, target: MachineModel) -> PlannedOrder:
     """As `Runtime.plan_order`."""
     try:
-        return order_on(plan, run.step.order, target, target.policy(run.machine.asked.sched))
+        return order_on(plan, run.step.order, target, target.policy)
     except ValueError as error:
-        is_open = run.step.num_minibatches == 1 and not run.is_continued
+        is_open = run.step.num_minibatches == 1 and not run.start.is_continued
         more = "; the others need a --minibatch below --batch" if is_open else ""
         raise UsageError(f"--order {run.step.order}: {error}{more}") from error
 
@@ -227,7 +229,7 @@ def advice(
         full: the memory that was too small all the same, where the machine has what the step needs at least.
         anew: the run on a machine with larger devices, if its tiles follow them.
     """
-    is_fixed, is_given_room = run.is_continued, not (short := needs.short(target))
+    is_fixed, is_given_room = run.start.is_continued, not (short := needs.short(target))
     if is_given_room:
         at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
         short = [(at, int(1.1 * target.budgets[target.nodes[at][0]]))]
@@ -273,7 +275,7 @@ def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: b
 def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[MachineModel], RunConfig] | None) -> list[tuple[int, int]]:
     """What to raise nodes to, as messages round it, so that the step fits in the tiles that it then has."""
     for _ in range(MOST_ENLARGED):
-        rounded = {at: parse_size(flag_size(nbytes), "") for at, nbytes in short}
+        rounded = {at: rounded_up(nbytes) for at, nbytes in short}
         larger = target.enlarged(rounded)
         if anew is None or larger.largest_node_nbytes == target.largest_node_nbytes or _is_long(changed := anew(larger)):
             break

@@ -23,7 +23,7 @@ from ..config.settings import TrainSettings
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
 from ..hardware.machine_model import MachineModel, durations, this_machine
-from ..hardware.machine_spec import devices_of
+from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
 from ..models.gpt2_config import PRESETS
 from ..models.interface import ModelConfig
 from ..tiling.model_tiling import default_tiling
@@ -52,21 +52,28 @@ MANY_TASKS: Final = 40_000
 """Other models and minibatches are not looked at when capturing one would take more tasks."""
 
 
-def plan_run(settings: TrainSettings, config: ModelConfig, target: MachineModel | None = None, *, reach: bool = True) -> dict[str, Any]:
+def plan_run(
+    settings: TrainSettings, config: ModelConfig, target: MachineModel | None = None, *, machine: MachineSpec | None = None, reach: bool = True
+) -> dict[str, Any]:
     """The figures of ``nntask plan --json``.
 
     Args:
         target: an imaginary machine, for which tiles are large unless flags say otherwise; None for this one with the budgets of the settings.
+        machine: devices and budgets of this machine where they are known; None to take them from the settings.
         reach: whether to look for the largest model and minibatch that fit.
 
     Raises:
         UsageError: a rule is broken, or the step has no such order.
-        DoesNotFit: imaginary devices are so small that a step in their tiles cannot be looked at.
+        DoesNotFit: a budget is not to be had; or imaginary devices are so small that a step in their tiles cannot be looked at.
     """
-    imaginary = None if target is None else devices_of(settings.resources, settings.model.dtype, checks=False)
-    asked = resolve(settings, config, machine=imaginary)
-    run = asked if target is None else _with_few_tasks(asked, target)
-    target = this_machine(run.machine) if target is None else target
+    if target is not None:
+        machine = devices_of(settings.resources, settings.model.dtype, checks=False)
+    run = asked = resolve(settings, config, machine=machine)
+    if target is None:
+        check_budgets(run.machine)
+        target = this_machine(run.machine)
+    else:
+        run = _with_few_tasks(asked, target)
     with no_collections():
         found = capture(run, frozen_base=run.start.frozen_base)
         plan = found.plan
@@ -123,7 +130,7 @@ def _simulate(order: PlannedOrder, run: RunConfig, target: MachineModel, needs: 
     if not needs.fit(target):
         return None, shortage(target, needs), ""
     target = target.without(needs.reading)
-    asked = run.machine.asked
+    how = run.machine.scheduling
     is_short, has_devices = order.plan.needed_bytes() > target.memory, max(target.compute_nodes) > 0
     once = is_short and len(order.plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
     try:
@@ -131,13 +138,13 @@ def _simulate(order: PlannedOrder, run: RunConfig, target: MachineModel, needs: 
             order.plan,
             workers=target.workers,
             nodes=target.nodes,
-            policy=target.policy(asked.sched),
+            policy=target.policy,
             duration=durations(order.plan, target).of,
             transfer=target.models.transfer_seconds,
             storage=target.storage,
             channels=target.channels,
-            eviction=asked.evict,
-            prefetch=asked.prefetch,
+            eviction=how.evict,
+            prefetch=how.prefetch,
             replays=1 if once else 2,
             ahead=not once,
         )
@@ -171,7 +178,7 @@ def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> N
 
 def _figures(run: RunConfig, target: MachineModel, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
     """Everything that is known before virtual time."""
-    tiling, asked = run.model.tiling, run.machine.asked
+    tiling = run.model.tiling
     last = target.nodes[target.last][0]
     names = Counter(task.name for task in order.plan.tasks)
     return {
@@ -196,8 +203,8 @@ def _figures(run: RunConfig, target: MachineModel, order: PlannedOrder, needs: N
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
         "link_bytes_per_second": target.link_rate if target.is_imaginary else None,
         "disk_bytes_per_second": target.disk_rate if target.is_imaginary and target.storage else None,
-        "policy": target.policy(asked.sched),
-        "evict": asked.evict,
+        "policy": target.policy,
+        "evict": run.machine.scheduling.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "tasks_by_name": dict(names.most_common()),
         "tiles": {name: getattr(tiling, name) for name in tiling.__slots__},

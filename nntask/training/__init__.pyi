@@ -1,7 +1,7 @@
 from .autotune import measure
 from .compare import Comparison, run_side_by_side
 from .initial_weights import model_to_start_from
-from .preflight import check_disk, check_start, warn_of_disk
+from .preflight import check_disk, check_start, check_tier_directory, warn_of_disk
 from .run import train
 from .run_directory import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE, machine_of, newest_run, write_machine
 from .signals import Interrupts
@@ -17,6 +17,7 @@ __all__ = [
     "Interrupts",
     "check_disk",
     "check_start",
+    "check_tier_directory",
     "machine_of",
     "measure",
     "model_to_start_from",

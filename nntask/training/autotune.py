@@ -34,6 +34,7 @@ from ..data.sampler import Batch
 from ..engine.recorded import RecordedEngine
 from ..errors import UsageError
 from ..hardware.machine_model import this_machine
+from ..hardware.machine_spec import check_budgets
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
 from ..planning.memory_fit import capture, least_needs, no_collections
 from ..tiling.model_tiling import Limits, ModelTiling, cut, table_limits
@@ -91,6 +92,7 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
 
     Raises:
         UsageError, DataError: the table of tiles or the data cannot be used.
+        DoesNotFit: a budget is not to be had.
         StorageError: the disk tier failed, or the tile table could not be written.
         Diverged: --check-finite found NaN.
     """
@@ -103,6 +105,7 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
         if Path(table).exists():
             read_table(table)
     open_dataset(run.data, say)  # what is wrong with the data is better heard before the search than after it
+    check_budgets(run.machine)
     with Interrupts() as interrupts:
         try:
             tiling = search(run, say, interrupts.pending)
@@ -220,7 +223,7 @@ def _run(run: RunConfig, stopped: Stopped) -> tuple[StepPlan, _Lap]:
         0, run.model.config.vocab_size, (run.step.batch, run.model.seq_len + 1), np.int32
     )
     batch = Batch(tokens[:, :-1], tokens[:, 1:])
-    machine = replace(run.machine, asked=replace(run.machine.asked, graphs=False))  # on GPUs, so that each task has a time
+    machine = replace(run.machine, scheduling=replace(run.machine.scheduling, graphs=False))  # on GPUs, so that each task has a time
     runtime = runtime_for(run.on(machine), watch)
     try:
         with runtime:

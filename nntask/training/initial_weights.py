@@ -14,6 +14,7 @@ from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase, frozen_base_of
 from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
+from ..config.resolution import dtype_of
 from ..config.run_config import ModelSpec, RunConfig, Start
 from ..config.settings import from_dict
 from ..engine.interface import Trained
@@ -90,7 +91,7 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
         UsageError: `spec` asks for a finer element type than that in which adapters met the weights beside them.
     """
     frozen_base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
-    trained, asked = DTYPES[stored.model.dtype], DTYPES[spec.dtype]
+    trained, asked = DTYPES[dtype_of(stored.model.dtype)], DTYPES[spec.dtype]
     if frozen_base is not None and asked.itemsize > trained.itemsize:
         raise UsageError(
             f"{checkpoint.path} holds adapters for weights in {trained.name}, and in {asked.name} those weights are others; "

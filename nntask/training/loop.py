@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from ..checkpoints.store import AGAINST_DIVERGENCE, save_checkpoint
+from ..config.run_config import Saving
 from ..data.sampler import Batch, BatchStream, Cursor
 from ..data.tokenizer import Tokenizer
 from ..engine.interface import Counters, Engine, Pending
@@ -32,8 +33,7 @@ class LoopPlan:
         steps: the last step.
         first: steps done already, by the run that is continued.
         lr: learning rate of a step (from 1).
-        save_every: checkpoint period, 0 for none but the last.
-        save_at_end: whether the last step is saved.
+        saving: when checkpoints are written.
         eval_every: validation period, 0 for never.
         sum_loss: print the sum over a step's tokens instead of their mean.
         flops: model flops of a step.
@@ -43,8 +43,7 @@ class LoopPlan:
     steps: int
     first: int
     lr: Callable[[int], float]
-    save_every: int
-    save_at_end: bool
+    saving: Saving
     eval_every: int
     sum_loss: bool
     flops: float
@@ -155,7 +154,7 @@ class Loop:
             if flying is not None:
                 self._land(flying)
             flying = started
-            if _is_multiple(step, plan.save_every) or _is_multiple(step, plan.eval_every) or step == plan.steps:
+            if _is_multiple(step, plan.saving.every) or _is_multiple(step, plan.eval_every) or step == plan.steps:
                 self._land(flying)
                 flying = None
                 self._pause(step)
@@ -174,7 +173,7 @@ class Loop:
     def _finish(self) -> None:
         """End the training, with nothing in flight, after the last step or before it."""
         self.hooks.on_step(None)
-        if self.step < self.plan.steps or self.plan.save_at_end:
+        if self.step < self.plan.steps or self.plan.saving.at_end:
             self.save()
 
     def _next_batch(self, flying: _Flight | None) -> Batch:
@@ -191,7 +190,7 @@ class Loop:
         """What happens between steps with nothing in flight; its time and its traffic belong to no step."""
         begin = perf_counter()
         self.hooks.on_step(None)
-        if _is_multiple(step, self.plan.save_every):
+        if _is_multiple(step, self.plan.saving.every):
             self.save()
         if _is_multiple(step, self.plan.eval_every):
             try:
@@ -199,7 +198,7 @@ class Loop:
             except DataError:
                 self._finish()
                 raise
-        if _is_multiple(step, self.plan.save_every) and step < self.plan.steps:
+        if _is_multiple(step, self.plan.saving.every) and step < self.plan.steps:
             self.hooks.on_saved()
         self._meter.skip(self.runtime.stats(forget_recent_peak=True))
         self._last_end += perf_counter() - begin

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from ..checkpoints.store import Checkpoint, run_of, step_directories
-from ..config.cluster import local_nodes
-from ..config.disk import disk_of
-from ..config.resolution import lacks_tokenizer
 from ..config.run_config import RunConfig
 from ..config.settings import TrainSettings
 from ..data.dataset import check_spec
@@ -33,17 +30,32 @@ def check_start(run: RunConfig) -> None:
         UsageError: a place cannot be written, or belongs to another run; or the schedule ends above where it begins.
         DataError: data or a file of weights is missing or broken.
     """
-    files, data, schedule = run.settings.checkpoints, run.data, run.schedule
-    make_schedule(schedule.kind, schedule.lr, steps=run.length.steps or 1, min_lr=schedule.min_lr)
-    if lacks_tokenizer(run.settings) and data.dataset != "train.bin":
+    data, schedule, begin = run.data, run.schedule, run.start.directory
+    if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset != "train.bin":
         raise DataError(
-            f"--init-from {files.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; name it with "
-            "--tokenizer-path DIR, or train on token ids with --dataset train.bin"
+            f"--init-from {run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; "
+            "name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin"
         )
+    make_schedule(schedule.kind, schedule.lr, steps=run.length.least, min_lr=schedule.min_lr)
     check_unlocked(run.directory, run.start.flag)
     check_directory(run)
-    _check_files(run.settings)
+    _check_files(run)
     check_spec(data)
+
+
+def with_known_base(run: RunConfig) -> RunConfig:
+    """The run with the present state of the frozen weights that its adapters stand beside; of a run that is continued, as they were.
+
+    Raises:
+        DataError: they are missing or broken, or not those that the adapters were trained with.
+    """
+    base, resumed = run.start.frozen_base, run.start.resumed
+    if base is None:
+        return run
+    if resumed is not None:
+        base.check(resumed.path)
+        return run
+    return run.beside(base.with_fingerprints())
 
 
 def check_directory(run: RunConfig) -> None:
@@ -75,17 +87,17 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
     check_writable(run, "--run-dir")
 
 
-def _check_files(settings: TrainSettings) -> None:
+def _check_files(run: RunConfig) -> None:
     """Check files that are read or written beside the run directory."""
+    settings = run.settings
     files = settings.checkpoints
     for flag, path in (("--load-checkpoint", files.load_checkpoint), ("--load-optimizer", files.load_optimizer)):
         if path:
-            if settings.checkpoints.resume:
+            if run.start.is_continued:
                 raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
             TensorFile(path).close()
-    cluster = settings.cluster.dask
-    if not cluster or local_nodes(cluster) is not None:  # else it is a place on the nodes
-        check_disk(settings.resources.disk)
+    if run.cluster is None or run.cluster.is_local:  # else it is a place on the nodes
+        check_disk(run.machine.disk)
     for flag, path in (
         ("--save-checkpoint", files.save_checkpoint),
         ("--save-optimizer", files.save_optimizer),
@@ -99,21 +111,23 @@ def _check_files(settings: TrainSettings) -> None:
                 _check_own(Path(path), flag)
 
 
-def check_disk(text: str) -> None:
-    """Check the value of --disk, creating nothing; its directory is made when the runtime opens, but not what it lies in, which may be mistyped.
+def check_disk(disk: DiskSpec | None) -> None:
+    """Check the directory of --disk, creating nothing; it is made when the runtime opens, but not what it lies in, which may be mistyped.
 
     Raises:
-        UsageError: it is no directory that can be made or written, or a size that is none.
+        UsageError: it is no directory that can be made or written.
     """
-    disk = disk_of(text)
-    if disk is None:
-        return
-    place = disk[0]
-    if place.exists() and not place.is_dir():
-        raise UsageError(f"--disk {place} is a file; give a directory")
-    if not place.absolute().parent.is_dir():
-        raise UsageError(f"--disk {place} cannot be made: there is no directory {place.parent}; make it, or choose another place")
-    check_writable(place, "--disk")
+    if disk is not None:
+        check_tier_directory(disk.directory)
+
+
+def check_tier_directory(directory: Path) -> None:
+    """As `check_disk`."""
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"--disk {directory} is a file; give a directory")
+    if not directory.absolute().parent.is_dir():
+        raise UsageError(f"--disk {directory} cannot be made: there is no directory {directory.parent}; make it, or choose another place")
+    check_writable(directory, "--disk")
 
 
 def warn_of_disk(disk: DiskSpec | None) -> None:

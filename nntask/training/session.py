@@ -1,8 +1,8 @@
-"""A training whose parts are all there, and what it says of itself before it begins."""
+"""A training whose parts are all there: its data from where it begins, and what it says and writes before its first step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler.machine import DEFAULT_EVICTION
@@ -10,12 +10,18 @@ from scheduler.planning import AUTO, SUBMISSION, PlannedOrder
 from tiles.kernels import kernel_versions
 
 from ..config.run_config import RunConfig
+from ..config.toml import to_toml
 from ..config.units import format_size
 from ..data.dataset import Dataset
-from ..data.sampler import BatchStream
+from ..data.sampler import BatchStream, Cursor
 from ..engine.interface import Counters, Trained
+from ..errors import DataError, UsageError
 from ..hardware.flops import FlopCounts, flop_counts_of
+from ..inference.samples import sample_prompt
 from ..telemetry.metrics import StepPrinter
+from .initial_weights import load_weights
+from .run_directory import CONFIG, write_file
+from .run_lock import RunLock
 from .signals import Interrupts
 
 
@@ -25,6 +31,7 @@ class Session:
 
     Args:
         runtime: counters of the workers.
+        counts: floating-point operations of one sequence.
         fallbacks: tasks of a step that run on the CPU because they have no CUDA kernel, by name.
     """
 
@@ -33,16 +40,56 @@ class Session:
     stream: BatchStream
     runtime: Counters
     engine: Trained
+    counts: FlopCounts
     printer: StepPrinter
     interrupts: Interrupts
     fallbacks: Mapping[str, int]
 
-    @property
-    def counts(self) -> FlopCounts:
-        """Floating-point operations of one sequence."""
-        model = self.run.model
-        num_adapter_weights = 0 if model.adapters is None else self.engine.num_trained
-        return flop_counts_of(model.config, model.seq_len, flash=model.flash, num_adapter_weights=num_adapter_weights)
+
+def stream_of(run: RunConfig, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:
+    """Batches from where the run begins.
+
+    Args:
+        rows: see `BatchStream`.
+
+    Raises:
+        UsageError: --eval-every asks for validation data and there is none, or --trace-steps names steps that the run does not do.
+        DataError: there is too little data, or the run that is continued learnt from other data.
+    """
+    settings, resumed = run.settings, run.start.resumed
+    if settings.run.eval_every and dataset.validation is None:
+        raise UsageError(f"--eval-every {settings.run.eval_every} needs validation data and {dataset.name} brings none; add --val-path or drop it")
+    cursor = None
+    if resumed is not None:
+        if resumed.state.get("data") != dataset.fingerprint:
+            raise DataError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
+        epoch, position = resumed.state["cursor"]
+        cursor = Cursor(epoch, position)
+    stream = BatchStream(
+        dataset.train, run.model.seq_len, run.step.batch, seed=run.model.seed, cursor=cursor, select=dataset.select_sequences, rows=rows
+    )
+    first, last = run.start.step + 1, run.length.on(stream.batches_per_epoch)[0]
+    if run.traced is not None and not first <= run.traced[0] <= run.traced[1] <= last:
+        raise UsageError(f"--trace-steps must lie within steps {first} to {last} of this run, got {settings.observe.trace_steps}; change or drop it")
+    return stream
+
+
+def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
+    """Floating-point operations of one sequence."""
+    model = run.model
+    num_adapter_weights = 0 if model.adapters is None else engine.num_trained
+    return flop_counts_of(model.config, model.seq_len, flash=model.flash, num_adapter_weights=num_adapter_weights)
+
+
+def begin(session: Session, lock: RunLock, order: PlannedOrder | None) -> None:
+    """Take the directory, say what is trained, write down how, and load the weights that it begins with."""
+    run = session.run
+    if run.settings.run.sample_tokens:
+        sample_prompt(run, session.dataset.tokenizer, session.stream.length)  # refused now rather than after the training
+    lock.take()
+    print_header(session, order)
+    write_file(run.directory / CONFIG, to_toml(run.settings))
+    load_weights(run.start, session.engine)
 
 
 def print_header(session: Session, order: PlannedOrder | None) -> None:
@@ -71,7 +118,7 @@ def print_header(session: Session, order: PlannedOrder | None) -> None:
         say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(session.fallbacks.items())))
     if order is not None and order.forecasts:
         plain = order.forecasts[SUBMISSION]
-        under = "" if run.machine.asked.evict == DEFAULT_EVICTION else f" under {DEFAULT_EVICTION}"
+        under = "" if run.machine.scheduling.evict == DEFAULT_EVICTION else f" under {DEFAULT_EVICTION}"
         say(
             f"order: {order.name}, forecast{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"

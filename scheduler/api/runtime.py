@@ -16,7 +16,7 @@ from ..core.errors import DoesNotFit, HandleLost, TierFailed
 from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.memory.extents import rounded
-from ..core.policies import POLICIES, Placement, choose
+from ..core.policies import POLICIES, Placement, policy_of
 from ..core.records import RAM, HandleId, HandleRecord, Mode, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
@@ -105,7 +105,7 @@ class Runtime(RecordingRuntime):
         self._graphs = graphs and self.has_gpus
         devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
         budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
-        self.policy_name = choose(sim_gpus or len(gpus)) if sched == "auto" else sched
+        self.policy_name = policy_of(sched, sim_gpus or len(gpus))
         self._executor = Executor(
             budgets,
             None if directory is None else (DiskTier(directory), size),

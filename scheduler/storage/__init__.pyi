@@ -1,7 +1,18 @@
 from .arena import HostArena
 from .device import DeviceMemory
-from .limits import default_ram_budget, memory_budgets, memory_limit
+from .limits import check_budgets, default_ram_budget, filled_budgets, memory_budgets, memory_limit
 from .performance_store import PerfStore, machine_fingerprint
 from .tier import DiskTier
 
-__all__ = ["DeviceMemory", "DiskTier", "HostArena", "PerfStore", "default_ram_budget", "machine_fingerprint", "memory_budgets", "memory_limit"]
+__all__ = [
+    "DeviceMemory",
+    "DiskTier",
+    "HostArena",
+    "PerfStore",
+    "check_budgets",
+    "default_ram_budget",
+    "filled_budgets",
+    "machine_fingerprint",
+    "memory_budgets",
+    "memory_limit",
+]

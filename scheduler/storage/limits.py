@@ -39,8 +39,7 @@ def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
     """Budgets of RAM and of each simulated device, whose memory is RAM as well; their sum is within the limit of this process.
 
     Args:
-        ram, device: requested bytes; None for a default: equal parts of the free memory if neither is given, else the bytes that the other budget
-            leaves, for a device at most as many as for RAM.
+        ram, device: requested bytes; None for a default, see `filled_budgets`.
         num_devices: number of simulated devices.
 
     Returns:
@@ -48,6 +47,16 @@ def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
 
     Raises:
         DoesNotFit: the requested bytes are above the limit.
+    """
+    check_budgets(ram, device, num_devices)
+    return filled_budgets(ram, device, num_devices)
+
+
+def check_budgets(ram: int | None, device: int | None, num_devices: int) -> None:
+    """Check that requested budgets are within the limit of this process; arguments as of `memory_budgets`.
+
+    Raises:
+        DoesNotFit: they are above it.
     """
     limit = memory_limit()
     asked = (ram or 0) + (device or 0) * num_devices
@@ -58,6 +67,15 @@ def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
             "cgroup); lower it, and name a disk for the rest",
             "ram",
         )
+
+
+def filled_budgets(ram: int | None, device: int | None, num_devices: int) -> tuple[int, int]:
+    """Budgets of RAM and of each simulated device, unchecked: the requested ones as they are, and defaults for the others.
+
+    The default is an equal part of the free memory if neither budget is requested, else the bytes that the other one leaves, for a device at most as
+    many as for RAM.
+    """
+    asked = (ram or 0) + (device or 0) * num_devices
     free = max(default_ram_budget() - asked, 1 << 20)
     if ram is None:
         ram = free // (num_devices + 1) if device is None else free

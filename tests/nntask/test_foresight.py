@@ -142,7 +142,7 @@ def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, 
         order.plan,
         workers=target.workers,
         nodes=target.nodes,
-        policy=target.policy("auto"),
+        policy=target.policy,
         duration=machine.duration,
         transfer=machine.transfer,
         storage=target.storage,
@@ -175,7 +175,7 @@ def test_transfers_hide_behind_computation() -> None:
         "plan": order.plan,
         "workers": target.workers,
         "nodes": target.nodes,
-        "policy": target.policy("auto"),
+        "policy": target.policy,
         "duration": Models().task_seconds,
     }
     free = simulate(**machine)

@@ -450,7 +450,7 @@ def test_the_machine_is_the_one_that_a_run_would_use() -> None:
         workers = [(worker.kind, worker.node, worker.depth) for worker in runtime._executor.machine.workers]
         assert list(target.workers) == workers
         assert dict(target.nodes) == runtime.stats()["budget_bytes"]
-        assert target.policy("auto") == runtime.policy_name
+        assert target.policy == runtime.policy_name
         assert open_store(runtime.node_names).path == runtime._executor._store.path
     assert target.workers[-1][2] == SIM_DEPTH
 

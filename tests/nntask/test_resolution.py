@@ -35,8 +35,13 @@ def settings(folder: Path) -> TrainSettings:
     )
 
 
+def holds_a_run(value: object) -> bool:
+    """Whether a value is a run or its settings, or has a run as its attribute `run`."""
+    return isinstance(value, RunConfig | TrainSettings) or isinstance(getattr(value, "run", None), RunConfig)
+
+
 def modules_on_the_way(run: RunConfig) -> list[str]:
-    """Modules of the functions that are given the run, or its settings, in the order of calls from `train` to the training loop."""
+    """Modules of the functions with an argument that `holds_a_run`, methods included, in the order of calls from `train` to the training loop."""
     found: list[str] = []
 
     def on_call(frame: FrameType, event: str, _: Any) -> None:
@@ -46,7 +51,7 @@ def modules_on_the_way(run: RunConfig) -> list[str]:
         code = frame.f_code
         given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
         is_loop = (module, code.co_name) == ("nntask.training.loop", "train")
-        if is_loop or any(isinstance(value, RunConfig | TrainSettings) for value in given):
+        if is_loop or any(map(holds_a_run, given)):
             found.append(module)
 
     sys.setprofile(on_call)
@@ -58,7 +63,11 @@ def modules_on_the_way(run: RunConfig) -> list[str]:
 
 
 def test_the_way_to_the_loop_goes_in_few_circles(tmp_path: Path) -> None:
-    """Fewer than ten calls go back to a module that the run had left; it begins in `run` and gets to the loop."""
+    """Fewer than ten calls go back to a module that the run had left; it begins in `run` and gets to the loop.
+
+    A call counts where one of its arguments is the run or its settings, or has the run (a session, an engine). Of 22 stops of this way, 9 are in
+    modules that were left before; of the stops of calls that are given the run or its settings themselves, 3.
+    """
     way = modules_on_the_way(resolve(settings(tmp_path), CONFIG))
     assert (way[0], way[-1]) == ("nntask.training.run", "nntask.training.loop")
     assert len(way) - len(set(way)) < MOST_RETURNS, way

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from nntask.config.resolution import resolve, retiled
+from nntask.config.run_config import Saving
 from nntask.config.settings import TilingSettings, TrainSettings
 from nntask.data import BatchStream, TokenFile
 from nntask.engine.recorded import RecordedEngine
@@ -63,7 +64,7 @@ def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> Traine
     explainer = Explainer(runtime, explain, printer.say)
     runtime.wait()
     journal = Journal(folder / "metrics.jsonl", 0)
-    plan = LoopPlan(STEPS, 0, lambda step: 1e-3, 0, False, 0, False, 1e6, 1e9)
+    plan = LoopPlan(STEPS, 0, lambda step: 1e-3, Saving(0, False, 2), 0, False, 1e6, 1e9)
     loop = Loop(
         plan,
         engine,

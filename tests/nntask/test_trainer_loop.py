@@ -14,6 +14,7 @@ import pytest
 
 from nntask.checkpoints.store import find_checkpoint, step_directories
 from nntask.config.resolution import resolve
+from nntask.config.run_config import Saving
 from nntask.config.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
 from nntask.data import BatchStream, Cursor, TokenFile
 from nntask.engine.interface import Outcome
@@ -114,7 +115,7 @@ def train(
             first, cursor = resume.step, Cursor(*resume.state["cursor"])
             resume.load(engine.model_tensors(), engine.optimizer_tensors())
         stream = BatchStream(file, LENGTH, BATCH, seed=1, cursor=cursor)
-        plan = LoopPlan(steps, first, lambda step: lr, save_every, True, 0, sum_loss, 1e6, 1e9)
+        plan = LoopPlan(steps, first, lambda step: lr, Saving(save_every, True, 2), 0, sum_loss, 1e6, 1e9)
         journal = Journal(run / "metrics.jsonl", first)
         loop = Loop(
             plan,
@@ -292,7 +293,7 @@ def test_what_happens_between_steps_is_in_no_line(tmp_path, file):
     engine = Traffic()
     engine.happen(50, 0.0)  # the first weights
     loop = Loop(
-        LoopPlan(6, 0, lambda step: 0.1, 2, True, 3, False, 1.0, 1.0),
+        LoopPlan(6, 0, lambda step: 0.1, Saving(2, True, 2), 3, False, 1.0, 1.0),
         engine,
         BatchStream(file, LENGTH, BATCH, seed=1),
         engine,
@@ -322,7 +323,7 @@ def test_steps_that_start_alone_have_no_neighbour(tmp_path, file):
         seen.append((step, sorted(engine.flying)))
 
     loop = Loop(
-        LoopPlan(8, 0, lambda step: 0.1, 0, False, 0, False, 1.0, 1.0),
+        LoopPlan(8, 0, lambda step: 0.1, Saving(0, False, 2), 0, False, 1.0, 1.0),
         engine,
         BatchStream(file, LENGTH, BATCH, seed=1),
         NoCounters(),

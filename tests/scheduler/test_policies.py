@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.search import search
 
 from scheduler.core.memory.extents import PAGE
-from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Policy, Prio, choose
+from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Policy, Prio, policy_of
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Replica, Task, TaskId, Worker, WorkerId, WorkerKind
 
 CPU = Worker(WorkerId(0), "cpu", NodeId(0), depth=1)
@@ -110,4 +110,5 @@ def test_tasks_may_come_before_workers(name: str) -> None:
 
 def test_auto_looks_at_devices_and_pressure() -> None:
     """CPU workers keep to the order; devices weigh transfers; under pressure what is resident decides."""
-    assert [choose(devices) for devices in range(4)] == ["prio", "reuse", "reuse", "reuse"]
+    assert [policy_of("auto", devices) for devices in range(4)] == ["prio", "reuse", "reuse", "reuse"]
+    assert [policy_of("dmda", devices) for devices in range(2)] == ["dmda", "dmda"]

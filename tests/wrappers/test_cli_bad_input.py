@@ -30,6 +30,7 @@ def here(folder):
 
 DATA = ["--dataset=train.bin", "--dataset-path=data"]
 BASE = ["train", "--config-path=small.json", *DATA, "--batch=4", "--steps=2", "--lr=1e-3", "--warmup-steps=0", "--ncpu=1", "--sample-tokens=0"]
+NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,10 @@ BASE = ["train", "--config-path=small.json", *DATA, "--batch=4", "--steps=2", "-
         (["--force"], 2, "--force belongs to nntask export; nothing else overwrites anything"),
         (["--disk=small.json"], 2, "--disk small.json is a file"),
         (["--disk=/proc"], 2, "--disk /proc cannot be written"),
+        (["--disk=/proc/x:1GB"], 2, "--disk /proc/x cannot be written"),
+        (["--train=lora:2", "--load-checkpoint=none.safetensors"], 4, "cannot read none.safetensors: "),
+        (["--train=lora:2", "--load-checkpoint=data"], 4, "cannot read data: "),
+        (["--train=lora:2", "--load-checkpoint=none.safetensors", *NODES], 4, "cannot read none.safetensors: "),
         (["--disk=none/there/tier:1GiB"], 2, "--disk none/there/tier cannot be made: there is no directory none/there; make it, or choose"),
         (["--disk=tier:12XB"], 2, "12XB"),
         (["--evict=mru"], 2, "--evict must be one of next-use, lru, fifo"),
@@ -99,6 +104,32 @@ def test_refusals(here, capsys, argv, code, words):
     assert found == code
     assert not (here / "runs").exists()
     assert (here / "small.json").read_text() == json.dumps(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--disk=small.json:100TB"], 2, "--disk small.json is a file"),
+        (["--disk=none/a/b:100TB"], 2, "--disk none/a/b cannot be made"),
+        (["--disk=/proc/x:100TB"], 2, "--disk /proc/x cannot be written"),
+        (["--ram=10TB", "--minibatch=3"], 2, "--minibatch must divide"),
+        (["--ram=10TB", "--dataset-path=nowhere"], 4, "--dataset-path nowhere does not exist"),
+        (["--ram=10TB", "--load-checkpoint=none.safetensors"], 4, "cannot read none.safetensors: "),
+        (["--ram=10TB", "--train=lora:2", "--load-checkpoint=none.safetensors"], 4, "cannot read none.safetensors: "),
+        (["--ram=10TB", "--run-dir=/proc/x"], 2, "--run-dir /proc/x cannot be written"),
+        (["--ram=10TB", "--trace=data"], 2, "--trace data is a directory"),
+        (["--sim-gpu=1", "--gpu-memory=10TB", "--run-dir=/proc/x"], 2, "--run-dir /proc/x cannot be written"),
+        (["--gpu-memory=10TB", "--run-dir=/proc/x"], 2, "--gpu-memory 10TB is about GPUs, and none is used"),
+        (["--train=lora:2", "--load-checkpoint=none.safetensors", "--run-dir=/proc/x"], 2, "--run-dir /proc/x cannot be written"),
+        (["--restrict=cuda", "--config-path=none.json"], 2, "--restrict=cuda needs a GPU"),
+        (["--run-dir=/proc/x", "--disk=small.json", *NODES], 2, "--run-dir /proc/x cannot be written"),
+    ],
+)
+def test_the_first_of_two_mistakes(here, capsys, argv, code, words):
+    """Values come first, then devices, the model's config, places and files, and budgets that are not to be had at last."""
+    found, err = refuse(capsys, [*BASE, *argv])
+    assert err.startswith(f"nntask: {words}")
+    assert found == code
 
 
 @pytest.mark.parametrize(

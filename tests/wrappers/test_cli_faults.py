@@ -180,7 +180,7 @@ def test_what_fails_when_the_run_is_over(here, capsys, monkeypatch, error, code)
         raise error
 
     honest = Runtime.wait
-    monkeypatch.setattr(run, "_go", lambda running, explainer: monkeypatch.setattr(Runtime, "wait", wait))
+    monkeypatch.setattr(run, "run_loop", lambda running, explainer: monkeypatch.setattr(Runtime, "wait", wait))
     assert main([*TRAIN, "--run-dir=a"]) == code
     err = capsys.readouterr().err
     assert "planted" in err

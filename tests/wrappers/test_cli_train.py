@@ -347,17 +347,17 @@ def test_a_second_signal_after_everything_was_saved(here):
 
 EARLY = """
 import threading
-import nntask.training.run as run
+import nntask.training.session as session
 def load(prepared, engine):
     print("loading", flush=True)
     threading.Event().wait()
-run.load_weights = load
+session.load_weights = load
 """
 
 
 ELSEWHERE = """
 import signal, threading
-import nntask.training.run as run
+import nntask.training.session as session
 def load(prepared, engine):
     sleeps = threading.Event()
     def take_both():
@@ -368,7 +368,7 @@ def load(prepared, engine):
     threading.Thread(target=take_both, daemon=True).start()
     sleeps.set()
     threading.Event().wait()
-run.load_weights = load
+session.load_weights = load
 """
 
 

@@ -26,6 +26,7 @@ from support.commands import ROOT, numbers, same_state, start, wait_for_line, wa
 from support.dask_command import CONFIG, TRAIN, read
 from support.deadline import DEADLINE
 
+from nntask.config.cluster import ClusterSpec, cluster_of
 from nntask.config.resolution import resolve
 from nntask.config.settings import ClusterSettings
 from nntask.data import Batch, open_dataset
@@ -33,7 +34,6 @@ from nntask.engine.interface import NodesChanged
 from nntask.errors import ClusterError, DataError, UsageError
 from nntask.hardware import gpus
 from nntask.hardware.gpus import Cards
-from nntask.hardware.machine_spec import devices_of
 from nntask.training.continuation import _on
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.nccl import Nccl
@@ -313,10 +313,17 @@ def fail() -> None:
     raise DataError("worker holds other data")
 
 
+def cluster_spec(address: str, nodes: int | None = None) -> ClusterSpec:
+    """What --dask and --nodes ask for."""
+    found = cluster_of(ClusterSettings(dask=address, nodes=nodes))
+    assert found is not None
+    return found
+
+
 @pytest.fixture
 def connection(cluster: LocalCluster) -> Iterator[Connection]:
     """To the cluster."""
-    found = Connection(ClusterSettings(dask=cluster.scheduler_address), print)
+    found = Connection(cluster_spec(cluster.scheduler_address), print)
     yield found
     found.close()
 
@@ -452,12 +459,11 @@ def late(here: Path, connection: Connection) -> Iterator[Late]:
 
     def make(number: int, *flags: str) -> tuple[DaskCluster, Callable[[], Any], list[str]]:
         connection.client.run(prepare_worker, str(here), _Cards(fails=False), 1.0)
-        found = DaskCluster(connection, ClusterSettings(dask=connection.address, nodes=number))
+        found = DaskCluster(connection, cluster_spec(connection.address, number))
         found._has_begun, found._members = True, frozenset(addresses[:1])
         own = "--dataset-path=/proc/self/cwd/text"  # names another folder in each process
         asked = request([*TRAIN[1:], own, "--steps=2", "--run-dir=run", f"--dask={connection.address}", *flags], os.environ)
-        client = devices_of(asked.settings.resources, asked.settings.model.dtype)
-        run = resolve(asked.settings, asked.config, machine=client)
+        run = resolve(asked.settings, asked.config)
         dataset = open_dataset(run.data)
         return found, lambda: found.open(run, dataset, print), addresses[:number]
 

@@ -84,13 +84,13 @@ def test_a_lost_peer_fails_what_waits_for_it() -> None:
 def test_nodes_that_a_step_has_reached_end_it_when_another_is_gone() -> None:
     """The client dies after a step has reached nodes 0 and 1 of three: node 2 is dropped, and the two do not wait for each other's buckets, which
     tasks would make that are cancelled for the want of node 2's."""
-    run, count, all_shares = run_of(4), 3, shares(8, 4, 3)
+    run, count, all_shards = run_of(4), 3, data_shards(8, 4, 3)
     with nodes(count) as comms, ExitStack() as stack:
         flights = []
         for rank in (0, 1):
             runtime = stack.enter_context(Runtime(1, lanes=4, ram=1 << 26))
-            engine = RecordedEngine(run, runtime, share=all_shares[rank], transport=comms[rank])
-            rows = np.zeros((2, len(all_shares[rank].minibatches) * run.step.minibatch, LENGTH), np.int32)
+            engine = RecordedEngine(run, runtime, shard=all_shards[rank], transport=comms[rank])
+            rows = np.zeros((2, len(all_shards[rank].minibatches) * run.step.minibatch, LENGTH), np.int32)
             flights.append(engine.start(1, 1e-2, Batch(*rows)))
         comms[2].close()
         for flight in flights:

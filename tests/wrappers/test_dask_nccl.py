@@ -23,7 +23,6 @@ from support.cuda_emulator import COMPILER, Emulator
 from support.dask_nodes import nodes, run_of, train
 
 from nntask.config.settings import ResourceSettings
-from nntask.config.units import parse_size
 from nntask.errors import ClusterError, DoesNotFit, UsageError
 from nntask.hardware import gpus
 from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu
@@ -389,9 +388,9 @@ def test_memory_of_the_card_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [each.taken_nbytes() for each in transports] == [4 * (20_000 + COMMUNICATOR_NBYTES)] * 3
     monkeypatch.setattr(gpus, "cards", Cards(CARD))
     resources = ResourceSettings()
-    assert parse_size(gpus.without_nccl(gpus.gpus_of(resources, "auto"), 1, 1000), "") == int(0.9 * ((6 << 30) - CONTEXT_NBYTES)) - 1000
+    assert gpus.without_nccl(gpus.gpus_of(resources, "auto"), 1, 1000).nbytes == int(0.9 * ((6 << 30) - CONTEXT_NBYTES)) - 1000
     parts = gpus.gpus_of(replace(resources, split_gpu=2, gpu_memory="1GiB"), "auto")
-    assert gpus.without_nccl(parts, 2, 1001) == f"{(1 << 30) - 501}B"
+    assert gpus.without_nccl(parts, 2, 1001) == replace(parts, nbytes=(1 << 30) - 501)
     with pytest.raises(DoesNotFit, match=r"--transport nccl has taken 3 GiB of GPU 0 \(Fake\), part 0, and --gpu-memory is 1 GiB; raise it"):
         gpus.without_nccl(parts, 2, 3 << 30)
 

@@ -40,7 +40,7 @@ POLICIES: Final[dict[str, PolicyFactory]] = {
 """Every policy by the name users type."""
 
 DEFAULT_POLICY: Final = "prio"
-"""What `choose` answers for a machine without devices."""
+"""What "auto" stands for on a machine without devices."""
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -60,15 +60,17 @@ __all__ = [
     "PolicyFactory",
     "Prio",
     "Reuse",
-    "choose",
     "explain",
+    "policy_of",
 ]
 
 
-def choose(num_devices: int) -> str:
-    """The policy that "auto" stands for.
+def policy_of(sched: str, num_devices: int) -> str:
+    """The policy that a name stands for: "auto", or a key of `POLICIES`.
 
     Args:
         num_devices: workers with memory of their own.
     """
+    if sched != "auto":
+        return sched
     return "reuse" if num_devices else DEFAULT_POLICY

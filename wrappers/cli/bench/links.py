@@ -46,7 +46,7 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     from nntask import DoesNotFit, StorageError, UsageError
     from nntask.config import parse_size
     from nntask.hardware import free_bytes
-    from nntask.training import check_disk
+    from nntask.training import check_tier_directory
     from scheduler.storage import memory_limit
 
     if settings.repeats < 1:
@@ -54,9 +54,10 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     nbytes = parse_size(settings.size, "--size")
     if nbytes < 4 * max(SIZES):
         raise UsageError(f"--size must be at least 64MiB, got {settings.size}; use --size 256MiB")
-    _check_is_directory(settings.disk)
-    check_disk(settings.disk)
-    directory = settings.disk or tempfile.gettempdir()
+    chosen = _directory_of(settings.disk)
+    if chosen is not None:
+        check_tier_directory(chosen)
+    directory = tempfile.gettempdir() if chosen is None else settings.disk
     limit, free = memory_limit(), free_bytes(Path(directory))
     if 2 * nbytes > limit:
         raise DoesNotFit(f"--size {settings.size} takes twice that in memory, {2 * nbytes:,} B, and this process may use {limit:,} B; lower it")
@@ -69,8 +70,8 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     return figures, list(_lines(figures))
 
 
-def _check_is_directory(text: str) -> None:
-    """Check that --disk is a directory without a size.
+def _directory_of(text: str) -> Path | None:
+    """The directory of --disk, which has no size here; None where it is not given.
 
     Raises:
         UsageError: it has a size, or is only a size.
@@ -85,6 +86,7 @@ def _check_is_directory(text: str) -> None:
         disk = Path("scratch" if is_size(first) else first or "scratch"), 0
     if disk is not None and disk[1] is not None:
         raise UsageError(f"--disk must be a directory here, got {text!r}; use --disk {disk[0]}, and --size for the space to use")
+    return None if disk is None else disk[0]
 
 
 def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:

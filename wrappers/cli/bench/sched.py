@@ -97,7 +97,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     try:
         plan = captured(train, config, target)
         try:
-            order = order_on(plan, settings.order, target, target.policy("auto"))
+            order = order_on(plan, settings.order, target, target.policy)
         except ValueError as error:
             raise UsageError(f"--order {settings.order}: {error}") from error
         known = durations(order.plan, target)
@@ -112,7 +112,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         "tasks": len(plan.tasks),
         "needed_bytes": plan.needed_bytes(),
         "order": order.name,
-        "auto": target.policy("auto"),
+        "auto": target.policy,
         "bounds_seconds": bounds,
         "policies": rows,
     }

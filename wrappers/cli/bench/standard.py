@@ -12,6 +12,8 @@ from nntask.models import ModelConfig
 from nntask.planning import capture
 from scheduler.machine import StepPlan
 
+from ..options.sources import model_config
+
 STANDARD: Final = TrainSettings(
     model=ModelSettings(model="gpt2", seq_len=1024),
     tiling=TilingSettings(batch=8, minibatch=1, minibatch_tile=1, vocab_tile=6283),
@@ -34,7 +36,7 @@ def captured(settings: TrainSettings, config: ModelConfig | None = None, target:
     Raises:
         UsageError: a rule of `nntask train` is broken.
     """
-    config = PRESETS[settings.model.model or "tiny"] if config is None else config
+    config = model_config(settings) if config is None else config
     run = resolve(settings, config, machine=devices_of(settings.resources, settings.model.dtype, checks=False))
     if target is not None:
         run = retiled(run, coarse_tiling(config, run.step.minibatch, run.model.seq_len, target))

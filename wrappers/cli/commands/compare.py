@@ -14,6 +14,7 @@ from ..options.help import parse
 
 if TYPE_CHECKING:
     from nntask.config import ResourceSettings, RunConfig, TrainSettings
+    from nntask.hardware import MachineSpec
     from nntask.inference import ModelSource
     from nntask.models import ModelConfig
     from nntask.training import Comparison
@@ -57,11 +58,12 @@ class CompareSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is run, and where the model's weights are; None for those of a new one."""
+    """What is run, where the model's weights are (None for those of a new one), and the machine of each side, with budgets."""
 
     name: str
     run: RunConfig
     source: ModelSource | None
+    machines: tuple[MachineSpec, MachineSpec]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -111,8 +113,9 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     """
     from nntask import PRESETS, UsageError
     from nntask.config import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, resolve
-    from nntask.hardware import devices_of
+    from nntask.hardware import devices_of, with_budgets
     from nntask.inference import ModelSource
+    from scheduler.storage import memory_budgets
 
     from ..options.sources import model_config
 
@@ -128,8 +131,10 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
         raise UsageError(f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run or a model directory, got {word!r}, which is none")
     config = model_config(settings) if source is None else source.config
     settings = _with_flags(settings, asked, config, is_new=source is None or source.checkpoint is None)
-    devices = devices_of(settings.resources, settings.model.dtype, checks=False)  # of the run; each side has its own
-    return _Subject(word, resolve(settings, config, machine=devices), source)
+    share = asked.ram or str(memory_budgets(None, None, 2)[0])
+    sides = [_resources(kind, share) for kind in (asked.a, asked.b)]
+    a, b = (with_budgets(devices_of(each, settings.model.dtype), each) for each in sides)
+    return _Subject(word, resolve(settings, config, machine=a), source, (a, b))
 
 
 def _with_flags(settings: TrainSettings, asked: CompareSettings, config: ModelConfig, *, is_new: bool) -> TrainSettings:
@@ -137,7 +142,8 @@ def _with_flags(settings: TrainSettings, asked: CompareSettings, config: ModelCo
     model, tiling = settings.model, settings.tiling
     length, batch = asked.seq_len, asked.batch
     if is_new:
-        length, batch = length or min(config.n_positions, DEFAULT_LENGTH), batch or 1
+        length = min(config.n_positions, DEFAULT_LENGTH) if length is None else length
+        batch = 1 if batch is None else batch
     if length is not None:
         model = replace(model, seq_len=length)
         tiling = replace(tiling, seq_tile=None)
@@ -156,18 +162,17 @@ def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) 
     """
     import scheduler
     from nntask import DoesNotFit, NntaskError
-    from nntask.hardware import machine_of, runtime_for
+    from nntask.hardware import check_budgets, runtime_for
     from nntask.training import run_side_by_side
     from scheduler import Runtime
-    from scheduler.storage import memory_budgets
 
-    share = asked.ram or str(memory_budgets(None, None, 2)[0])
+    def side(machine: MachineSpec) -> Runtime:
+        check_budgets(machine)
+        return runtime_for(subject.run.on(machine))
 
-    def side(kind: str) -> Runtime:
-        return runtime_for(subject.run.on(machine_of(_resources(kind, share), subject.run.model.dtype)))
-
+    a, b = subject.machines
     try:
-        run_side_by_side(comparison, (lambda: side(asked.a), lambda: side(asked.b)), lambda runtime: _train(runtime, asked, subject))
+        run_side_by_side(comparison, (lambda: side(a), lambda: side(b)), lambda runtime: _train(runtime, asked, subject))
     except scheduler.DoesNotFit as error:
         story = str(error).partition("; raise the budget")[0]
         raise DoesNotFit(f"{story}; raise --ram (now {asked.ram or 'equal shares of what is free'}), or lower --batch or --seq-len") from error
@@ -181,10 +186,9 @@ def _resources(kind: str, share: str) -> ResourceSettings:
     """One worker of a kind, and the memory it may use."""
     from nntask.config import ResourceSettings
 
-    order = "submission"  # of both sides, so that a task has one number
     if kind == "cpu":
-        return ResourceSettings(ncpu=1, ram=share, order=order)
-    return ResourceSettings(ncpu=0, sim_gpu=1, ram=share, gpu_memory=share, order=order)
+        return ResourceSettings(ncpu=1, ram=share)
+    return ResourceSettings(ncpu=0, sim_gpu=1, ram=share, gpu_memory=share)
 
 
 def _train(runtime: Any, asked: CompareSettings, subject: _Subject) -> None:

@@ -78,7 +78,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         UsageError: a flag is wrong.
     """
     from nntask.config import ResourceSettings, TrainSettings, check_values
-    from nntask.hardware import RAM, gemm_peak, machine_of, memory_bandwidth, open_store, this_machine
+    from nntask.hardware import RAM, check_budgets, devices_of, gemm_peak, memory_bandwidth, open_store, this_machine, with_budgets
     from nntask.training import check_disk
     from scheduler.machine import DISK_LINK, MEMORY_LINK, Models
 
@@ -94,8 +94,9 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         )
     )
     check_values(asked)
-    check_disk(settings.disk)
-    machine = machine_of(asked.resources)
+    machine = with_budgets(devices_of(asked.resources, "fp32"), asked.resources)
+    check_disk(machine.disk)
+    check_budgets(machine)
     plan, target = machine.gpus, this_machine(machine)
     names = [*(name for name, _ in target.nodes), *(name for name in ("sim:0", "disk") if name not in dict(target.nodes))]
     store, models = open_store(names, plan.names), Models()

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     asked = request(argv, os.environ, extra=OWN_FLAGS)
     from nntask import DoesNotFit, UsageError
     from nntask.config import open_tiles, sized
-    from nntask.hardware import devices_of, imaginary_machine
+    from nntask.hardware import devices_of, imaginary_machine, with_budgets
     from nntask.planning import plan_run
     from nntask.training import check_disk
 
@@ -69,19 +69,27 @@ def run(argv: Sequence[str]) -> int:
         )
     settings = asked.settings
     with naming(asked.sources):
-        if asked.resumed is not None:
-            sized(settings, asked.config, asked.resumed, devices_of(settings.resources, settings.model.dtype, checks=False))
-        if devices:
+        machine = asked.devices
+        if asked.resumed is not None:  # the figures are of the settings alone, and the checkpoint's weights are not asked for
+            stored = settings
+
+            def device_class() -> str:
+                there = devices_of(stored.resources, stored.model.dtype, checks=False) if asked.devices is None else asked.devices
+                return there.gpus.device_class
+
+            sized(stored, asked.config, asked.resumed, device_class)
+        if machine is None:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
-            check_disk(settings.resources.disk)
+            machine = with_budgets(machine, settings.resources)
+            check_disk(machine.disk)
         if settings.tiling.auto_tile == "measured" and open_tiles(settings):
             raise UsageError(
                 "--auto-tile measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with "
                 "nntask train --dry-run --auto-tile measured"
             )
         target = imaginary_machine(devices, settings.resources, link, disk_rate) if devices else None
-        figures = plan_run(settings, asked.config, target)
+        figures = plan_run(settings, asked.config, target, machine=machine)
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
     if not figures["feasible"]:
         raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")

@@ -31,19 +31,19 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one BLAS thread per worker; read when NumPy loads
     asked = request(argv, os.environ)
     from nntask.config import check_shared, resolve
-    from nntask.hardware import devices_of
+    from nntask.hardware import with_budgets
     from nntask.training import check_start, train
 
     # a loss that overflows ends the run with a sentence; NumPy's warnings from the workers would only hide it
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     settings = asked.settings
+    assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
-        if not settings.cluster.dask or settings.run.dry_run:
-            return train(resolve(settings, asked.config, asked.resumed))
+        run = resolve(settings, asked.config, asked.resumed, with_budgets(asked.devices, settings.resources))
+        if run.cluster is None or settings.run.dry_run:
+            return train(run)
         from ...dask.training.cluster_engine import train_on
 
-        client = devices_of(settings.resources, settings.model.dtype)  # each node has budgets of its own
-        run = resolve(settings, asked.config, asked.resumed, client)
         check_start(run)  # what is wrong is better heard before workers start
-        check_shared(run.step.num_minibatches, run.step.lanes, settings.cluster)
-        return train_on(settings.cluster, lambda cluster: train(run, cluster), print)
+        check_shared(run.step.num_minibatches, run.step.lanes, run.cluster)
+        return train_on(run.cluster, lambda cluster: train(run, cluster), print)

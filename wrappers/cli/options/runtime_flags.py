@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def machine_from(asked: MachineSettings) -> MachineSpec:
-    """Where to compute.
+    """Where to compute; whether the budgets are to be had is asked where the model is known (`nntask.inference.check_memory`).
 
     Raises:
         UsageError: the first value that breaks its rule.
-        DoesNotFit: a budget is above what this process may use.
+        DoesNotFit: the budget of GPUs is above what a card has.
     """
     from nntask.config import ResourceSettings, TrainSettings, check_values
-    from nntask.hardware import machine_of
+    from nntask.hardware import devices_of, with_budgets
     from nntask.training import check_disk, warn_of_disk
 
     resources = ResourceSettings(**asdict(asked))
     check_values(TrainSettings(resources=resources))
-    check_disk(asked.disk)
-    machine = machine_of(resources)
+    machine = with_budgets(devices_of(resources, "fp32"), resources)
+    check_disk(machine.disk)
     warn_of_disk(machine.disk)
     return machine
 

@@ -14,6 +14,7 @@ from .flags import Flag, Table, build, from_toml, merge, scan, table_of
 if TYPE_CHECKING:
     from nntask.checkpoints import Checkpoint
     from nntask.config import TrainSettings
+    from nntask.hardware import MachineSpec
     from nntask.models import ModelConfig
 
 CONFIG: Final = "config"
@@ -29,6 +30,7 @@ class Request:
 
     Args:
         settings: all settings; unset ones are None.
+        devices: what computes, without budgets; None where the machine is an imaginary one.
         config: configuration of the model, with --dropout applied.
         resumed: the checkpoint to continue from; None for a new run.
         extra: values of flags beside the settings.
@@ -37,6 +39,7 @@ class Request:
     """
 
     settings: TrainSettings
+    devices: MachineSpec | None
     config: ModelConfig
     resumed: Checkpoint | None
     extra: Mapping[str, Any]
@@ -67,11 +70,13 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         extra: further flags of the command: switches (bool) and texts (str). With `devices`, the machine is an imaginary one.
 
     Raises:
-        UsageError: a flag or value is wrong.
+        UsageError: a flag or value is wrong, or about a device that is not there.
+        DoesNotFit: the budget of GPUs is above what a card has.
         DataError: a named file is missing or broken.
     """
     from nntask import UsageError
     from nntask.config import TrainSettings, check_values, flags_from, unknown_variables
+    from nntask.hardware import devices_of
 
     table = table_of(TrainSettings)
     extra = extra or {}
@@ -98,8 +103,10 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
             raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
         values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
-        check_values(settings, is_imaginary=bool(besides.get("devices")))
-        return Request(settings, model_config(settings, explicit, resumed), resumed, besides, sources, frozenset(stated))
+        is_imaginary = bool(besides.get("devices"))
+        check_values(settings, is_imaginary=is_imaginary)
+        devices = None if is_imaginary else devices_of(settings.resources, settings.model.dtype)
+        return Request(settings, devices, model_config(settings, explicit, resumed), resumed, besides, sources, frozenset(stated))
 
 
 def _read_config(file: str, table: Table) -> dict[str, Any]:
@@ -148,6 +155,7 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
     import difflib
 
     from nntask import PRESETS, UsageError
+    from nntask.config import TINY
     from nntask.models import config_from_json
 
     model = settings.model
@@ -161,7 +169,7 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
     elif model.config_path is not None:
         config = config_from_json(model.config_path)
     else:
-        name = model.model or "tiny"
+        name = TINY if model.model is None else model.model
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, 1)
             raise UsageError(

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Final
 
 from nntask import ClusterError
-from nntask.config import ClusterSettings, local_nodes
+from nntask.config import ClusterSpec
 from nntask.training import Interrupts
 
 from .local_workers import signals_blocked
@@ -60,20 +60,20 @@ class Connection:
     """A client of a Dask cluster, and the cluster itself where it is local.
 
     Args:
-        settings: address of the cluster.
+        asked: with the address of the cluster, or the number of workers to start.
         say: prints a line.
 
     Raises:
         ClusterError: the cluster does not answer.
     """
 
-    def __init__(self, settings: ClusterSettings, say: Callable[[str], None]) -> None:
-        self.address = settings.dask
+    def __init__(self, asked: ClusterSpec, say: Callable[[str], None]) -> None:
+        self.address = asked.address
         self._cluster: Any = None
         self.client: Any = None
         with Interrupts() as interrupts:  # Python's own handlers would raise in the middle of Dask's code
             try:
-                self._open(say)
+                self._open(asked.num_local, say)
             except ClusterError:
                 if not interrupts.pending():
                     raise
@@ -83,9 +83,8 @@ class Connection:
             say("interrupted before the cluster was there; nothing was begun, so there is nothing to continue")
             raise SystemExit(interrupts.exit_code)
 
-    def _open(self, say: Callable[[str], None]) -> None:
+    def _open(self, number: int | None, say: Callable[[str], None]) -> None:
         _silence()
-        number = local_nodes(self.address)
         if number is not None:
             say(f"dask: starting {number} worker{'s' if number > 1 else ''} on this machine")
             self._cluster = local_cluster(number)
@@ -143,17 +142,17 @@ class Connection:
         Raises:
             ClusterError: there are fewer workers, or a worker runs other software and `refused` is None.
         """
-        deadline = monotonic() + WAIT_SECONDS
+        deadline, least = monotonic() + WAIT_SECONDS, 1 if wanted is None else wanted
         while True:
             addresses = [address for address in self.workers() if address not in unusable and address not in (refused or ())]
-            found = self.ask(addresses, refused) if addresses and (len(addresses) >= (wanted or 1) or monotonic() > deadline) else []
+            found = self.ask(addresses, refused) if addresses and (len(addresses) >= least or monotonic() > deadline) else []
             free = [machine for machine in found if not machine.busy]
-            if free and len(free) >= (wanted or 1):
+            if len(free) >= least:
                 return free
             if monotonic() > deadline:
                 raise ClusterError(self._too_few(wanted, len(free), len(found) - len(free), {**unusable, **(refused or {})}))
             with contextlib.suppress(Exception):  # asked again above
-                self.client.wait_for_workers(max(len(addresses) + 1, wanted or 1), timeout=1)
+                self.client.wait_for_workers(max(len(addresses) + 1, least), timeout=1)
 
     def silent(self, addresses: Sequence[str]) -> list[str]:
         """The addresses whose workers do not answer at once."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nntask import ClusterError, DoesNotFit, NntaskError, UsageError
 from nntask.checkpoints import step_directories
-from nntask.config import ClusterSettings, RunConfig, check_shared, local_nodes
+from nntask.config import ClusterSpec, RunConfig, check_shared
 from nntask.data import Batch, Dataset
 from nntask.engine import NodesChanged, Outcome, outcome_of
 from nntask.optim import DataShard, buckets_of, data_shards, most_nodes
@@ -215,11 +215,11 @@ class DaskCluster:
 
     Args:
         connection: an open connection.
-        settings: number of nodes.
+        asked: with the number of nodes.
     """
 
-    def __init__(self, connection: Connection, settings: ClusterSettings) -> None:
-        self._connection, self._settings = connection, settings
+    def __init__(self, connection: Connection, asked: ClusterSpec) -> None:
+        self._connection, self._asked = connection, asked
         self._unusable: dict[str, str] = {}
         self._refused: dict[str, str] = {}  # permanently, because of other software or a missing resource
         self._members = frozenset[str]()  # addresses of the last team that trained
@@ -236,7 +236,7 @@ class DaskCluster:
         """Make the nodes ready for a run."""
         self._run = run.directory
         num_minibatches, lanes = run.step.num_minibatches, run.step.lanes
-        check_shared(num_minibatches, lanes, run.settings.cluster)
+        check_shared(num_minibatches, lanes, self._asked)
         wanted = self._wanted(num_minibatches, lanes, say)
         saved = run.start.step
         if saved != self._last_saved:  # the run has got on since
@@ -286,9 +286,9 @@ class DaskCluster:
 
     def _wanted(self, num_minibatches: int, lanes: int, say: Callable[[str], None]) -> int | None:
         """Number of nodes to wait for; None for the workers that are present."""
-        asked = self._settings.nodes or local_nodes(self._settings.dask)
+        asked = self._asked.num_nodes
         most = most_nodes(num_minibatches, lanes)
-        self._most = min(most, asked or most)
+        self._most = most if asked is None else min(most, asked)
         if asked is not None and asked > most and not self._has_begun:
             how = f"a step of {num_minibatches} minibatches in {lanes} lanes"
             say(f"dask: {how} is shared by at most {most} nodes; {asked - most} of {asked} workers have nothing to do")
@@ -296,7 +296,7 @@ class DaskCluster:
 
     def _open(self, team: Team, run: RunConfig, dataset: Dataset, all_shards: Sequence[DataShard]) -> ClusterEngine:
         run = _with_whole_paths(run)
-        places = team.call("listen", run.settings, len(team.workers))
+        places = team.call("listen", run, len(team.workers))
         oldest = sorted(range(len(places)), key=lambda rank: team.workers[rank].address not in self._members)
         check_cards([team.workers[rank] for rank in oldest], [places[rank][1] for rank in oldest])
         patience = FIRST_STEP_SECONDS + max(seconds for *_, seconds in places)  # what a node gives up itself it can explain
@@ -353,14 +353,14 @@ class DaskCluster:
             raise NodesChanged(f"{words_for(free[: self._most - len(here)])} joined")
 
 
-def train_on(settings: ClusterSettings, train: Callable[[DaskCluster], int], say: Callable[[str], None]) -> int:
-    """Call `train` with the cluster of the settings, and leave the cluster afterwards.
+def train_on(asked: ClusterSpec, train: Callable[[DaskCluster], int], say: Callable[[str], None]) -> int:
+    """Call `train` with the cluster that is asked for, and leave the cluster afterwards.
 
     Raises:
         ClusterError: the cluster cannot be used; the last checkpoint of a run that has begun is safe.
     """
-    connection = Connection(settings, say)
-    cluster = DaskCluster(connection, settings)
+    connection = Connection(asked, say)
+    cluster = DaskCluster(connection, asked)
     try:
         return train(cluster)
     except ClusterError as error:

@@ -23,8 +23,9 @@ import numpy.typing as npt
 from nntask.hardware import give_back_freed, reuse_freed_memory
 
 if TYPE_CHECKING:
-    from nntask.config import RunConfig, TrainSettings
+    from nntask.config import RunConfig
     from nntask.data import Cursor
+    from nntask.hardware import MachineSpec
     from nntask.optim import DataShard
     from scheduler import Runtime
 
@@ -45,7 +46,7 @@ class Order:
     """What a node receives when it opens.
 
     Attributes:
-        run: the run, but for the machine, which each node has its own of.
+        run: the run; of its machine, which is the client's, only the bytes of host memory that a flag gives count here.
         shard: what this node does of each step.
         fingerprint: of the data, as the client has it.
         on_host: nodes of this training that share the node's machine, this one included.
@@ -108,24 +109,25 @@ class TrainingNode:
         self._last_end = 0.0
         self._was_read = False  # whether a checkpoint was read since the last step
 
-    async def listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str, float]:
-        """Begin to listen for peers.
+    async def listen(self, run: RunConfig, num_nodes: int) -> tuple[str, str, float]:
+        """Look at the devices of this node, and begin to listen for peers.
 
         Returns:
             The address; the identifier of NCCL's GPU on its machine, "" without NCCL; and the time limit of `connect` in seconds.
         """
-        return await self._run(self._starts, self._listen, settings, num_nodes)
+        return await self._run(self._starts, self._listen, run, num_nodes)
 
-    def _listen(self, settings: TrainSettings, num_nodes: int) -> tuple[str, str, float]:
-        from nntask.config import parse_size
-        from nntask.hardware import gpus_of
+    def _listen(self, run: RunConfig, num_nodes: int) -> tuple[str, str, float]:
+        from nntask.hardware import devices_of
 
         from .exchange import PeerComms
         from .nccl import open_nccl_transport
 
-        limit = settings.cluster.link_bandwidth
-        if settings.cluster.transport == "nccl":
-            self._nccl = open_nccl_transport(gpus_of(settings.resources, settings.model.dtype), self._name, self.rank, num_nodes)
+        cluster = run.cluster
+        assert cluster is not None  # this node is one of it
+        self._devices = devices_of(run.settings.resources, run.model.dtype, checks=False)
+        if cluster.transport == "nccl":
+            self._nccl = open_nccl_transport(self._devices.gpus, self._name, self.rank, num_nodes)
         scheme, _, place = self._name.partition("://")
         host = place.rpartition(":")[0] if scheme != "inproc" else "127.0.0.1"
         scheme = scheme if scheme != "inproc" else "tcp"
@@ -136,7 +138,7 @@ class TrainingNode:
             listen_on=f"{scheme}://{host}:0",
             connect_args=security.get_connection_args("worker"),
             listen_args=security.get_listen_args("worker"),
-            bandwidth=float(parse_size(limit, "--link-bandwidth")) if limit else None,
+            bandwidth=cluster.link_rate,
             transport=self._nccl,
         )
         return self._comms.listen(), "" if self._nccl is None else self._nccl.card, self._comms.connect_seconds
@@ -154,7 +156,7 @@ class TrainingNode:
         from nntask import DataError
         from nntask.data import BatchStream, open_dataset
         from nntask.engine import RecordedEngine
-        from nntask.hardware import devices_of, gpus_of, runtime_for, with_budgets, without_nccl
+        from nntask.hardware import runtime_for
         from nntask.training import model_to_start_from
 
         run, shard = order.run, order.shard
@@ -165,11 +167,7 @@ class TrainingNode:
                 f"worker {self._name} holds other data at {dataset.train.path} than the client; copy the same files to every worker, or use a place "
                 "that they share"
             )
-        asked, dtype = run.settings.resources, run.model.dtype
-        resources = replace(asked, ncpu=self._num_cpu(asked), ram=self._ram(asked, order))
-        if self._nccl is not None:
-            resources = replace(resources, gpu_memory=without_nccl(gpus_of(asked, dtype), asked.split_gpu, self._nccl.taken_nbytes()))
-        run = self._run_config = run.on(with_budgets(devices_of(resources, dtype, checks=False)))
+        run = self._run_config = run.on(self._machine(run, order))
         self._dataset, minibatch = dataset, run.step.minibatch
         self._stream = BatchStream(
             dataset.train,
@@ -214,37 +212,50 @@ class TrainingNode:
 
         target, needs = this_machine(self._run_config.machine), needs_of(self._engine.order.plan)
         if not needs.fit(target):
-            smaller = "" if self._run_config.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
+            smaller = "" if self._run_config.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
             raise DoesNotFit(
                 f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, {smaller}add --disk DIR, "
                 "or use more nodes"
             )
 
-    def _num_cpu(self, resources: Any) -> int:
-        """Number of CPU workers: the requested one, else the number of threads of the Dask worker."""
-        return int(self._worker.state.nthreads) if resources.ncpu is None else int(resources.ncpu)
+    def _machine(self, run: RunConfig, order: Order) -> MachineSpec:
+        """The devices and budgets of this node: CPU workers are the requested ones, else the threads of the Dask worker.
 
-    def _ram(self, resources: Any, order: Order) -> str:
-        """Budget of host memory, without the bytes in flight between nodes, as a size.
+        Raises:
+            DoesNotFit: a budget is not to be had, or too small for what travels between nodes.
+        """
+        from nntask.hardware import Budget, check_budgets, with_budgets, without_nccl
+
+        devices, asked = self._devices, run.settings.resources
+        if asked.ncpu is None:
+            devices = replace(devices, num_cpu=int(self._worker.state.nthreads))
+        ram = self._ram(run.machine.ram.given, devices, order)
+        if self._nccl is not None:
+            devices = replace(devices, gpus=without_nccl(devices.gpus, asked.split_gpu, self._nccl.taken_nbytes()))
+            asked = replace(asked, gpu_memory=f"{devices.gpus.nbytes}B")  # as messages name it
+        machine = with_budgets(devices, asked, ram=Budget(ram, is_given=True, text=f"{ram}B"))
+        check_budgets(machine)
+        return machine
+
+    def _ram(self, requested: int | None, devices: MachineSpec, order: Order) -> int:
+        """Bytes of host memory, without those in flight between nodes.
 
         The requested budget; else the memory limit of the Dask worker, or this node's share of the machine's memory.
         """
         from nntask import DoesNotFit
-        from nntask.config import parse_size
         from scheduler.storage import default_ram_budget
 
         from .peers import passing_bytes, window_for
 
-        if resources.ram:
-            nbytes = parse_size(resources.ram, "--ram")
-        else:
+        nbytes = requested
+        if nbytes is None:
             nbytes = default_ram_budget() // order.on_host
             limit = self._worker.memory_manager.memory_limit
             if limit:
                 import psutil
 
                 nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
-            nbytes //= 1 + resources.sim_gpu
+            nbytes //= 1 + devices.num_simulated
         passing = passing_bytes(order.shard.num_nodes - 1, order.largest)
         self._comms.window = window_for(order.largest)
         if nbytes <= passing:
@@ -252,7 +263,7 @@ class TrainingNode:
                 f"on worker {self._name} the budget of RAM must hold the {passing:,} B that may be on their way between nodes, and the step "
                 f"besides, got {nbytes:,} B; raise --ram, or use fewer nodes"
             )
-        return f"{nbytes - passing}B"
+        return nbytes - passing
 
     async def step(self, number: int, lr: float, begin: Cursor) -> NodeOutcome:
         """Compute this node's shard of step `number` (from 1), whose batch begins at `begin` in the data; at most two steps are under way."""
@@ -393,5 +404,5 @@ class TrainingNode:
 
         if self._runtime is None or not isinstance(error, FAILURES):
             return error
-        lower = "" if self._run_config.is_continued else None  # a checkpoint has its tiling
+        lower = "" if self._run_config.start.is_continued else None  # a checkpoint has its tiling
         return as_user_error(error, self._runtime, self._run_config.machine, "the last checkpoint is safe", lower=lower)

@@ -1,0 +1,97 @@
+"""The loop of a training whose parts are all there, and the files and lines around it: from the amount of data to closing lines."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from ..config.run_config import RunConfig
+from ..data.dataset import Dataset
+from ..errors import DataError
+from ..telemetry.metrics import Journal
+from ..telemetry.tensorboard import EventFile
+from .closing import close, summarise
+from .continuation import all_there, interrupted, until_restored
+from .loop import Hooks, Loop, LoopPlan, Saver
+from .run_directory import METRICS, machine_of, versions, write_machine
+from .session import Session, print_totals
+
+
+def run_loop(session: Session, hooks: Hooks) -> int:
+    """Train, and say and write what comes of it; returns the exit code.
+
+    Raises:
+        NntaskError: see `Loop`; what can still be written is written.
+    """
+    run, printer, interrupts = session.run, session.printer, session.interrupts
+    steps, warmup = run.length.on(session.stream.batches_per_epoch)
+    if steps == 0:
+        if interrupts.pending():
+            printer.say("interrupted in the timing loops; no training was asked for and nothing was saved")
+        return interrupts.exit_code
+    print_totals(session.stream, printer)
+    events = EventFile(run.directory, run.start.step) if run.settings.observe.report_to == "tensorboard" else None
+    journal = Journal(run.directory / METRICS, run.start.step, timed_after=max(run.start.step, warmup), events=events)
+    session.runtime.wait()  # initialisation ends first: the peak below is that of idle workers
+    peak_flops = session.engine.peak_flops()
+    write_machine(run.directory, machine_of(session.runtime.stats(), peak_flops, session.engine.num_tasks))
+    loop = _loop(session, journal, hooks, steps, peak_flops)
+    endings = (journal.close, partial(summarise, session, journal), hooks.at_end)
+    try:
+        loop.train()
+    except BaseException as error:
+        for ending in endings:
+            with contextlib.suppress(Exception):  # what ended the training is what the user must hear
+                ending()
+        if isinstance(error, DataError):
+            raise DataError(f"{error}; {until_restored(run)}") from error
+        raise
+    for ending in endings:
+        ending()
+    interrupts.say_what_is_left = partial(all_there, run, loop.step, steps)
+    if loop.step < steps:
+        printer.say(interrupted(run, loop.step))
+    else:
+        close(session, journal, loop.step)
+    return interrupts.exit_code
+
+
+def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flops: float) -> Loop:
+    """The loop of so many steps, ready to begin."""
+    run, dataset, engine = session.run, session.dataset, session.engine
+    plan = LoopPlan(
+        steps=steps,
+        first=run.start.step,
+        lr=run.schedule.over(steps),
+        saving=run.saving,
+        eval_every=run.settings.run.eval_every,
+        sum_loss=run.settings.optimizer.loss_reduction == "sum",
+        flops=session.counts.model * session.stream.batch,
+        peak_flops=peak_flops,
+    )
+    return Loop(
+        plan,
+        engine,
+        session.stream,
+        session.runtime,
+        saver=Saver(run.directory, engine, _state_of(run, dataset), run.saving.keep, dataset.tokenizer),
+        journal=journal,
+        printer=session.printer,
+        interrupts=session.interrupts,
+        hooks=hooks,
+    )
+
+
+def _state_of(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
+    """What state.json holds besides step and cursor."""
+    return {
+        "seed": run.model.seed,
+        "model": run.model.config.to_dict(),
+        "settings": asdict(run.settings),
+        "data": dataset.fingerprint,
+        "tokenizer": dataset.tokenizer.name if dataset.tokenizer else None,
+        "versions": versions(),
+        **({} if run.start.frozen_base is None else {"base": run.start.frozen_base.to_dict()}),
+    }
