@@ -144,7 +144,12 @@ FAMILIES: Mapping[str, tuple[str, str, dict[str, Any], Callable[[], Batch]]] = {
         {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_labels": 5, "image_size": 32},
         _images,
     ),
-    "resnet": ("ResNetForImageClassification", "ResNetConfig", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5}, _images),
+    "resnet": (
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5},
+        _images,
+    ),
 }
 """Name -> (model class, config class, its arguments, maker of batches)."""
 

@@ -12,9 +12,11 @@ memory holds the weights once; `load_into` brings them back.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -22,16 +24,18 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from nntask import DoesNotFit, UsageError
+import scheduler
+from nntask import DoesNotFit, StorageError, UsageError
 from nntask.config import ResourceSettings
 from nntask.engine import Outcome
-from nntask.hardware import FAILURES, as_user_error, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
 from nntask.optim import Optimizer, norm_of
 from nntask.planning import needs_of, shortage
 from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Ticket
 from tiles import TileTensor
 
 from .capture import Capture, Ref, Storage, capture
+from .files import load_session, save_session
 from .kernels import tensor_of
 from .optimizers import optimizer_on, torch_optimizer
 from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
@@ -177,9 +181,10 @@ class Session:
         with self.user_errors():
             _write_inputs(recorded, batch, self._num_minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
-            self._optimizer.prepare(self.num_steps + 1, float(self.optimizer.param_groups[0]["lr"]))
+            self._optimizer.prepare(self.num_steps + 1, self._rate)
             ticket = recorded.step.replay()
         self.num_steps += 1
+        self.optimizer._opt_called = True  # a step of its own notes this for the schedulers
         return StartedStep(self, recorded, ticket)
 
     def evaluate(self, **batch: Any) -> float:
@@ -212,6 +217,43 @@ class Session:
             for name, value in self._values().items():
                 own[name].data = value
 
+    def optimizer_tensors(self) -> dict[str, TileTensor]:
+        """The optimizer's state by name, such as "m.layer.weight"."""
+        return self._optimizer.tensors()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
+
+        model.safetensors has the weights under the module's names, beside the config.json of a module of transformers, so that ``from_pretrained``
+        reads the directory as well.
+
+        Raises:
+            UsageError: the directory exists already.
+            StorageError: the disk is full or failed.
+            Diverged: a weight is not finite.
+        """
+        save_session(Path(directory), self._saved(), self.optimizer_tensors(), {"step": self.num_steps, "lr": self._rate}, self.module)
+
+    def resume(self, directory: str | os.PathLike[str]) -> None:
+        """Go on from a directory that `save` has written, for the same module and optimizer.
+
+        Raises:
+            DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
+        """
+        state = load_session(Path(directory), self._saved(), self.optimizer_tensors())
+        self.num_steps = state["step"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = state["lr"]
+
+    @property
+    def _rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _saved(self) -> dict[str, TileTensor]:
+        """The tensors of the module's `state_dict`, tied ones once."""
+        names = self.module.state_dict().keys()
+        return {name: tensor for name, tensor in self._state.tensors().items() if name in names}
+
     def _values(self) -> dict[str, torch.Tensor]:
         tensors = self._state.tensors()
         return {name: torch_of(tensors[name].read(), value) for name, value in _named_tensors(self.module) if name in tensors}
@@ -233,7 +275,7 @@ class Session:
         try:
             yield
         except FAILURES as error:
-            raise as_user_error(error, self.runtime, self._machine, "restore the last checkpoint", lower="") from error
+            raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
 
     def _step_for(self, batch: Mapping[str, Any], *, training: bool) -> _Recorded:
         """The recorded step for the shapes of a batch.
@@ -325,6 +367,17 @@ def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     if found is None:
         raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
     return found
+
+
+def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
+    """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
+    if runtime.tier_failure is not None:
+        return StorageError(f"{runtime.tier_failure}; make a new session, and resume from what save() wrote last")
+    refusal = error if isinstance(error, scheduler.DoesNotFit) else runtime.refusal
+    if refusal is None:
+        return error
+    story = str(refusal).partition("; raise the budget")[0]
+    return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")
 
 
 def check_module(module: torch.nn.Module) -> None:

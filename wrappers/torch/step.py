@@ -216,7 +216,7 @@ def _kernel(
 
     def run(*views: Any, minibatch: int = 0) -> None:
         with torch.inference_mode():
-            memory = {storage: as_bytes(view) for storage, view in zip(outside, views, strict=False)}
+            memory = {storage: as_bytes(view)[: storage.nbytes] for storage, view in zip(outside, views, strict=False)}
             targets = dict(zip(names, views[num_outside:], strict=False))
             if scratch_nbytes:
                 scratch = torch.from_numpy(views[-1])
