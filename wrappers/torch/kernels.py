@@ -12,7 +12,7 @@ numbers depend neither on the order of tasks nor on the worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ import torch
 
 from nntask import UsageError
 
-from .capture import Call, Ref, aten
+from .capture import Call, Ref, Storage, aten
 
 Into = Callable[..., None]
 """Computes ``(results, *args, **kwargs)``: fills the list of result tensors."""
@@ -64,6 +64,15 @@ def torch_nbytes(call: Call) -> int:
     return sum(storage.nbytes for storage in call.made)
 
 
+def adds_up(call: Call) -> bool:
+    """Whether a call can add its result to what memory holds, in one pass."""
+    return call.func is aten.mm.default
+
+
+def _add_product(results: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.addmm(results[0], left, right, out=results[0])  # (M, N) + (M, K) @ (K, N) -> (M, N)
+
+
 def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
     """A tensor over the bytes of its storage  # (nbytes,) uint8 -> ref.shape."""
     typed = memory.view(ref.dtype)
@@ -76,13 +85,14 @@ class Program:
     Args:
         calls: the calls, in order.
         numbers: number of each call in the whole pass, for the seeds of random ones.
+        added: storages whose memory holds a sum already, to which the product that makes them is added.
     """
 
-    def __init__(self, calls: Sequence[Call], numbers: Sequence[int]) -> None:
+    def __init__(self, calls: Sequence[Call], numbers: Sequence[int], added: Collection[Storage] = ()) -> None:
         self._steps = [
-            _Step(call, None if does_nothing(call) else into_of(call), number if draws(call) else None)
+            _Step(call, _add_product if call.made & set(added) else into_of(call), number if draws(call) else None)
             for call, number in zip(calls, numbers, strict=True)
-            if call.func not in EMPTY and call.func not in _METADATA
+            if not does_nothing(call)
         ]
         self.draws = any(step.number is not None for step in self._steps)
 

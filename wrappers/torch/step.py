@@ -14,7 +14,7 @@ from nntask import UsageError
 from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, R, TaskRuntime, W
 
 from .capture import Capture, Ref, Storage
-from .kernels import Program, draws, tensor_of, torch_nbytes
+from .kernels import Program, adds_up, draws, tensor_of, torch_nbytes
 from .segments import Segment, scratch_layout, segments_of, storages_of
 
 BYTES = np.dtype(np.uint8)
@@ -153,9 +153,9 @@ class Pass:
         return self._tasks[contribution]
 
     def _task(self, segment: Segment, contribution: Contribution) -> _Task:
-        direct = {}
-        if contribution == "write":
-            direct = {ref.storage: name for name in segment.gradients if self._is_direct(segment, name, ref := self.captured.gradients[name])}
+        direct = {
+            ref.storage: name for name in segment.gradients if self._is_direct(segment, name, ref := self.captured.gradients[name], contribution)
+        }
         offsets, nbytes = segment.inner, segment.scratch_nbytes
         if direct:
             offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in direct}, segment.ends)
@@ -166,10 +166,13 @@ class Pass:
             segment, any(map(draws, segment.calls)), Codelet(segment.name, cpu=kernel, cost=lambda views, constants: Cost(flops, moved)), nbytes
         )
 
-    def _is_direct(self, segment: Segment, name: str, ref: Ref) -> bool:
-        """Whether the memory of a gradient may serve for the storage that it is computed in."""
+    def _is_direct(self, segment: Segment, name: str, ref: Ref, contribution: Contribution) -> bool:
+        """Whether the memory of a gradient may serve for the storage that it is computed in: to be written, or, by one product, to be added to."""
         others = sum(other.storage is ref.storage for other in self.captured.gradients.values())
-        return ref.is_whole and others == 1 and ref.storage in segment.inner and numpy_dtype(ref.dtype, name) == self._dtypes[name]
+        if not ref.is_whole or others > 1 or ref.storage not in segment.inner or numpy_dtype(ref.dtype, name) != self._dtypes[name]:
+            return False
+        users = [call for call in segment.calls if ref.storage in call.reads | call.writes]
+        return contribution == "write" or (len(users) == 1 and adds_up(users[0]))
 
 
 def _storages_in(outputs: Any) -> set[Storage]:
@@ -207,7 +210,8 @@ def _kernel(
     contribution: Contribution,
 ) -> Callable[..., None]:
     """The function of a task: (reads, updates, makes, gradients, key if numbers are drawn, scratch if there is any) as views."""
-    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)))
+    added = direct if contribution == "add" else ()
+    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), added)
     outside = (*segment.reads, *segment.updates, *segment.makes)
     by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # stays where PyTorch has put it
     inner = [(storage, offset) for storage, offset in offsets.items() if storage not in by_torch]
