@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.torch_families import FAMILIES, Batch, make
 
-from nntask import DoesNotFit, UsageError
-from wrappers.torch import Session
+from nntask import DataError, DoesNotFit, UsageError
+from wrappers.torch import Session, empty_parameters
 
 pytest.importorskip("transformers")
 
@@ -214,6 +214,27 @@ def test_a_module_gets_its_weights_back() -> None:
     assert module.lm_head.weight is module.transformer.wte.weight
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_weights_come_from_files_when_they_are_needed(family: str, tmp_path: Path) -> None:
+    """A module without memory and a directory as save_pretrained writes it, in short memory: the losses of the module with its values."""
+    module, batches = make(family, 2)
+    module.save_pretrained(tmp_path / "model")
+    with empty_parameters():
+        empty, _ = make(family, 0)
+    assert all(value.is_meta for value in empty.parameters())
+    losses, weights, stats = train(module, batches, ram="64MB")
+    half = f"{stats['peak_bytes']['ram'] // 2}B"
+    with Session(empty, lr=1e-3, weights=tmp_path / "model", ram=half, disk=f"{tmp_path}:64MB") as session:
+        assert [session.step(**batch) for batch in batches] == losses
+        session.load_into(empty)
+    assert all(torch.equal(value, weights[name]) for name, value in empty.state_dict().items())
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with empty_parameters():
+        empty, _ = make(family, 0)
+    with pytest.raises(DataError, match=r"has no weights; it needs model\.safetensors"):
+        Session(empty, weights=tmp_path / "model", ram="64MB")
+
+
 class _Branch(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +283,7 @@ def _frozen() -> torch.nn.Module:
         (_half, {}, r"weight is of type torch\.complex64, and parameters must be real"),
         (_frozen, {}, r"no parameter that is learnt; set requires_grad"),
         (lambda: torch.nn.EmbeddingBag(4, 4, sparse=True), {}, r"has sparse gradients, .* sparse=False"),
-        (lambda: torch.nn.Linear(4, 4, device="meta"), {}, r"weight is on meta, and a module must be in CPU memory"),
+        (lambda: torch.nn.Linear(4, 4, device="meta"), {}, r"weight has no values \(it is on the meta device\); give weights=DIR"),
         (_Branch, {"optimizer": "lion"}, r"optimizer must be one of sgd, adam, adamw .* got 'lion'"),
         (_Branch, {"amsgrad": True}, r"amsgrad of AdamW must be False, got True"),
         (_Branch, {"minibatches": 0}, r"minibatches must be at least 1, got 0"),

@@ -1,4 +1,5 @@
 from .interchange import from_tensor, from_torch, lend_tile, to_tensor, to_torch
 from .session import Session, StartedStep
+from .weights import empty_parameters
 
-__all__ = ["Session", "StartedStep", "from_tensor", "from_torch", "lend_tile", "to_tensor", "to_torch"]
+__all__ = ["Session", "StartedStep", "empty_parameters", "from_tensor", "from_torch", "lend_tile", "to_tensor", "to_torch"]

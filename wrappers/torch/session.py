@@ -40,6 +40,7 @@ from .kernels import tensor_of
 from .optimizers import optimizer_on, torch_optimizer
 from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
 from .step import Pass
+from .weights import attach_files
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """From the module's result and the batch to a tensor of one element."""
@@ -91,7 +92,7 @@ class Session:
     """A module in training.
 
     Args:
-        module: any module on the CPU. Its tensors move into the session.
+        module: any module on the CPU, or with `weights` one without values. Its tensors move into the session.
         optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters, whose learning rate is read at every
             step, so that PyTorch's schedulers work.
         lr: learning rate of an optimizer that is named.
@@ -105,6 +106,8 @@ class Session:
         workers: number of CPU workers; None for one for each core.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each simulated device.
+        weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
+            `empty_parameters`. None for those that the module has.
         options: further options of an optimizer that is named, such as ``weight_decay``.
 
     Raises:
@@ -132,11 +135,12 @@ class Session:
         workers: int | None = None,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
+        weights: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         if minibatches < 1:
             raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
-        check_module(module)
+        check_module(module, has_weights=weights is not None)
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._loss, self._num_minibatches = module, loss or loss_of, minibatches
         self._max_norm, self._seed = max_grad_norm, seed
@@ -149,7 +153,12 @@ class Session:
         try:
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime)
-                self._state.write(_first_values(module))
+                if weights is not None:
+                    saved = module.state_dict().keys()
+                    attach_files(Path(weights), {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
+                    self._state.write({name: value for name, value in _first_values(module).items() if name not in saved})
+                else:
+                    self._state.write(_first_values(module))
                 self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
                 self._key = _key_of(self.runtime)
                 self.runtime.wait()
@@ -212,10 +221,15 @@ class Session:
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
-        own = dict(_named_tensors(module))
-        with torch.no_grad():
-            for name, value in self._values().items():
+        own, values = dict(_named_tensors(module)), self._values()
+        for name, value in values.items():
+            if not own[name].is_meta:
                 own[name].data = value
+        made = {id(own[name]): torch.nn.Parameter(value, own[name].requires_grad) for name, value in values.items() if own[name].is_meta}
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
+                if id(parameter) in made:
+                    child._parameters[name] = made[id(parameter)]
 
     def optimizer_tensors(self) -> dict[str, TileTensor]:
         """The optimizer's state by name, such as "m.layer.weight"."""
@@ -380,14 +394,20 @@ def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Except
     return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")
 
 
-def check_module(module: torch.nn.Module) -> None:
+def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
     """Refuse a module that no session can train.
+
+    Args:
+        has_weights: whether the values of its `state_dict` come from files, so that it needs none.
 
     Raises:
         UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
     """
+    saved = module.state_dict().keys()
     for name, value in _named_tensors(module):
-        if value.device.type != "cpu":
+        if value.is_meta and not (has_weights and name in saved):
+            raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
+        if value.device.type not in ("cpu", "meta"):
             raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
         if value.is_complex():
             raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
@@ -408,6 +428,8 @@ def _first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _empty(module: torch.nn.Module) -> None:
     """Let go of a module's values: each tensor keeps its shape and type, over one element."""
     for _, value in _named_tensors(module):
+        if value.is_meta:
+            continue
         one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
         value.data = one.expand(value.shape)
 
