@@ -1,11 +1,11 @@
 """Families of transformers through `wrappers.torch.Session`: each one's losses beside PyTorch's own, and its bits under every budget and worker.
 
-    python benchmarks/torch_families.py                                       # all families, writes benchmarks/results/torch_families.json
+    python benchmarks/torch_families.py                                           # writes benchmarks/results/torch_families.json
     python benchmarks/torch_families.py --families gpt2 t5 --steps 3 --output=    # a quick look, written nowhere
 
-The families are those of `tests/support/torch_families.py`: two layers each, dropout off, random batches from a seed. A family takes its steps of AdamW
-in PyTorch (eager, two minibatches accumulated) and then in four sessions from the same first weights: in memory on two workers; with a quarter of
-the memory that this took and a disk below it; on one worker; on two simulated devices. The loss of every step is compared with PyTorch's, and the
+The families are those of `tests/support/torch_families.py`: two layers each, dropout off, random batches from a seed. A family takes its steps of
+AdamW in PyTorch (eager, two minibatches accumulated) and then in four sessions from the same first weights: in memory on two workers; with a quarter
+of the memory that this took and a disk below it; on one worker; on two simulated devices. The loss of every step is compared with PyTorch's, and the
 losses and last weights of the other three sessions with those of the first, bit by bit. Nothing here is timed, so all of it runs in one process.
 
 Bars: at least 20 families; the largest difference of a loss at most 1e-5; the same bits in all sessions; peaks within the budgets.
