@@ -31,6 +31,7 @@ MINIBATCHES: Final = 2
 RATE: Final = 1e-3
 ENOUGH: Final = 20
 NEAR: Final = 1e-5
+QUARTER: Final = "a quarter of the memory, disk"
 
 
 def eager(module: Any, batches: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -72,12 +73,12 @@ def measure(family: str, steps: int) -> dict[str, Any]:
     needed = stats["peak_bytes"]["ram"]
     with tempfile.TemporaryDirectory() as disk:
         others = {
-            "a quarter of the memory, disk": {"ram": f"{needed // 4}B", "disk": f"{disk}:256MB", "workers": 2},
+            QUARTER: {"ram": f"{needed // 4}B", "disk": f"{disk}:256MB", "workers": 2},
             "one worker": {"ram": "256MB", "workers": 1},
             "two simulated devices": {"ram": "256MB", "workers": 0, "sim_gpu": 2, "gpu_memory": "64MB"},
         }
         found = {name: train(module, batches, **terms) for name, terms in others.items()}
-    quarter = found["a quarter of the memory, disk"][2]
+    quarter = found[QUARTER][2]
     return {
         "model": type(module).__name__,
         "eager_losses": expected,
