@@ -249,7 +249,12 @@ def headlines(results: Mapping[str, Result]) -> str:
     for page, what, peer, name, beside in HEADLINES:
         lines.append(_row(rows[page, what, peer], f"[{name}][{page}]", beside))
     found = tally(results.values())
-    lines += ["", f"Of {sum(found.values())} bars {found['met']} are met, {found['not met']} not met and {found['not resolved']} not resolved.", ""]
+    lines += [
+        "",
+        f"All results have {sum(found.values())} bars: {found['met']} are met, {found['not met']} are not, and {found['not resolved']} lie within "
+        "the error of the measurement.",
+        "",
+    ]
     return "\n".join([*lines, *(f"[{page}]: docs/results/{page}.md" for page in dict.fromkeys(page for page, *_ in HEADLINES))])
 
 

@@ -35,6 +35,8 @@ from ..models.registry import config_from_dict
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "state.json"
+RUN_CONFIG: Final = "config.toml"
+"""In a run directory: all settings of the run."""
 FORMAT: Final = 1
 _STEP_NAME: Final = re.compile(r"step-(\d{6,})")
 AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
@@ -169,9 +171,18 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not (directory / STATE).is_file():
         steps = step_directories(directory)
         if not steps:
-            raise DataError(f"{directory} holds no checkpoint; give a run directory with checkpoints/step-*, or one of those")
+            raise DataError(f"{directory} {_why_none(directory)}")
         directory = steps[-1]
     return Checkpoint(directory, _read_state(directory / STATE))
+
+
+def _why_none(directory: Path) -> str:
+    """Why there is no checkpoint in a directory, and what to do."""
+    if not directory.exists():
+        return "does not exist; give a run directory, or one of its checkpoints"
+    if (directory / RUN_CONFIG).is_file():
+        return "holds a run that saved no checkpoint, so there is nothing to go on from; remove it and begin anew"
+    return "holds no checkpoint; give a run directory with checkpoints/step-*, or one of those"
 
 
 def _read_state(file: Path) -> dict[str, Any]:

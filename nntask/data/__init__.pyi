@@ -1,6 +1,6 @@
 from .dataset import DATASETS, Dataset, DataSpec, check_spec, open_dataset
 from .hub import WIKITEXT
-from .prepare import tokenize_dataset
+from .prepare import TokenizedDataset, tokenize_dataset
 from .sampler import Batch, BatchStream, Cursor, in_order
 from .special_tokens import Special
 from .token_file import TokenFile
@@ -18,6 +18,7 @@ __all__ = [
     "Dataset",
     "Special",
     "TokenFile",
+    "TokenizedDataset",
     "Tokenizer",
     "check_spec",
     "in_order",

@@ -22,7 +22,7 @@ from ..errors import DataError, UsageError
 from ..io.atomic_write import written_aside
 from .corpora import stdlib_corpus, text_corpus
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
-from .texts import Corpus, Text
+from .texts import Corpus, Text, check_texts
 from .token_file import DTYPES, TokenFile, write_sidecar
 from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
 
@@ -104,7 +104,7 @@ def check_spec(spec: DataSpec) -> None:
     if spec.tokenizer not in _OWN_TOKENIZERS:
         check_tokenizer(spec.tokenizer, spec.tokenizer_path, _advice(spec))
     if spec.tokenizer == "bpe" and not have_tokenizers():
-        raise DataError("--tokenizer bpe needs the tokenizers package; pip install tokenizers, or use --tokenizer bytes")
+        raise DataError("--tokenizer bpe needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
     if spec.dataset == "train.bin":
         TokenFile(_train_bin(spec.path), vocab_size=spec.vocab_size).close()
         _check_beside(spec)
@@ -165,7 +165,7 @@ def corpus_of(spec: DataSpec) -> Corpus:
     """The texts that a spec names.
 
     Raises:
-        DataError: the texts are missing, or cannot be fetched.
+        DataError: the texts are missing, are no texts, or cannot be fetched.
     """
     if spec.dataset == "stdlib":
         corpus = stdlib_corpus(spec.select)
@@ -173,8 +173,12 @@ def corpus_of(spec: DataSpec) -> Corpus:
         corpus = wikitext_corpus(spec.path, spec.select, _advice(spec))
     else:
         corpus = text_corpus(spec.path, spec.select)
+        if not reads_bytes(spec):
+            check_texts(corpus, spec.path, "--dataset-path")
     if spec.val_path:
         extra = text_corpus(spec.val_path, flag="--val-path")
+        if not reads_bytes(spec):
+            check_texts(extra, spec.val_path, "--val-path")
         corpus = Corpus(corpus.name, corpus.train + corpus.validation, extra.train + extra.validation)
     return corpus
 
@@ -252,11 +256,16 @@ def _tokenizer_key(spec: DataSpec) -> str:
     return f"{kind} {spec.vocab_size}"
 
 
+def reads_bytes(spec: DataSpec) -> bool:
+    """Whether the tokenizer of a spec is plain bytes, to which every file is a text."""
+    return not spec.tokenizer_path and (spec.tokenizer == "bytes" or not have_tokenizers())
+
+
 def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
     """The tokenizer of `spec`: loaded from its path, plain bytes, loaded from `directory`, or trained on the corpus and saved in `directory`."""
     if spec.tokenizer_path:
         return load_tokenizer(spec.tokenizer_path)
-    if spec.tokenizer == "bytes" or not have_tokenizers():
+    if reads_bytes(spec):
         return ByteTokenizer(spec.vocab_size)
     cached = directory / TOKENIZER_FILE
     if cached.is_file():
@@ -289,7 +298,7 @@ def _encoded(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_si
         return TokenFile(path, vocab_size=vocab_size)
 
 
-def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> int:
+def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, report: Callable[[str], None], name: Path | None = None) -> int:
     """Write the token file of `texts`: each text is followed by the end-of-text id, and preceded by the begin-of-text id if that is a different id.
 
     Args:
@@ -297,6 +306,7 @@ def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, repo
         path: the token file to write; its sidecar goes beside it.
         tokenizer: the tokenizer that encodes the texts.
         report: called with a sentence before the work.
+        name: the path that the file will have in the end; `path` unless given.
 
     Returns:
         The number of tokens.
@@ -307,7 +317,7 @@ def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, repo
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
     end = np.array([tokenizer.end_of_text], dtype).tobytes()
     begin = b"" if tokenizer.begin_of_text == tokenizer.end_of_text else np.array([tokenizer.begin_of_text], dtype).tobytes()
-    report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {path}")
+    report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {name or path}")
     with written_aside(path) as new:
         with new.open("wb") as file:
             for text in texts:

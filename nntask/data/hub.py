@@ -97,7 +97,7 @@ def check_wikitext(path: str, advice: str) -> None:
         return
     what = f"--dataset {WIKITEXT}: {wikitext_directory(path)} has no files of it"
     if importlib.util.find_spec("datasets") is None:
-        raise DataError(f"{what}, and fetching them needs the datasets package; pip install datasets, or {advice}")
+        raise DataError(f"{what}, and fetching them needs the datasets package; pip install -e '.[hf]', or {advice}")
     check_hub(what, advice)
 
 
@@ -175,7 +175,7 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
         return
     what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or found}"
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise DataError(f"{what}, and fetching it needs the huggingface_hub package; pip install huggingface_hub, or {advice}")
+        raise DataError(f"{what}, and fetching it needs the huggingface_hub package; pip install -e '.[hf]', or {advice}")
     check_hub(what, advice)
 
 

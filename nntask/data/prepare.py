@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import StorageError, UsageError
 from ..io.atomic_write import written_aside
+from ..io.writable import check_writable
 from .dataset import DataSpec, check_spec, check_vocabulary, corpus_of, tokenizer_of, with_tokenizer_path, write_tokens
 
 
@@ -37,7 +38,7 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
         report: called with a sentence before each piece of work that takes seconds.
 
     Raises:
-        UsageError: `output` exists and is not empty, or `spec` names token ids.
+        UsageError: `output` exists and is not empty, or cannot be written, or `spec` names token ids.
         DataError: the data is missing or broken, or the tokenizer has more ids than `spec` allows.
         StorageError: the disk is full or failed.
     """
@@ -45,6 +46,7 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
         raise UsageError("--dataset train.bin is prepared already; use it with nntask train --dataset train.bin")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} exists; give a new directory")
+    check_writable(output, "--output")
     check_spec(spec)
     spec = with_tokenizer_path(spec)
     corpus = corpus_of(spec)
@@ -54,8 +56,8 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
             tokenizer = tokenizer_of(spec, corpus, new, report)
             check_vocabulary(tokenizer, spec)
             tokenizer.save(new)
-            num_train = write_tokens(corpus.train, new / "train.bin", tokenizer, report)
-            num_validation = write_tokens(corpus.validation, new / "val.bin", tokenizer, report) if corpus.validation else 0
+            num_train = write_tokens(corpus.train, new / "train.bin", tokenizer, report, output / "train.bin")
+            num_validation = write_tokens(corpus.validation, new / "val.bin", tokenizer, report, output / "val.bin") if corpus.validation else 0
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror or error}; make room or name another --output") from error
     return TokenizedDataset(num_train, num_validation, tokenizer.name, tokenizer.vocab_size)

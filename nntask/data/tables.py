@@ -75,7 +75,7 @@ def check_tables(files: Sequence[Path]) -> None:
     """
     tables = [file for file in files if file.suffix in TABLES]
     if tables and importlib.util.find_spec("pyarrow") is None:
-        raise DataError(f"reading {tables[0]} needs the pyarrow package, which comes with datasets; pip install datasets, or save the texts as files")
+        raise DataError(f"reading {tables[0]} needs the pyarrow package; pip install -e '.[hf]', or save the texts as files")
 
 
 def _table_rows(file: Path) -> Iterator[str]:

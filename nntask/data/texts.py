@@ -12,6 +12,8 @@ from typing import Final
 from ..errors import DataError
 
 PIECE_NBYTES: Final = 1 << 20
+_MOST_WRONG: Final = 0.1
+"""Share of bytes that are not UTF-8, at the head of a file, above which it is no text; one in another alphabet's old encoding has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +80,38 @@ class Corpus:
         for text in self.validation:
             digest.update(text.digest())
         return train, digest.hexdigest()
+
+
+def check_texts(corpus: Corpus, path: str, flag: str) -> None:
+    """Check that the files of a corpus are texts, by the first MiB of each; a text in UTF-8 costs its reading and decoding.
+
+    Args:
+        corpus: the texts; those that are in no file, or in tables, pass.
+        path: the file or directory of the user that they are from.
+        flag: the command-line flag that named it, for the message.
+
+    Raises:
+        DataError: a file holds NUL bytes, or too much that is not UTF-8; or it cannot be read.
+    """
+    for text in (*corpus.train, *corpus.validation):
+        if text.path is None:
+            continue
+        try:
+            with text.path.open("rb") as file:
+                head = file.read(PIECE_NBYTES)
+        except OSError as error:
+            raise DataError(f"cannot read {text.path}: {error.strerror}; copy it again, or leave it out") from None
+        wrong = "it holds NUL bytes" if b"\0" in head else _what_is_wrong(head)
+        if wrong:
+            which = f"{flag} {path}" if text.path == Path(path) else f"{text.path} in {flag} {path}"
+            raise DataError(f"{which} is not text in UTF-8: {wrong}; convert it, or leave it out (the tokenizer bytes takes any file)")
+
+
+def _what_is_wrong(head: bytes) -> str:
+    """Says how much of the bytes is not UTF-8; "" if it is little."""
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError:
+        share = 1 - len(head.decode("utf-8", "ignore").encode("utf-8")) / len(head)
+        return f"{share:.0%} of its bytes are no part of a character" if share > _MOST_WRONG else ""
+    return ""

@@ -192,7 +192,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if not file.is_file():
         raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
     if not have_tokenizers():
-        raise DataError(f"reading {file} needs the tokenizers package; pip install tokenizers, or use --tokenizer bytes")
+        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
     from tokenizers import Tokenizer as Inner
 
     try:

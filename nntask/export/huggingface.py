@@ -32,6 +32,7 @@ from ..io.finite import first_not_finite
 from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, header_of
 from ..io.strided_ranges import FileRange, OpenFile, strides_of, windows
+from ..io.writable import check_writable
 from ..models.registry import FAMILIES, family_of
 from .merged_weights import Weight, weights_of
 
@@ -69,7 +70,7 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
 
     Raises:
         UsageError: `path` exists and `force` is false; it exists and holds files that are not of an exported model; or it overlaps the checkpoint or
-            the frozen base weights of its adapters.
+            the frozen base weights of its adapters; or it cannot be written.
     """
     ours, target = source.path.resolve(), path.resolve()
     if target == ours or target in ours.parents or ours in target.parents:
@@ -82,6 +83,7 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if path.is_symlink() or not there.is_dir():
         raise UsageError(f"{there} is not a directory; name another one")
+    check_writable(path, "")
     if there != path:
         return
     if not force:

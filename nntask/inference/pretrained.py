@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.store import STATE, Checkpoint, find_checkpoint, step_directories
+from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.special_tokens import GENERATION
@@ -86,7 +86,9 @@ class ModelSource:
             UsageError: its config is of no family, or breaks a rule.
         """
         directory = Path(path)
-        if (directory / STATE).is_file() or step_directories(directory):
+        if not directory.exists():
+            raise DataError(f"{directory} does not exist; give a run directory, one of its checkpoints, or a model directory of transformers")
+        if (directory / STATE).is_file() or (directory / RUN_CONFIG).is_file() or step_directories(directory):
             checkpoint = find_checkpoint(directory)
             settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
             return cls(checkpoint.path, checkpoint.config, _with_length(settings, checkpoint.config), checkpoint)

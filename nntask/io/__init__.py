@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, JSON of other programs, safetensors of tile tensors, strided ranges of arrays."""
+"""Files: places to write to, files written whole or not at all, JSON of other programs, safetensors of tile tensors, strided ranges of arrays."""
 
 import lazy_loader
 

@@ -82,6 +82,7 @@ def plan_run(
         simulation, refusal, full = _simulate(order, run, target, needs)
         num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
         figures = _figures(run, target, order, needs, num_trained)
+        figures["submission_needed_bytes"] = plan.needed_bytes()
         if simulation is not None:
             figures.update(_costs(simulation, run))
         else:  # nothing is moved, and nothing takes any time

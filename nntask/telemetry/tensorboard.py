@@ -26,7 +26,7 @@ def check_installed() -> None:
         UsageError: the package is missing.
     """
     if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--report-to tensorboard needs the tensorboard package, which is not installed; pip install tensorboard, or drop it")
+        raise UsageError("--report-to tensorboard needs the tensorboard package, which is not installed; pip install -e '.[tensorboard]', or drop it")
 
 
 class EventFile:

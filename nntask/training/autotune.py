@@ -36,10 +36,10 @@ from ..errors import UsageError
 from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
+from ..io.writable import check_writable
 from ..planning.memory_fit import capture, least_needs, no_collections
 from ..tiling.model_tiling import Limits, ModelTiling, cut, table_limits
 from ..tiling.tile_table import FLAG, add_row, read_table, shape_of
-from .run_directory import check_writable
 from .signals import Interrupts
 
 LAYERS: Final = 2

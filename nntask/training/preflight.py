@@ -16,8 +16,9 @@ from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import DataError, UsageError
 from ..hardware.machine_spec import DiskSpec
 from ..io.safetensors_file import TensorFile
+from ..io.writable import check_writable
 from ..optim.lr_schedule import make_schedule
-from .run_directory import check_new_run, check_writable
+from .run_directory import check_new_run
 from .run_lock import check_unlocked
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")

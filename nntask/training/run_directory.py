@@ -5,7 +5,6 @@ Nothing that is there already is overwritten: a new run wants a directory of its
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -14,13 +13,14 @@ from typing import Any, Final
 
 from tiles.kernels import kernel_versions
 
-from ..checkpoints.store import write_atomically
+from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
 from ..config.resolution import RUNS
 from ..errors import DataError, StorageError, UsageError
+from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
 from .run_lock import LOCK
 
-CONFIG: Final = "config.toml"
+CONFIG: Final = RUN_CONFIG
 METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
 MACHINE: Final = "machine.json"
@@ -39,7 +39,10 @@ def check_new_run(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UsageError(f"--run-dir {path} is a file; give a directory")
     if path.is_dir() and any(path.iterdir()) and not _never_began(path):
-        raise UsageError(f"--run-dir {path} is not empty; give a new directory, or continue that run with --resume {path}")
+        if step_directories(path):
+            raise UsageError(f"--run-dir {path} is not empty; give a new directory, or continue that run with --resume {path}")
+        what = "holds a run that saved nothing" if (path / CONFIG).is_file() else "is not empty"
+        raise UsageError(f"--run-dir {path} {what}; remove it, or give a new directory")
     check_writable(path, "--run-dir")
 
 
@@ -50,34 +53,6 @@ def _never_began(path: Path) -> bool:
     return not names or (
         CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, TRACE} and not (metrics.exists() and metrics.stat().st_size)
     )
-
-
-def check_writable(path: Path, flag: str) -> None:
-    """Check that a directory can be created or written, or a file created.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    place = path.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if path.is_file():
-        ok, why = os.access(path, os.W_OK), "the file is not writable"
-    else:
-        ok, why = place.is_dir() and _can_create_in(place), f"{place} is not a writable directory"
-    if not ok:
-        raise UsageError(f"{flag} {path} cannot be written: {why}; choose another place")
-
-
-def _can_create_in(directory: Path) -> bool:
-    """Whether files can be made there; asks by making one, because permission bits say little about root and read-only mounts."""
-    probe = directory / f".nntask-{os.getpid()}.tmp"
-    try:
-        probe.touch(exist_ok=False)
-        probe.unlink()
-    except OSError:
-        return False
-    return True
 
 
 def newest_run() -> Path:

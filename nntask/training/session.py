@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
 
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, SUBMISSION, PlannedOrder
@@ -23,6 +25,9 @@ from .initial_weights import load_weights
 from .run_directory import CONFIG, write_file
 from .run_lock import RunLock
 from .signals import Interrupts
+
+MOST_NAMES: Final = 8
+"""Workers that are named one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ def print_header(session: Session, order: PlannedOrder | None) -> None:
         f"vocab {cut.vocab_tile}; {session.engine.num_tasks} tasks a step; {run.step.lanes} lane{'' if run.step.lanes == 1 else 's'}"
     )
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
-    say(f"workers: {', '.join(stats['busy_seconds'])}; policy {stats['policy']}; budgets: {budgets}")
+    say(f"workers: {', '.join(in_ranges(list(stats['busy_seconds'])))}; policy {stats['policy']}; budgets: {budgets}")
     if session.fallbacks:
         say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(session.fallbacks.items())))
     if order is not None and order.forecasts:
@@ -131,6 +136,14 @@ def print_header(session: Session, order: PlannedOrder | None) -> None:
             was = resumed.state.get("versions", {}).get(name, version)
             if was != version:
                 say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")
+
+
+def in_ranges(names: Sequence[str]) -> Sequence[str]:
+    """Names of workers; where there are many, neighbours of one kind as a range, such as ``cpu:0..199``."""
+    if len(names) <= MOST_NAMES:
+        return names
+    kinds = [list(found) for _, found in groupby(names, key=lambda name: name.partition(":")[0])]
+    return [found[0] + (f"..{found[-1].partition(':')[2]}" if len(found) > 1 else "") for found in kinds]
 
 
 def print_totals(stream: BatchStream, printer: StepPrinter) -> None:

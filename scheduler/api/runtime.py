@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Final
 
@@ -425,5 +426,5 @@ def _check_machine(cpu_workers: int, sim_gpus: int, budgets: Mapping[str, int | 
     if evict not in EVICTION_POLICIES:
         raise ValueError(f"unknown eviction policy {evict!r}; there are {', '.join(EVICTION_POLICIES)}")
     for name, budget in budgets.items():
-        if budget is not None and budget <= 0:
-            raise ValueError(f"{name} must be a positive number of bytes, got {budget}")
+        if budget is not None and (not isinstance(budget, Integral) or budget <= 0):
+            raise ValueError(f"{name} must be a positive number of bytes, got {budget!r}; give a whole number such as 1 << 30")

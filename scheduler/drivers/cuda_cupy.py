@@ -21,7 +21,7 @@ from ..core.errors import DeviceFailed
 from .gpu import Event, Stream, device_failed
 
 PACKAGES: Final = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
-INSTALL: Final = "pip install 'cupy-cuda12x[ctk]>=14' (drivers from 525) or 'cupy-cuda13x[ctk]>=14' (drivers from 580)"
+INSTALL: Final = "pip install -e '.[cuda13]' (drivers from 580) or '.[cuda12]' (drivers from 525)"
 MOST_PARTITIONS: Final = 16
 """Most partitions of one GPU."""
 CONTEXT_NBYTES: Final = 512 << 20

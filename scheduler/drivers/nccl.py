@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from .cuda_cupy import INSTALL, CupyGpu, GpuFacts, NoGpu
 from .gpu import Gpu, Stream
 
-INSTALL_NCCL: Final = "pip install 'nvidia-nccl-cu12>=2.19,<3' for CUDA 12, or 'nvidia-nccl-cu13>=2.19,<3' for CUDA 13"
+INSTALL_NCCL: Final = "pip install -e '.[nccl13]' for CUDA 13, or '.[nccl12]' for CUDA 12"
 
 OLDEST_CUPY: Final = 14
 """First version of CuPy whose unique ids are bytes."""

@@ -40,8 +40,12 @@ class DiskTier:
         try:
             self.directory.mkdir(exist_ok=True)
         except FileNotFoundError as error:
-            missing = self.directory.absolute().parent
-            raise FileNotFoundError(errno.ENOENT, f"there is no directory {missing} to make it in", str(self.directory)) from error
+            parent = self.directory.absolute().parent
+            if parent.is_dir():
+                raise PermissionError(errno.EACCES, f"{parent} is not a writable directory", str(self.directory)) from error
+            raise FileNotFoundError(errno.ENOENT, f"there is no directory {parent} to make it in", str(self.directory)) from error
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file; give a directory", str(self.directory)) from error
         self._fd, name = tempfile.mkstemp(prefix="nntask-", suffix=".tier", dir=self.directory)
         try:
             os.unlink(name)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.search import search
 
 from nntask.data import BatchStream, ByteTokenizer, Cursor, DataSpec, TokenFile, check_spec, in_order, open_dataset
+from nntask.data.dataset import corpus_of
 from nntask.data.sampler import permuted
 from nntask.data.texts import PIECE_NBYTES, Text
 from nntask.errors import DataError, UsageError
@@ -264,6 +265,35 @@ def test_a_link_to_nothing_is_named(tmp_path):
     (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"b\.txt in --dataset-path .* is a link to nothing; mend or remove it"):
         open_dataset(DataSpec("text", str(tmp_path), tokenizer="bytes", vocab_size=300))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a text\0with a NUL byte", "it holds NUL bytes"),
+        ("a text in UTF-16".encode("utf-16"), "it holds NUL bytes"),
+        (bytes(range(1, 256)) * 9, "50% of its bytes are no part of a character"),
+        ("\u0442\u0435\u043a\u0441\u0442".encode("koi8-r"), "100% of its bytes"),
+        ("Stra\xdfe, a word in Latin-1".encode("latin-1"), ""),
+        (b"a text whose first MiB ends within a character " + "\xdf".encode() * PIECE_NBYTES, ""),
+    ],
+    ids=["nul", "utf-16", "binary", "koi8-r", "latin-1", "utf-8"],
+)
+def test_a_file_that_is_no_text_is_for_plain_bytes_only(tmp_path, content, words):
+    """A few bytes of another encoding pass; more, or a NUL byte, are refused, unless the tokenizer is bytes."""
+    (tmp_path / "texts").mkdir()
+    file = tmp_path / "texts" / "file"
+    file.write_bytes(content)
+    corpus_of(DataSpec("text", str(file), tokenizer="bytes"))
+    for path in (file, file.parent):
+        spec = DataSpec("text", str(path), tokenizer="bpe")
+        if not words:
+            corpus_of(spec)
+            continue
+        with pytest.raises(DataError, match=f"{file}.* is not text in UTF-8: {words}"):
+            corpus_of(spec)
+        with pytest.raises(DataError, match="--val-path"):
+            corpus_of(DataSpec("stdlib", val_path=str(path), tokenizer="bpe"))
 
 
 def test_a_long_line_is_read_in_pieces(tmp_path):

@@ -47,6 +47,11 @@ def test_a_directory_is_made_but_not_what_it_lies_in(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"there is no directory {tmp_path}/new/a to make it in"):
         Runtime(1, ram=PAGES * PAGE, disk=tmp_path / "new" / "a" / "b")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(PermissionError, match=r"/proc is not a writable directory"):
+        DiskTier("/proc/tier")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"it is a file; give a directory"):
+        DiskTier(tmp_path / "file")
 
 
 def test_more_data_than_memory(kit, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -306,6 +306,8 @@ def test_bad_machines_are_refused() -> None:
         Runtime(1, sched="fastest")
     with pytest.raises(ValueError, match=r"ram must be a positive number of bytes, got 0"):
         Runtime(1, ram=0)
+    with pytest.raises(ValueError, match=r"ram must be a positive number of bytes, got '1GB'; give a whole number"):
+        Runtime(1, ram="1GB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lanes must be at least 1, got 0"):
         Runtime(1, lanes=0)
 

@@ -70,6 +70,7 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--run-dir=data"], 2, "not empty"),
         (["--resume=data"], 4, "holds no checkpoint"),
         (["--resume"], 4, "found no checkpoint"),
+        (["--resume=typo"], 4, "typo does not exist; give a run directory"),
         (["--load-checkpoint=none.safetensors"], 4, "none.safetensors"),
         (["--eval-every=1"], 2, "needs validation data"),
         (["--logger"], 2, "--logger is not offered"),
@@ -367,6 +368,31 @@ def test_data_that_changed_and_data_that_moved(here, capsys):
     path.write_bytes(content)
     code, err = refuse(capsys, ["train", "--resume=run", "--steps=6"])
     assert (code, "learnt from other data" in err) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["generate", "typo"], 4, "typo does not exist; give a run directory, one of its checkpoints, or a model directory"),
+        (["perplexity", "typo"], 4, "typo does not exist; give a run directory, one of its checkpoints, or a model directory"),
+        (["generate", "stopped"], 4, "stopped holds a run that saved no checkpoint"),
+        (["export", "stopped", "out"], 4, "stopped holds a run that saved no checkpoint"),
+        (["train", "--run-dir=stopped"], 2, "--run-dir stopped holds a run that saved nothing; remove it, or give a new directory"),
+        (["train", "--dataset=text", "--dataset-path=binary"], 4, "--dataset-path binary is not text in UTF-8: it holds NUL bytes"),
+        (["export", "x"], 2, "nntask: export needs RUN DIR; see"),
+        (["bench"], 2, "nntask: bench needs NAME; NAME is one of overhead, "),
+        (["data", "prepare", "--output=/proc/x"], 2, "--output /proc/x cannot be written: /proc is not a writable directory"),
+    ],
+)
+def test_what_other_commands_say(here, capsys, argv, code, words):
+    """The message names what is wrong and what to do."""
+    (here / "stopped").mkdir()
+    (here / "stopped" / "config.toml").touch()
+    (here / "stopped" / "metrics.jsonl").write_text("{}\n")
+    (here / "binary").write_bytes(bytes(1000))
+    found, err = refuse(capsys, argv)
+    assert words in err
+    assert found == code
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_runs_and_model_directories(here: Path, capsys: pytest.CaptureFixture[st
         (["small.json", "--b=cpu"], 2, "--a and --b must be two kinds of workers, got cpu for both; for example --b sim"),
         (["small.json", "--b=cuda"], 2, "--b must be one of cpu, sim, got 'cuda'"),
         (["smal"], 2, "MODEL must be a preset (tiny, gpt2, "),
-        ([], 2, "nntask compare needs MODEL"),
+        ([], 2, "nntask: compare needs MODEL"),
         (["small.json", "--rtol=-1"], 2, "--rtol must be 0 or more, and finite, got -1.0; the nearest legal value is 0"),
         (["small.json", "--atol=nan"], 2, "--atol must be 0 or more, and finite, got nan"),
         (["small.json", "--steps=0"], 2, "--steps must be at least 1, got 0"),

@@ -235,7 +235,7 @@ def missing() -> Any:
 @pytest.mark.parametrize(
     ("packages", "runtime", "words"),
     [
-        ([], None, "CuPy, and it is not installed; pip install 'cupy-cuda12x[ctk]>=14'"),
+        ([], None, "CuPy, and it is not installed; pip install -e '.[cuda13]'"),
         (
             ["cupy-cuda12x", "cupy-cuda13x"],
             None,

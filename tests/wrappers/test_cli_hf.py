@@ -83,6 +83,8 @@ def test_export_says_what_it_wrote(here, capsys):
     assert f"{len(set(index['weight_map'].values()))} files, to out" in out
     code, err = refuse(capsys, ["export", "a", "out"])
     assert (code, "replace it with --force" in err) == (2, True)
+    code, err = refuse(capsys, ["export", "a", "/proc/out"])
+    assert (code, "/proc/out cannot be written: /proc is not a writable directory" in err) == (2, True)
     assert main(["export", "a", "out", "--force"]) == 0
     assert (here / "out" / "model.safetensors").exists()
     assert not (here / "out" / "model.safetensors.index.json").exists()
@@ -188,7 +190,9 @@ def test_token_ids_of_another_tokenizer_are_refused(here, capsys):
     assert main(["data", "prepare", "--dataset=text", "--dataset-path=text.txt", "--tokenizer-path=start", "--output=same"]) == 0
     assert main([*argv, "--dataset=train.bin", "--dataset-path=same", "--run-dir=run"]) == 0
     assert main(["data", "prepare", "--dataset=text", "--dataset-path=text.txt", "--vocab-size=270", "--output=other"]) == 0
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "to other/train.bin\n" in said
+    assert said.endswith("use it with: nntask train --dataset train.bin --dataset-path other\n")
     code, err = refuse(capsys, [*argv, "--dataset=train.bin", "--dataset-path=other"])
     assert (code, "holds ids of other/tokenizer.json, and start gives words other ids" in err) == (2, True), err
 

@@ -404,8 +404,8 @@ def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, cap
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["bench"], "there are overhead, kernels, links, evict, sched"),
-        (["bench", "speed"], "unknown benchmark 'speed'"),
+        (["bench"], "bench needs NAME; NAME is one of overhead, kernels, links, evict, sched"),
+        (["bench", "speed"], "there is no benchmark 'speed'; NAME is one of"),
         (["bench", "evict", "--budgets=a"], "--budgets must be whole numbers"),
         (["bench", "evict", "--model=gpt5"], "--model must be one of"),
         (["bench", "evict", "--batch=0"], "--batch must be at least 1, got 0; the nearest legal value is 1"),

@@ -16,6 +16,7 @@ from support.commands import KILL, ROOT, numbers, same_state, start, wait_for_li
 from support.deadline import DEADLINE
 
 from nntask.checkpoints.store import find_checkpoint
+from nntask.training.session import in_ranges
 from wrappers.cli import main
 
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -542,3 +543,10 @@ def test_devices_and_bench_print_json(capsys):
     fields = {"submitted_us_per_task", "replayed_us_per_task", "traced_replayed_us_per_task"}
     fields |= {"submitted_us_two_workers", "replayed_us_two_workers", "mixed_us_two_workers", "waited_us_two_workers"}
     assert fields <= set(json.loads(capsys.readouterr().out))
+
+
+def test_many_workers_are_named_in_ranges():
+    """Up to eight by name."""
+    few = [f"cpu:{number}" for number in range(8)]
+    assert in_ranges(few) == few
+    assert in_ranges([*few, "cuda:0", "sim:0", "sim:1"]) == ["cpu:0..7", "cuda:0", "sim:0..1"]

@@ -271,7 +271,9 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
         ([str(folder), "--steps=1:2"], 2, "--steps must name steps that were traced, got 1:2, and steps 3 to 4 were"),
         ([str(folder), "--steps=4"], 2, "--steps must be A:B with 1 <= A <= B, got '4'"),
         ([str(folder), f"--trace={tmp_path}/none"], 4, "cannot be read: No such file or directory; name another one with --trace"),
-        ([str(folder), f"--output={tmp_path}/none/a.html"], 6, "choose another file with --output"),
+        ([str(folder), f"--output={tmp_path}/none/a.html"], 2, f"there is no directory {tmp_path}/none; make it, or choose another place"),
+        ([str(folder), f"--output={tmp_path}"], 2, f"--output {tmp_path} is a directory; give a file"),
+        ([str(folder), "--output=/proc/a.html"], 2, "/proc is not a writable directory; choose another place"),
     ):
         assert main(["report", *argv]) == code, argv
         assert words in capsys.readouterr().err
@@ -280,7 +282,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     monkeypatch.setitem(sys.modules, "bokeh", None)
     assert main(["report", str(folder)]) == 2
     err = capsys.readouterr().err
-    assert "nntask report needs the bokeh package" in err
+    assert "nntask: report needs the bokeh package" in err
     assert "pip install -e '.[dashboard]'" in err
 
 

@@ -88,7 +88,7 @@ def test_a_missing_package_is_refused_before_anything_is_written(
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
     assert main(["train", *FLAGS.split(), "--run-dir=run", "--report-to=tensorboard"]) == 2
-    assert "needs the tensorboard package, which is not installed; pip install tensorboard, or drop it" in capsys.readouterr().err
+    assert "needs the tensorboard package, which is not installed; pip install -e '.[tensorboard]', or drop it" in capsys.readouterr().err
     assert not (here / "run").exists()
     assert main(["train", *FLAGS.split(), "--run-dir=run", "--report-to=wandb"]) == 2
     assert "--report-to must be one of none, tensorboard, got 'wandb'" in capsys.readouterr().err

@@ -7,10 +7,12 @@ on purpose becomes one line on stderr and an exit code; any other exception is a
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from contextlib import redirect_stdout
+from typing import Final, TextIO, cast
+
+from .output import Output, complain, open_missing
 
 __all__ = ["COMMANDS", "exit_code", "main"]
 
@@ -34,27 +36,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    try:
-        return _answer(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:
-        print("nntask: interrupted", file=sys.stderr)
-        return 130
+    open_missing()
+    output = Output(sys.stdout)
+    with redirect_stdout(cast(TextIO, output)):
+        try:
+            return _answer(list(sys.argv[1:] if argv is None else argv), output)
+        except KeyboardInterrupt:
+            complain("interrupted")
+            return 130
 
 
-def _answer(args: list[str]) -> int:
+def _answer(args: list[str], output: Output) -> int:
     """Run a command line and print its error, except Ctrl-C; returns the exit code."""
     try:
-        code = _dispatch(args)
-        sys.stdout.flush()
+        try:
+            code = _dispatch(args)
+        except SystemExit:  # the help has been printed
+            output.flush()
+            raise
+        output.flush()
         return code
     except BrokenPipeError:  # the reader of the output has ended, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.discard()
         return 0
     except Exception as error:
         code = exit_code(error)
         if code == 1:
             raise
-        print(f"nntask: {error}", file=sys.stderr)
+        complain(str(error))
+        output.flush_or_discard()
         return code
 
 

@@ -211,7 +211,7 @@ def test_objects_leave_as_pickles_and_come_back(tmp_path: Path) -> None:
 def test_what_cannot_be_pickled_stays(tmp_path: Path) -> None:
     """It is counted for good, something else leaves in its place, and without anything else the graph does not fit."""
     graph = pressed(Odd)
-    with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs, pytest.raises(DoesNotFit, match="'wide' reads"):
+    with runtime(ram=4 * MIB, disk=tmp_path, workers=1) as graphs, pytest.raises(DoesNotFit, match="'wide', which reads"):
         graphs.get(graph, "end")
     graph["more"] = Task("more", lambda made: np.ones(MIB // 8), TaskRef("made"))
     graph |= {f"a{number}": Task(f"a{number}", lambda made, more: np.ones(MIB // 8), TaskRef("made"), TaskRef("more")) for number in range(3)}
@@ -228,7 +228,7 @@ def test_what_is_lent_counts_until_the_program_lets_go(tmp_path: Path) -> None:
         view = graphs.get({"x": ones("x", 3 * MIB)}, "x")[5:]
         assert graphs.stats()["lent"] == 1
         assert graphs.stats()["resident_bytes"] >= 3 * MIB
-        with pytest.raises(DoesNotFit, match=r"'z' reads 6,291,456 B .* lent to the program"):
+        with pytest.raises(DoesNotFit, match=r"'z', which reads 6,291,456 B .* lent to the program"):
             graphs.get(needs_all, "z")
         del view
         gc.collect()
@@ -240,8 +240,16 @@ def test_without_a_disk_what_does_not_fit_fails() -> None:
     """The message names the task, the bytes and what to do."""
     graph: dict[str, Any] = {f"x{number}": ones(f"x{number}") for number in range(8)}
     graph["end"] = Task("end", combine, *(TaskRef(f"x{number}") for number in range(8)))
-    with runtime(ram=4 * MIB, workers=1) as graphs, pytest.raises(DoesNotFit, match=r"without a disk nothing can leave it; raise ram, name a disk"):
+    with (
+        runtime(ram=4 * MIB, workers=1) as graphs,
+        pytest.raises(DoesNotFit, match=r"without a disk earlier results stay there; raise ram, name a"),
+    ):
         graphs.get(graph, "end")
+    with (
+        runtime(ram="1KB", workers=1) as graphs,
+        pytest.raises(DoesNotFit, match=r"B of results at once, in 1,000 B of ram; raise ram, or"),
+    ):
+        graphs.get({"x": ones("x"), "end": Task("end", combine, TaskRef("x"), TaskRef("x"))}, "end")
 
 
 def test_a_full_disk_fails_the_graph_and_not_the_runtime(tmp_path: Path) -> None:

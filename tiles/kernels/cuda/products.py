@@ -137,7 +137,7 @@ def _library() -> Any:
                 return _typed(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
             except OSError:
                 continue
-    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install 'cupy-cuda12x[ctk]>=14' or 'cupy-cuda13x[ctk]>=14'")
+    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install -e '.[cuda13]' or '.[cuda12]'")
 
 
 def _typed(library: Any) -> Any:

@@ -43,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
         print("usage: nntask bench NAME [flags]\n\n  " + "\n  ".join(f"nntask bench {each} --help" for each in BENCHMARKS))
         return 0
     if name not in BENCHMARKS:
-        raise UsageError((f"unknown benchmark {name!r}; " if name else "which benchmark? ") + f"there are {', '.join(BENCHMARKS)}")
+        wrong = f"there is no benchmark {name!r}" if name else "bench needs NAME"
+        raise UsageError(f"{wrong}; NAME is one of {', '.join(BENCHMARKS)}, as in nntask bench overhead")
     module = importlib.import_module(f".{name}", __name__)
     rest = [*argv[: argv.index(name)], *argv[argv.index(name) + 1 :]]
     settings, _ = parse(getattr(module, BENCHMARKS[name]), rest, f"nntask bench {name}")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..options.help import parse
+
+if TYPE_CHECKING:
+    from nntask.data import TokenizedDataset
 
 ACTIONS = ("prepare",)
 
@@ -39,9 +44,9 @@ def run(argv: Sequence[str]) -> int:
 
     settings, words = parse(PrepareSettings, argv, "nntask data", words=("prepare",))
     if words[0] not in ACTIONS:
-        raise UsageError(f"nntask data knows {', '.join(ACTIONS)}, got {words[0]!r}; write nntask data prepare --output DIR")
+        raise UsageError(f"data knows {', '.join(ACTIONS)}, got {words[0]!r}; write nntask data prepare --output DIR")
     if not settings.output:
-        raise UsageError("nntask data prepare needs --output, the directory to write; add it")
+        raise UsageError("data prepare needs --output, the directory to write; add it")
     if settings.vocab_size < 1 or settings.dataset_select == 0 or settings.dataset_select < -1:
         raise UsageError(
             f"--vocab-size must be at least 1 and --dataset-select at least 1, or -1 for all, "
@@ -60,6 +65,23 @@ def run(argv: Sequence[str]) -> int:
     )
     done = tokenize_dataset(spec, Path(settings.output), lambda sentence: print(sentence, flush=True))
     print(f"wrote {done.num_train:,} tokens for training and {done.num_validation:,} for validation, {done.tokenizer} of {done.vocab_size:,} ids")
-    train = f"nntask train --dataset train.bin --dataset-path {settings.output}"
-    print(f"use it with: {train}{' --tokenizer bytes' if done.tokenizer == 'bytes' else ''}, and a model of at least {done.vocab_size:,} ids")
+    print(_how_to_use(settings, done))
     return 0
+
+
+def _how_to_use(settings: PrepareSettings, done: TokenizedDataset) -> str:
+    """The command that trains on the tokens, with a model that has as many ids."""
+    from nntask import PRESETS
+
+    train = f"use it with: nntask train --dataset train.bin --dataset-path {shlex.quote(settings.output)}"
+    if done.tokenizer == "bytes":
+        train += " --tokenizer bytes"
+    default, *others = PRESETS
+    most = PRESETS[default].vocab_size
+    if done.vocab_size <= most:
+        return train
+    fits = next((name for name in others if PRESETS[name].vocab_size >= done.vocab_size), None)
+    model = f"--model {fits}, or another" if fits else "--config-path of a"
+    is_trained = settings.tokenizer in ("auto", "bpe") and not settings.tokenizer_path
+    smaller = f" ({default}, the default, has {most:,}: prepare with --vocab-size {most} for it)" if is_trained else ""
+    return f"{train} {model} model of at least {done.vocab_size:,} ids{smaller}"

@@ -140,8 +140,10 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         disk = figures["disk_bytes_per_second"]
         text = f"{figures['link_bytes_per_second'] / 1e9:.3g} GB/s between RAM and each device, in each direction"
         yield f"rates               {text}" + (f"; disk {disk / 1e9:.3g} GB/s, all requests together" if disk is not None else "")
+    order = figures["order"]
+    in_order = "" if order == "submission" else f"{format_size(figures['needed_bytes'])} in order {order}, "
     yield (
-        f"needed              {format_size(figures['needed_bytes'])} at once where nothing moves, in order {figures['order']}; most of each kind "
+        f"needed              {format_size(figures['submission_needed_bytes'])} at once where nothing moves; {in_order}most of each kind "
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
     least = figures["minimum_budget_bytes"]
@@ -158,10 +160,10 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
-        yield f"{'order ' + name:19} {about}" + (mark if name == figures["order"] else "")
+        yield f"{'order ' + name:19} {about}" + (mark if name == order else "")
     if figures["forecast_bytes"] == {}:
         memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
-        yield f"order               {figures['order']}: everything fits{memories}"
+        yield f"order               {order}: everything fits{memories}"
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
     if figures["seconds_per_step"] is not None:

@@ -25,30 +25,36 @@ def run(argv: Sequence[str]) -> int:
     """Write the report of a run; returns 0.
 
     Raises:
-        UsageError: a flag is wrong, or Bokeh is not installed.
+        UsageError: a flag is wrong, the place of the page cannot be written, or Bokeh is not installed.
         DataError: there is no run, it has finished no step, or one of its files is broken.
-        StorageError: the page cannot be written.
+        StorageError: the disk is full or failed.
     """
     from nntask import StorageError, UsageError
     from nntask.config import trace_range
+    from nntask.io import check_writable
 
     settings, words = parse(ReportSettings, argv, "nntask report", words=("RUN",))
     steps = trace_range(settings.steps, "--steps")
+    directory = Path(words[0])
+    target = Path(settings.output) if settings.output else directory / "report.html"
     from wrappers.report.figures import traced_steps
     from wrappers.report.records import read_run
 
-    directory = Path(words[0])
     found = read_run(directory, Path(settings.trace) if settings.trace else None)
+    if target.is_dir():
+        raise UsageError(f"--output {target} is a directory; give a file")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"--output {target} cannot be written: there is no directory {target.parent}; make it, or choose another place")
+    check_writable(target, "--output")
     try:
         from wrappers.report.page import page
     except ImportError as error:
-        raise UsageError(f"nntask report needs the bokeh package ({error}); pip install -e '.[dashboard]'") from error
+        raise UsageError(f"report needs the bokeh package ({error}); pip install -e '.[dashboard]'") from error
     if steps is not None:
         traced = traced_steps(found.nodes)
         if not any(steps[0] <= step <= steps[1] for step in traced):
             what = f"steps {traced[0]} to {traced[-1]} were" if traced else "none was"
             raise UsageError(f"--steps must name steps that were traced, got {settings.steps}, and {what}; change or drop it")
-    target = Path(settings.output) if settings.output else directory / "report.html"
     try:
         target.write_text(page(found, steps), encoding="utf-8")
     except OSError as error:

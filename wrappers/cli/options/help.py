@@ -41,7 +41,7 @@ def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequen
     table = table_of(settings)
     values, found = scan(argv, table, len(words))
     if len(found) < len(words):
-        raise UsageError(f"{program} needs {' '.join(words)}; see {program} --help")
+        raise UsageError(f"{program.removeprefix('nntask ')} needs {' '.join(words)}; see {program} --help")
     return build(settings(), values, table), found
 
 

@@ -301,10 +301,12 @@ class Store:
     def too_large(self, key: object, nbytes: int) -> DoesNotFit:
         """The refusal of a task that reads `nbytes` bytes at once, in the terms of graphs."""
         taken = self.machine.memory.held_bytes
-        below = "" if self.spills else "; without a disk nothing can leave it"
+        held = f", of which {taken:,} B are lent to the program or small results" if taken else ""
+        full = not self.spills and nbytes <= self.ram.budget
+        below = "; without a disk earlier results stay there" if full else ""
+        advice = "raise ram, " + ("name a disk, " if full else "") + ("let go of earlier results, " if taken else "") + "or use smaller chunks"
         return DoesNotFit(
-            f"task {key!r} reads {nbytes:,} B of results at once, but of {self.ram.budget:,} B of ram {taken:,} B are lent to the "
-            f"program or small results{below}; raise ram, name a disk, use smaller chunks, or let go of earlier results",
+            f"there is no room for task {key!r}, which reads {nbytes:,} B of results at once, in {self.ram.budget:,} B of ram{held}{below}; {advice}",
             self.ram.name,
         )
 

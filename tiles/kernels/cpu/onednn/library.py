@@ -139,7 +139,7 @@ def _load() -> tuple[_Library | None, str]:
     chosen = os.environ.get("NNTASK_ONEDNN", "")
     if chosen == "off":
         return None, "switched off by NNTASK_ONEDNN"
-    reason = f"oneDNN is not installed; pip install {_PACKAGE}"
+    reason = "oneDNN is not installed; pip install -e '.[onednn]'"
     for path in [chosen] if chosen else _candidates():
         try:
             library = _Library(path)

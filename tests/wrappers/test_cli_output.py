@@ -1,0 +1,65 @@
+"""Standard streams that are full, closed, or read by nobody: a sentence and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("", "--help", "plan --help", "devices --json", "plan --seq-len 64 --batch 1")
+SENTENCE = "nntask: cannot write to standard output: No space left on device; what was saved is whole\n"
+
+
+def shell(command: str, streams: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command with its streams redirected by a shell."""
+    return subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m nntask {command} {streams}'],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_standard_output(command: str, tmp_path: Path) -> None:
+    """Exit code 6 and one sentence."""
+    done = shell(command, ">/dev/full", tmp_path)
+    assert (done.returncode, done.stderr) == (6, SENTENCE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_closed_standard_output(command: str, tmp_path: Path) -> None:
+    """What is printed goes nowhere, and the exit code is that of the command."""
+    done = shell(command, ">&-", tmp_path)
+    assert (done.returncode, done.stderr) == (0 if command else 2, "")
+
+
+def test_a_run_with_its_streams_closed(tmp_path: Path) -> None:
+    """It trains and saves; no file of it takes the number of a stream."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    flags = "--dataset text --dataset-path text.txt --tokenizer bytes --seq-len 32 --batch 1 --steps 1 --sample-tokens 0 --run-dir run"
+    done = shell(f"train {flags}", "<&- >&- 2>&-", tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+    exported = shell("export run model", ">/dev/full", tmp_path)
+    assert (exported.returncode, exported.stderr) == (6, SENTENCE)
+    assert (tmp_path / "model" / "config.json").is_file()
+    written = shell("generate run --max-new-tokens 2", ">/dev/full", tmp_path)
+    assert (written.returncode, written.stderr) == (6, SENTENCE)
+
+
+def test_an_error_that_nobody_can_read(tmp_path: Path) -> None:
+    """The exit code still says what happened."""
+    assert shell("devices --ram much", ">/dev/full 2>/dev/full", tmp_path).returncode == 2
+
+
+def test_a_reader_that_has_ended(tmp_path: Path) -> None:
+    """A broken pipe is no error."""
+    done = shell("plan --help", "| true", tmp_path)
+    assert done.stderr == ""
