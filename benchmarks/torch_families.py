@@ -96,36 +96,19 @@ def measure(family: str, steps: int) -> dict[str, Any]:
 
 
 def comparisons(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each family, and what holds for all of them."""
-    rows = [
-        common.compare(f"{name}, `{each['model']}`", "nats", each["difference"], "bar", NEAR, better="less", bar=f"ours <= {NEAR}")
-        for name, each in found.items()
-    ]
-    good = [each for each in found.values() if each["difference"] <= NEAR and all(each["same_bits"].values())]
+    """A row for each family, and what holds for all of them, which is what has bars: one promise counts once, not once for each family."""
+    rows = [common.compare(f"{name}, `{each['model']}`", "nats", each["difference"], "bar", NEAR, better="less") for name, each in found.items()]
     same = sum(all(each["same_bits"].values()) for each in found.values())
-    worst = max(found.values(), key=lambda each: each["quarter_peak_bytes"] / each["quarter_budget_bytes"])
-    within = "ratio <= 1.0"
+    near = sum(each["difference"] <= NEAR for each in found.values())
+    widest = max(found.values(), key=lambda each: each["quarter_peak_bytes"] / each["quarter_budget_bytes"])
+    peaks = (widest["quarter_peak_bytes"], "allowed", widest["quarter_budget_bytes"])
+    bits = "the same bits in memory, in a quarter of it, on one worker, on two devices"
     return [
         *rows,
-        common.compare(
-            "the same bits in memory, in a quarter of it, on one worker, on two devices",
-            "families",
-            same,
-            "all",
-            len(found),
-            better="more",
-            bar="ratio >= 1",
-        ),
-        common.compare(
-            "peak in a quarter of the memory, nearest to its budget",
-            "bytes",
-            worst["quarter_peak_bytes"],
-            "allowed",
-            worst["quarter_budget_bytes"],
-            better="less",
-            bar=within,
-        ),
-        common.compare("families within 1e-5 and with the same bits", "families", len(good), "bar", ENOUGH, better="more", bar=f"ours >= {ENOUGH}"),
+        common.compare("losses within 1e-5 of eager's", "families", near, "all", len(found), better="more", bar="ratio >= 1"),
+        common.compare(bits, "families", same, "all", len(found), better="more", bar="ratio >= 1"),
+        common.compare("peak in a quarter of the memory, nearest to its budget", "bytes", *peaks, better="less", bar="ratio <= 1.0"),
+        common.compare("families that were tried", "families", len(found), "bar", ENOUGH, better="more", bar=f"ours >= {ENOUGH}"),
     ]
 
 
