@@ -25,7 +25,10 @@ IGNORED = -100  # label of tokens that are not guessed
 
 
 def masked(windows, rng):
-    """Replace what is to be guessed, 15 % of the tokens (Devlin et al., 2018: eight tenths masked, one random, one kept)  # (B, T) -> two of (B, T)."""
+    """Input ids and labels of windows, 15 % of whose tokens are to be guessed: (B, T) -> (B, T), (B, T).
+
+    Of these, eight tenths are masked, one tenth is random, and one stays (Devlin et al., BERT, 2018).
+    """
     guessed = rng.random(windows.shape) < 0.15
     chance = rng.random(windows.shape)
     ids = np.where(guessed & (chance < 0.8), MASK, windows)
