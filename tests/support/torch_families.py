@@ -58,6 +58,7 @@ FAMILIES: Mapping[str, tuple[str, str, dict[str, Any], Callable[[], Batch]]] = {
         "GPTNeoConfig",
         {
             **{"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 64, "window_size": 16},
+            **{"max_position_embeddings": 64},  # its masks are squares of this
             **{"attention_types": [[["global", "local"], 1]], "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
         },
         _text,
