@@ -6,8 +6,8 @@
 
 A side is a process of its own: a model with random weights from a config, dropout off, fp32, the same random batch in every step, AdamW (fused in
 PyTorch). Two steps warm up, `--steps` are timed, and the fastest counts, because other processes only add to it. PyTorch computes with all cores
-inside an operation, eager or behind torch.compile; a session with one thread for each worker and a sequence or image for each minibatch, in the budget
-that the table gives, and once more in a quarter of the bytes that it used there, above a disk.
+inside an operation, eager or behind torch.compile; a session computes with one thread for each worker, in the budget that the table gives, and once
+more in a quarter of the bytes that it used there, above a disk.
 """
 
 from __future__ import annotations

@@ -235,6 +235,91 @@ def test_weights_come_from_files_when_they_are_needed(family: str, tmp_path: Pat
         Session(empty, weights=tmp_path / "model", ram="64MB")
 
 
+class _Twice(torch.nn.Module):
+    """The gradient of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(self.layer(x)).sum(), x, create_graph=True)
+        return (slope**2).mean()
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class _Custom(_Twice):
+    """A function with a backward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (_Double.apply(self.layer(x)) ** 2).mean()
+
+
+class _Recurrent(_Twice):
+    """An LSTM and a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.LSTM(4, 4), torch.nn.GRU(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.second(self.first(x[None])[0])[0] ** 2).mean() + self.layer(x).mean() ** 2
+
+
+class _InPlace(_Twice):
+    """In-place operations on activations and on a buffer, and a real tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.scale = torch.tensor([2.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        y = self.layer(x).relu_().mul_(self.scale)
+        return (y + self.count).square().mean()
+
+
+@pytest.mark.parametrize("kind", [_Twice, _Custom, _Recurrent, _InPlace])
+def test_what_autograd_can_do_sessions_can(kind: type[torch.nn.Module]) -> None:
+    """Double backward, custom functions, recurrent layers, in-place operations and changed buffers: eager's losses."""
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(6, 4)
+    theirs, expected = copy.deepcopy(module), []
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = theirs(x)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    with Session(module, "sgd", lr=0.1, ram="64MB") as session:
+        assert [session.step(x=x) for _ in range(3)] == pytest.approx(expected, abs=1e-5)
+        assert session.state_dict().get("count", 3) == 3
+
+
+def test_results_have_tensors_of_their_own() -> None:
+    """The logits are eager's, and a cache of keys, an object of its own kind, is left out."""
+    module, batches = make("llama", 1)
+    batch = {"input_ids": batches[0]["input_ids"]}
+    with torch.no_grad():
+        expected = copy.deepcopy(module).eval()(**batch).logits
+    with Session(module, ram="64MB", loss=lambda result, batch: result.logits.mean()) as session:
+        found = session.predict(**batch)
+    assert torch.allclose(found.logits, expected, atol=1e-5)
+    assert found.past_key_values is None
+
+
 class _Branch(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -263,6 +348,11 @@ class _Shuffles(_Branch):
         return (self.layer(x) * x[:, torch.randperm(4)]).mean()
 
 
+class _Leaves(_Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).mean() + float(self.layer.weight.detach().numpy().sum())
+
+
 def _half() -> torch.nn.Module:
     module = torch.nn.Linear(4, 1)
     module.weight = torch.nn.Parameter(torch.zeros(1, 4, dtype=torch.complex64))
@@ -278,6 +368,7 @@ def _frozen() -> torch.nn.Module:
     [
         (_Branch, {}, r"test_torch_session\.py:\d+ \(if y\.sum\(\) > 0:\) needs a value .*torch\.where"),
         (_Picks, {}, r"test_torch_session\.py:\d+ .* needs a shape that depends on values"),
+        (_Leaves, {}, r"test_torch_session\.py:\d+ .* cannot be captured: \.numpy\(\) .* run that part outside the model"),
         (_Vector, {}, r"the loss must be a tensor with one element, got a tensor of shape \(2, 4\); give loss="),
         (_Shuffles, {}, r"aten\.randperm\.default cannot be given a seed of its own; use dropout"),
         (_half, {}, r"weight is of type torch\.complex64, and parameters must be real"),

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from nntask import UsageError
 
@@ -109,7 +109,7 @@ class Capture:
 
     Attributes:
         calls: in the order of eager PyTorch.
-        outputs: what the pass returns, references in place of tensors: the loss for training.
+        outputs: what the pass returns, references in place of tensors: the loss for training. Objects, such as a cache of keys, are None.
         gradients: name of a parameter -> its gradient; only of those that have one.
         storages: those that exist before the pass, by role and name; constants are not among them.
     """
@@ -124,6 +124,8 @@ def capture(
     module: torch.nn.Module, batch: Mapping[str, Any], loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None, *, divisor: int = 1
 ) -> Capture:
     """Capture a forward pass, and with a loss the backward pass too. The module stays as it is; its values are not used.
+
+    oneDNN is switched off meanwhile, for the whole process, so that recurrent layers are captured as products: nothing else may compute.
 
     Args:
         module: the module, in training or evaluation mode, on the CPU or on the meta device.
@@ -143,7 +145,8 @@ def capture(
                 recorder.enter(value, "input", name)
         before = dict(recorder.named)
         learnt = {name: twin for name, twin in parameters.items() if twin.requires_grad and loss_of is not None}
-        with _refusals(), recorder, torch.set_grad_enabled(loss_of is not None):
+        without_rnn_layers = torch.backends.mkldnn.flags(enabled=False)  # their workspace has a size that only oneDNN knows
+        with _refusals(), recorder, torch.set_grad_enabled(loss_of is not None), without_rnn_layers:
             outputs = torch.func.functional_call(module, twins, (), inputs)
             gradients: dict[str, torch.Tensor] = {}
             if loss_of is not None:
@@ -153,8 +156,15 @@ def capture(
         for name, gradient in gradients.items():
             if gradient.layout != torch.strided:
                 raise UsageError(f"the gradient of {name} is sparse, and gradients must be dense; make its embedding with sparse=False")
-        kept = tree_map_only(torch.Tensor, recorder.ref, outputs)
+        kept = tree_map(lambda leaf: _kept(leaf, recorder), outputs)
         return Capture(recorder.calls, kept, {name: recorder.ref(gradient) for name, gradient in gradients.items()}, before)
+
+
+def _kept(leaf: Any, recorder: _Recorder) -> Any:
+    """What of a pass's result is kept: references of tensors and plain values, but no objects, which may hold tensors without memory."""
+    if isinstance(leaf, torch.Tensor):
+        return recorder.ref(leaf)
+    return leaf if isinstance(leaf, bool | int | float | str | None) else None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -283,7 +293,9 @@ def _refusals() -> Iterator[None]:
         ) from error
     except UnsupportedOperatorException as error:
         raise UsageError(f"{_line_of(error)} calls {error.func}, whose shapes PyTorch cannot work out beforehand; register a fake for it") from error
-    except NotImplementedError as error:
+    except (NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, NotImplementedError) and not any(word in str(error) for word in ("FakeTensor", "tensor subclasses")):
+            raise  # a mistake in the model
         raise UsageError(f"{_line_of(error)} cannot be captured: {str(error).splitlines()[0]}; run that part outside the model") from error
 
 
