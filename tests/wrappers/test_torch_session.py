@@ -286,7 +286,7 @@ class _InPlace(_Twice):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count.add_(1)
-        y = self.layer(x).relu_().mul_(self.scale)
+        y = self.layer(x).mul_(self.scale).relu_()
         return (y + self.count).square().mean()
 
 
