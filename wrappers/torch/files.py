@@ -2,9 +2,9 @@
 
 ::
 
-    DIRECTORY/model.safetensors, optimizer.safetensors, session.json, config.json
+    DIRECTORY/model.safetensors, optimizer.safetensors, session.json, config.json, generation_config.json
 
-model.safetensors and config.json are those of transformers; config.json is there if the module has a config.
+model.safetensors and the configs are those of transformers; the configs are there if the module has them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT: Final = 1
 
 
 def save_session(
-    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
 ) -> None:
     """Write a session to a new directory.
 
@@ -36,7 +36,7 @@ def save_session(
         model: name -> tensor of the module.
         optimizer: name -> tensor of the optimizer's state.
         state: further content of session.json.
-        module: whose config is saved, if it has one.
+        module: whose config is saved, if it has one; None for no config.
 
     Raises:
         UsageError: the directory exists.
@@ -49,16 +49,33 @@ def save_session(
         directory.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(directory) as new:
             new.mkdir()
-            checksums = {
-                MODEL: save_tensors(new / MODEL, model, metadata={"format": "pt"}, finite=True),
-                OPTIMIZER: save_tensors(new / OPTIMIZER, optimizer, finite=True),
-            }
-            config = getattr(module, "config", None)
-            if config is not None and hasattr(config, "to_json_file"):
-                config.to_json_file(new / "config.json")
+            checksums = {MODEL: save_model(new, model, module), OPTIMIZER: save_tensors(new / OPTIMIZER, optimizer, finite=True)}
             (new / STATE).write_text(json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
     except OSError as error:
         raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
+
+
+def save_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
+    """Write model.safetensors, and the configs of a module of transformers, to a directory; arguments as of `save_session`.
+
+    Returns:
+        The checksum of model.safetensors.
+
+    Raises:
+        StorageError: the disk is full or failed.
+        Diverged: a value is not finite.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("config", "generation_config"):
+            config = getattr(module, name, None)
+            if config is not None and hasattr(config, "to_json_file"):
+                if name == "config":
+                    config.architectures = [type(module).__name__]
+                config.to_json_file(directory / f"{name}.json")
+    except OSError as error:
+        raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
+    return save_tensors(directory / MODEL, model, metadata={"format": "pt"}, finite=True)
 
 
 def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> dict[str, Any]:

@@ -29,13 +29,14 @@ from nntask import DoesNotFit, StorageError, UsageError
 from nntask.config import ResourceSettings
 from nntask.engine import Outcome
 from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.io import load_tensors
 from nntask.optim import Optimizer, norm_of
 from nntask.planning import needs_of, shortage
 from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Ticket
 from tiles import TileTensor
 
 from .capture import Function, Ref, Storage, capture
-from .files import load_session, save_session
+from .files import MODEL, load_session, save_model, save_session
 from .kernels import tensor_of
 from .optimizers import optimizer_on, torch_optimizer
 from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
@@ -227,14 +228,20 @@ class Session:
             ticket.wait()
             return _value(recorded.outputs[0], recorded.kept[0], ticket)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way."""
+    def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way.
+
+        Args:
+            frozen: whether frozen parameters are among them.
+        """
         tensors, found, seen = self._state.tensors(), {}, dict[int, torch.Tensor]()
         for name, value in _named_tensors(self.module):
+            if not frozen and _is_frozen(value):
+                continue
             if id(value) not in seen:
                 seen[id(value)] = torch_of(tensors[name].read(), value)
             found[name] = seen[id(value)]
-        return {name: found[name] for name in self.module.state_dict()}
+        return {name: found[name] for name in self.module.state_dict() if name in found}
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
@@ -247,37 +254,74 @@ class Session:
         """The optimizer's state by name, such as "m.layer.weight"."""
         return self._optimizer.tensors()
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
 
         model.safetensors has the weights under the module's names, beside the config.json of a module of transformers, so that ``from_pretrained``
         reads the directory as well.
+
+        Args:
+            directory: does not exist.
+            frozen: whether frozen parameters are saved; if not, there is no config.json, and a session to `resume` must have their values.
 
         Raises:
             UsageError: the directory exists already.
             StorageError: the disk is full or failed.
             Diverged: a weight is not finite.
         """
-        save_session(Path(directory), self._saved(), self.optimizer_tensors(), {"step": self.num_steps, "lr": self._rate}, self.module)
+        state = {"step": self.num_steps, "lr": self._rate}
+        save_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None)
 
-    def resume(self, directory: str | os.PathLike[str]) -> None:
+    def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Go on from a directory that `save` has written, for the same module and optimizer.
+
+        Args:
+            directory: what `save` was given.
+            frozen: likewise.
 
         Raises:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
-        state = load_session(Path(directory), self._saved(), self.optimizer_tensors())
+        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors())
         self.num_steps = state["step"]
         for group in self.optimizer.param_groups:
             group["lr"] = state["lr"]
+
+    def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save weights and buffers to a directory, tile by tile: what `save` writes, without what a training needs to go on.
+
+        Args:
+            directory: may exist.
+            frozen: as of `save`.
+
+        Raises:
+            StorageError: the disk is full or failed.
+            Diverged: a weight is not finite.
+        """
+        save_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
+
+    def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Take weights and buffers from the model.safetensors of a directory; the optimizer begins anew.
+
+        Args:
+            directory: what `save` or `save_weights` was given.
+            frozen: likewise.
+
+        Raises:
+            DataError: the file is missing, corrupt, or of another module.
+        """
+        load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
+        self._optimizer.reset()
+        self.num_steps = 0
 
     @property
     def _rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _saved(self) -> dict[str, TileTensor]:
+    def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict`, tied ones once."""
-        names = self.module.state_dict().keys()
+        values = dict(_named_tensors(self.module))
+        names = {name for name in self.module.state_dict() if frozen or not _is_frozen(values[name])}
         return {name: tensor for name, tensor in self._state.tensors().items() if name in names}
 
     def _values(self) -> dict[str, torch.Tensor]:
@@ -460,6 +504,10 @@ def check_module(module: torch.nn.Module) -> None:
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def _is_frozen(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
 def _first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
