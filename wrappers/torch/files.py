@@ -10,7 +10,8 @@ model.safetensors and the configs are those of transformers; the configs are the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,27 +46,28 @@ def save_session(
     """
     if directory.exists():
         raise UsageError(f"{directory} exists, and a session is saved to a new directory; name another one, or remove it")
-    try:
+    with storage_errors(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(directory) as new:
-            new.mkdir()
-            checksums = {MODEL: save_model(new, model, module), OPTIMIZER: save_tensors(new / OPTIMIZER, optimizer, finite=True)}
-            (new / STATE).write_text(json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
-    except OSError as error:
-        raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
+            write_session(new, model, optimizer, state, module)
 
 
-def save_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
-    """Write model.safetensors, and the configs of a module of transformers, to a directory; arguments as of `save_session`.
+def write_session(
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
+) -> None:
+    """Write the files of a session to a directory, which may exist; arguments and errors as of `save_session`."""
+    checksums = {MODEL: write_model(directory, model, module), OPTIMIZER: save_tensors(directory / OPTIMIZER, optimizer, finite=True)}
+    with storage_errors(directory):
+        (directory / STATE).write_text(json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+
+
+def write_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
+    """Write model.safetensors, and the configs of a module of transformers, to a directory; arguments and errors as of `save_session`.
 
     Returns:
         The checksum of model.safetensors.
-
-    Raises:
-        StorageError: the disk is full or failed.
-        Diverged: a value is not finite.
     """
-    try:
+    with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for name in ("config", "generation_config"):
             config = getattr(module, name, None)
@@ -73,9 +75,16 @@ def save_model(directory: Path, model: Mapping[str, TileTensor], module: torch.n
                 if name == "config":
                     config.architectures = [type(module).__name__]
                 config.to_json_file(directory / f"{name}.json")
+    return save_tensors(directory / MODEL, model, metadata={"format": "pt"}, finite=True)
+
+
+@contextmanager
+def storage_errors(directory: Path) -> Iterator[None]:
+    """Turn failures of the disk into the error that says what to do."""
+    try:
+        yield
     except OSError as error:
         raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
-    return save_tensors(directory / MODEL, model, metadata={"format": "pt"}, finite=True)
 
 
 def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> dict[str, Any]:

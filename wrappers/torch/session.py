@@ -36,7 +36,7 @@ from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Tick
 from tiles import TileTensor
 
 from .capture import Function, Ref, Storage, capture
-from .files import MODEL, load_session, save_model, save_session
+from .files import MODEL, load_session, save_session, write_model, write_session
 from .kernels import tensor_of
 from .optimizers import optimizer_on, torch_optimizer
 from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
@@ -269,8 +269,15 @@ class Session:
             StorageError: the disk is full or failed.
             Diverged: a weight is not finite.
         """
+        save_session(Path(directory), *self._content(frozen=frozen))
+
+    def save_into(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save everything to a directory that may exist, and that is not whole if this fails; other terms as of `save`."""
+        write_session(Path(directory), *self._content(frozen=frozen))
+
+    def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
         state = {"step": self.num_steps, "lr": self._rate}
-        save_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None)
+        return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Go on from a directory that `save` has written, for the same module and optimizer.
@@ -298,7 +305,7 @@ class Session:
             StorageError: the disk is full or failed.
             Diverged: a weight is not finite.
         """
-        save_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
+        write_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
 
     def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Take weights and buffers from the model.safetensors of a directory; the optimizer begins anew.

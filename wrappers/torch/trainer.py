@@ -30,10 +30,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from nntask import StorageError, UsageError
+from nntask import UsageError
 from nntask.io import read_object, written_aside
 
-from .files import MODEL, STATE
+from .files import MODEL, STATE, storage_errors
 from .session import Session, check_module
 from .trainer_checks import check_arguments, check_trainer, plain_optimizer
 
@@ -174,19 +174,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.args.save_strategy != "no" and self.state.best_global_step and (best == directory or best.exists()):
             self.state.best_model_checkpoint = str(best)
         session = self._open(learns=True)
-        try:
-            with written_aside(directory) as new:
-                if self.args.save_only_model:
-                    session.save_weights(new, frozen=not self._has_adapters)
-                else:
-                    session.save(new, frozen=not self._has_adapters)
-                    _write_json(new / SCHEDULE, self.lr_scheduler.state_dict(), f"the schedule {type(self.lr_scheduler).__name__}")
-                    _write_json(new / RANDOM, _random_states(), "the random states")
-                self._save_beside(new)
-                self._note_callbacks()
-                self.state.save_to_json(str(new / TRAINER_STATE_NAME))
-        except OSError as error:
-            raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
+        with storage_errors(directory), written_aside(directory) as new:
+            if self.args.save_only_model:
+                session.save_weights(new, frozen=not self._has_adapters)
+            else:
+                session.save_into(new, frozen=not self._has_adapters)
+                _write_json(new / SCHEDULE, self.lr_scheduler.state_dict(), f"the schedule {type(self.lr_scheduler).__name__}")
+                _write_json(new / RANDOM, _random_states(), "the random states")
+            self._save_beside(new)
+            self._note_callbacks()
+            self.state.save_to_json(str(new / TRAINER_STATE_NAME))
         rotate_checkpoints(str(parent), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _note_callbacks(self) -> None:
