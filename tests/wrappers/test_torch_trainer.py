@@ -14,7 +14,7 @@ from support.torch_families import LENGTH, VOCAB, make
 hf = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from nntask import UsageError  # noqa: E402
+from nntask import DoesNotFit, UsageError  # noqa: E402
 from wrappers.torch import Trainer  # noqa: E402
 
 USUAL: dict[str, Any] = {
@@ -77,20 +77,6 @@ def compare(ours: list[Any], theirs: list[Any], *, atol: float = 1e-5) -> None:
                 assert entry[name] == pytest.approx(other[name], abs=atol, rel=1e-4 if "norm" in name else 1e-9), (name, entry, other)
 
 
-def test_logs_are_those_of_transformers(tmp_path: Path) -> None:
-    """Accumulation with incomplete last steps and batches, tokens that do not count, warm-up and cosine, clipping, weight decay, evaluation with
-    metrics: all that is logged, and the weights."""
-    module, _ = make("gpt2", 0)
-    terms = {"eval_strategy": "steps", "eval_steps": 3}
-    theirs, expected = run(hf.Trainer, tmp_path / "theirs", module, more={"compute_metrics": accuracy}, **terms)
-    ours, found = run(Trainer, tmp_path / "ours", module, more={"compute_metrics": accuracy}, **terms)
-    compare(found, expected)
-    assert sum("loss" in entry for entry in found) == 8
-    ours.close()
-    for name, value in theirs.model.state_dict().items():
-        assert torch.allclose(ours.model.state_dict()[name], value, atol=1e-4), name
-
-
 class Notes(hf.TrainerCallback):  # type: ignore[misc, name-defined]
     """Notes what it is called for, and when."""
 
@@ -103,16 +89,21 @@ class Notes(hf.TrainerCallback):  # type: ignore[misc, name-defined]
         return super().__getattribute__(name)
 
 
-def test_callbacks_are_called_as_by_transformers(tmp_path: Path) -> None:
-    """The same events at the same steps, those of minibatches, evaluation and checkpoints among them."""
-    module, _ = make("opt", 0)
-    notes = []
-    for number, kind in enumerate((hf.Trainer, Trainer)):
-        notes.append(Notes())
-        terms = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}
-        run(kind, tmp_path / str(number), module, more={"callbacks": [notes[-1]]}, **terms)
+def test_logs_weights_and_callbacks_are_those_of_transformers(tmp_path: Path) -> None:
+    """Accumulation with incomplete last steps and batches, tokens that do not count, warm-up and cosine, clipping, weight decay, evaluation with
+    metrics: all that is logged, and the weights; and callbacks are called for the same events at the same steps."""
+    module, _ = make("gpt2", 0)
+    notes = [Notes(), Notes()]
+    terms = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 5}
+    theirs, expected = run(hf.Trainer, tmp_path / "theirs", module, more={"compute_metrics": accuracy, "callbacks": notes[:1]}, **terms)
+    ours, found = run(Trainer, tmp_path / "ours", module, more={"compute_metrics": accuracy, "callbacks": notes[1:]}, **terms)
+    compare(found, expected)
+    assert sum("loss" in entry for entry in found) == 8
     assert notes[0].calls == notes[1].calls
     assert {"on_substep_end", "on_prediction_step", "on_save", "on_pre_optimizer_step"} <= {name for name, _ in notes[1].calls}
+    ours.close()
+    for name, value in theirs.model.state_dict().items():
+        assert torch.allclose(ours.model.state_dict()[name], value, atol=1e-4), name
 
 
 def test_a_run_that_is_resumed_logs_the_same(tmp_path: Path) -> None:
@@ -124,7 +115,6 @@ def test_a_run_that_is_resumed_logs_the_same(tmp_path: Path) -> None:
             part.p = 0.1
     whole, expected = run(Trainer, tmp_path / "whole", module, save_strategy="steps", save_steps=3, save_total_limit=2)
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["checkpoint-6", "checkpoint-8"]  # the last step is saved as well
-    run(Trainer, tmp_path / "part", module, save_strategy="steps", save_steps=3, save_total_limit=1)
     checkpoint = tmp_path / "whole" / "checkpoint-6"
     assert {path.suffix for path in checkpoint.iterdir()} == {".json", ".safetensors"}
     torch.manual_seed(5)
@@ -142,6 +132,7 @@ def test_a_run_that_is_resumed_logs_the_same(tmp_path: Path) -> None:
     assert torch.equal(read.transformer.h[0].mlp.c_fc.weight, whole.model.transformer.h[0].mlp.c_fc.weight)
 
 
+@pytest.mark.long
 def test_short_memory_logs_the_same_bits(tmp_path: Path) -> None:
     """A quarter of the memory above a disk, two workers."""
     module, _ = make("gpt2", 0)
@@ -177,6 +168,64 @@ def test_evaluation_and_prediction_need_no_training(tmp_path: Path) -> None:
     assert Trainer(module, arguments(tmp_path), eval_dataset=Texts(5), **TERMS).evaluate()["eval_loss"] == after["eval_loss"]
     read = hf.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
     assert hf.Trainer(read, arguments(tmp_path), eval_dataset=Texts(5)).evaluate()["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
+
+
+class OwnStep(Trainer):
+    """Overrides what the session does."""
+
+    def training_step(self, *others: Any, **more: Any) -> Any:
+        """Not the session's."""
+        return super().training_step(*others, **more)
+
+
+def on_meta() -> torch.nn.Module:
+    """A module without values."""
+    with torch.device("meta"):
+        return torch.nn.Linear(4, 4)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"bf16": True}, {}, r"bf16 .* must be off, got True; .* model\.to\(torch\.bfloat16\)"),
+    ({"bf16_full_eval": True}, {}, r"bf16_full_eval .* computes in the type of the model"),
+    ({"gradient_checkpointing": True}, {}, r"gradient_checkpointing .* ram= and disk="),
+    ({"torch_compile": True}, {}, r"torch_compile .* must be off"),
+    ({"neftune_noise_alpha": 0.0}, {}, r"neftune_noise_alpha .* must be off, got 0\.0; leave it out"),
+    ({"auto_find_batch_size": True}, {}, r"auto_find_batch_size .* choose per_device_train_batch_size"),
+    ({"enable_jit_checkpoint": True}, {}, r"enable_jit_checkpoint .* save_steps"),
+    ({"push_to_hub": True}, {}, r"push_to_hub .* upload the directory"),
+    ({"debug": "underflow_overflow"}, {}, r"debug .* must be off"),
+    ({"use_liger_kernel": True}, {}, r"use_liger_kernel .* must be off"),
+    ({"optim": "adafactor"}, {}, r"optim .* adamw_torch, adamw_torch_fused, sgd, got 'adafactor'"),
+    ({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}, {}, r"nesterov of SGD must be False, got True"),
+    ({}, {"optimizer_cls_and_kwargs": (torch.optim.Adagrad, {})}, r"got Adagrad"),
+    ({}, {"kind": OwnStep}, r"OwnStep overrides training_step, .* override compute_loss"),
+    ({}, {"model": on_meta}, r"weight is on meta, and a module must be in CPU memory"),
+]
+
+
+def test_what_a_session_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    """At construction: the argument, its value, what to do."""
+    module, _ = make("opt", 0)
+    for changes, more, words in REFUSED:
+        more = dict(more)
+        kind, model = more.pop("kind", Trainer), more.pop("model", lambda: module)
+        with pytest.raises(UsageError, match=words) as error:
+            kind(model(), arguments(tmp_path, **changes), train_dataset=Texts(4), **more, **TERMS)
+        assert "\n" not in str(error.value)
+
+
+def test_a_step_that_is_refused_loses_nothing(tmp_path: Path) -> None:
+    """A budget too small for the step, and a checkpoint of another trainer: `close` gives the weights back."""
+    module, _ = make("bert", 0)
+    before = copy.deepcopy(module.state_dict())
+    trainer = Trainer(module, arguments(tmp_path), train_dataset=Texts(4), ram="1200KB", workers=1)
+    with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram="):
+        trainer.train()
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(UsageError, match=r"checkpoint-1 holds no session, .*begin anew with its weights"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.close()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 class Images(torch.utils.data.Dataset):  # type: ignore[type-arg]

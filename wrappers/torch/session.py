@@ -49,7 +49,7 @@ Purpose = Literal["train", "evaluate", "predict"]
 """What a step is for: an update, a loss, or the module's result."""
 
 MOST_SHAPES: Final = 8
-"""Most shapes of batches that one session records a step for, training and evaluation together."""
+"""Most shapes of batches that one session records steps for, for each purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,7 @@ class Session:
         key = (purpose, divisor, *map(_signature_of, minibatches))
         found = self._recorded.get(key)
         if found is None:
-            if len(self._recorded) == MOST_SHAPES:
+            if sum(other[0] == purpose for other in self._recorded) == MOST_SHAPES:
                 raise UsageError(
                     f"batches may have at most {MOST_SHAPES} different shapes, got one more: {_shapes(minibatches)}; pad them to a fixed length, and "
                     "drop the last incomplete batch"

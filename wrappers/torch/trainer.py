@@ -16,6 +16,7 @@ The loop is transformers' own: datasets, collators, callbacks, logging, schedule
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import random
 from collections.abc import Mapping
@@ -79,7 +80,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._minibatches: list[dict[str, Any]] = []
         self._norm = 0.0
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        is_named = more.get("optimizers", (None, None))[0] is None and more.get("optimizer_cls_and_kwargs") is None
+        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *others, **more).arguments
+        is_named = given.get("optimizers", (None, None))[0] is None and given.get("optimizer_cls_and_kwargs") is None
         check_arguments(args, named_optimizer=is_named)
         if model is not None:
             check_module(model)
