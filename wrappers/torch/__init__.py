@@ -1,4 +1,4 @@
-"""PyTorch: any module in training on the scheduler (`Session`); tile tensors as torch tensors and back, transformers' modules as models and back.
+"""PyTorch: any module in training on the scheduler (`Session`), transformers' Trainer on it; tile tensors as torch tensors, models as modules.
 
 Each name is imported at its first use, so that importing this package imports no torch.
 """

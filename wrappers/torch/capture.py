@@ -32,6 +32,9 @@ from nntask import UsageError
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 
+Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
+"""From a module and a batch to the result of a pass."""
+
 aten: Final = torch.ops.aten
 
 _TORCH: Final = os.path.dirname(torch.__file__)
@@ -120,17 +123,16 @@ class Capture:
     storages: Mapping[tuple[Role, str], Storage]
 
 
-def capture(
-    module: torch.nn.Module, batch: Mapping[str, Any], loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None, *, divisor: int = 1
-) -> Capture:
-    """Capture a forward pass, and with a loss the backward pass too. The module stays as it is; its values are not used.
+def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Function, *, backward: bool, divisor: int = 1) -> Capture:
+    """Capture a forward pass, and the backward pass too if it is wanted. The module stays as it is; its values are not used.
 
     oneDNN is switched off meanwhile, for the whole process, so that recurrent layers are captured as products: nothing else may compute.
 
     Args:
         module: the module, in training or evaluation mode, on the CPU or on the meta device.
-        batch: keyword arguments of the module; tensors count as inputs, other values are fixed.
-        loss_of: from the module's result and the batch to a scalar; None for a forward pass whose result is kept.
+        batch: what the function is given; tensors count as inputs, other values are fixed.
+        function: from the module and the batch to what is kept; a scalar, the loss, with a backward pass.
+        backward: whether there is a backward pass.
         divisor: the gradient is that of the loss divided by this number of minibatches.
 
     Raises:
@@ -144,13 +146,14 @@ def capture(
             if isinstance(value, torch.Tensor):
                 recorder.enter(value, "input", name)
         before = dict(recorder.named)
-        learnt = {name: twin for name, twin in parameters.items() if twin.requires_grad and loss_of is not None}
+        learnt = {name: twin for name, twin in parameters.items() if twin.requires_grad}
         without_rnn_layers = torch.backends.mkldnn.flags(enabled=False)  # their workspace has a size that only oneDNN knows
-        with _refusals(), recorder, torch.set_grad_enabled(loss_of is not None), without_rnn_layers:
-            outputs = torch.func.functional_call(module, twins, (), inputs)
+        with _refusals(), recorder, torch.set_grad_enabled(backward), without_rnn_layers:
+            outputs = torch.func.functional_call(_Applied(module, function), {f"module.{name}": twin for name, twin in twins.items()}, (inputs,))
             gradients: dict[str, torch.Tensor] = {}
-            if loss_of is not None:
-                outputs = _scalar(loss_of(outputs, inputs))
+            if backward:
+                if not outputs.requires_grad:
+                    raise UsageError("the loss depends on no parameter that is learnt; unfreeze one, or compute the loss from the module's result")
                 found = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, list(learnt.values()), allow_unused=True)
                 gradients = {name: gradient for name, gradient in zip(learnt, found, strict=True) if gradient is not None}
         for name, gradient in gradients.items():
@@ -269,13 +272,15 @@ def _twins_of(module: torch.nn.Module, recorder: _Recorder) -> tuple[dict[str, t
     return twins, parameters
 
 
-def _scalar(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UsageError(f"the loss must be a tensor with one element, got {what}; give loss=, a function of the result and the batch")
-    if not loss.requires_grad:
-        raise UsageError("the loss depends on no parameter that is learnt; unfreeze one, or compute the loss from the module's result")
-    return loss
+class _Applied(torch.nn.Module):  # type: ignore[misc]
+    """A function of a module as a module."""
+
+    def __init__(self, module: torch.nn.Module, function: Function) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        return self.function(self.module, batch)
 
 
 @contextmanager

@@ -2,15 +2,16 @@
 
 ::
 
-    DIRECTORY/model.safetensors, optimizer.safetensors, session.json, config.json
+    DIRECTORY/model.safetensors, optimizer.safetensors, session.json, config.json, generation_config.json
 
-model.safetensors and config.json are those of transformers; config.json is there if the module has a config.
+model.safetensors and the configs are those of transformers; the configs are there if the module has them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ FORMAT: Final = 1
 
 
 def save_session(
-    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
 ) -> None:
     """Write a session to a new directory.
 
@@ -36,7 +37,7 @@ def save_session(
         model: name -> tensor of the module.
         optimizer: name -> tensor of the optimizer's state.
         state: further content of session.json.
-        module: whose config is saved, if it has one.
+        module: whose config is saved, if it has one; None for no config.
 
     Raises:
         UsageError: the directory exists.
@@ -45,18 +46,43 @@ def save_session(
     """
     if directory.exists():
         raise UsageError(f"{directory} exists, and a session is saved to a new directory; name another one, or remove it")
-    try:
+    with storage_errors(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(directory) as new:
-            new.mkdir()
-            checksums = {
-                MODEL: save_tensors(new / MODEL, model, metadata={"format": "pt"}, finite=True),
-                OPTIMIZER: save_tensors(new / OPTIMIZER, optimizer, finite=True),
-            }
-            config = getattr(module, "config", None)
+            write_session(new, model, optimizer, state, module)
+
+
+def write_session(
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
+) -> None:
+    """Write the files of a session to a directory, which may exist; arguments and errors as of `save_session`."""
+    checksums = {MODEL: write_model(directory, model, module), OPTIMIZER: save_tensors(directory / OPTIMIZER, optimizer, finite=True)}
+    with storage_errors(directory):
+        (directory / STATE).write_text(json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+
+
+def write_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
+    """Write model.safetensors, and the configs of a module of transformers, to a directory; arguments and errors as of `save_session`.
+
+    Returns:
+        The checksum of model.safetensors.
+    """
+    with storage_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("config", "generation_config"):
+            config = getattr(module, name, None)
             if config is not None and hasattr(config, "to_json_file"):
-                config.to_json_file(new / "config.json")
-            (new / STATE).write_text(json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+                if name == "config":
+                    config.architectures = [type(module).__name__]
+                config.to_json_file(directory / f"{name}.json")
+    return save_tensors(directory / MODEL, model, metadata={"format": "pt"}, finite=True)
+
+
+@contextmanager
+def storage_errors(directory: Path) -> Iterator[None]:
+    """Turn failures of the disk into the error that says what to do."""
+    try:
+        yield
     except OSError as error:
         raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
 

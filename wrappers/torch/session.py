@@ -18,24 +18,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import scheduler
 from nntask import DoesNotFit, StorageError, UsageError
 from nntask.config import ResourceSettings
 from nntask.engine import Outcome
 from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.io import load_tensors
 from nntask.optim import Optimizer, norm_of
 from nntask.planning import needs_of, shortage
 from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Ticket
 from tiles import TileTensor
 
-from .capture import Capture, Ref, Storage, capture
-from .files import load_session, save_session
+from .capture import Function, Ref, Storage, capture
+from .files import MODEL, load_session, save_session, write_model, write_session
 from .kernels import tensor_of
 from .optimizers import optimizer_on, torch_optimizer
 from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
@@ -45,8 +46,11 @@ from .weights import attach_files
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """From the module's result and the batch to a tensor of one element."""
 
+Purpose = Literal["train", "evaluate", "predict"]
+"""What a step is for: an update, a loss, or the module's result."""
+
 MOST_SHAPES: Final = 8
-"""Most shapes of batches that one session records a step for."""
+"""Most shapes of batches that one session records steps for, for each purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class _Recorded:
 
     Attributes:
         step: the step.
+        divisor: the loss of the step is the sum of the minibatches' losses divided by this.
         inputs: by name, of each minibatch.
         outputs: of each minibatch: what the pass returns, with references.
         kept: handles of the outputs' storages, of each minibatch.
@@ -62,8 +67,9 @@ class _Recorded:
     """
 
     step: Step
+    divisor: int
     inputs: Sequence[Mapping[str, TileTensor]]
-    outputs: Any
+    outputs: Sequence[Any]
     kept: Sequence[Mapping[Storage, Handle]]
     squares: TileTensor | None
 
@@ -83,9 +89,9 @@ class StartedStep:
         recorded = self._recorded
         with self._session.user_errors():
             self._ticket.wait()
-            losses = [float(_value(recorded.outputs, kept, self._ticket).reshape(())) for kept in recorded.kept]
+            losses = [float(_value(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
             assert recorded.squares is not None  # a training step has an update
-            return Outcome(sum(losses) / len(losses), norm_of(self._ticket.read(recorded.squares)))
+            return Outcome(sum(losses) / recorded.divisor, norm_of(self._ticket.read(recorded.squares)))
 
 
 class Session:
@@ -97,6 +103,7 @@ class Session:
             step, so that PyTorch's schedulers work.
         lr: learning rate of an optimizer that is named.
         loss: from the module's result and the batch to a scalar; None if the result has the loss (`.loss`), or is it.
+        objective: from the module and a batch to the loss, instead of calling the module and `loss`; None for these two.
         minibatches: parts of a batch along the first axis, whose gradients are summed; as many as workers keep all of them busy. The gradient is that
             of the mean of the minibatches' losses.
         max_grad_norm: the whole gradient is scaled down to this norm; 0 is off.
@@ -127,6 +134,7 @@ class Session:
         *,
         lr: float | None = None,
         loss: Loss | None = None,
+        objective: Function | None = None,
         minibatches: int = 1,
         max_grad_norm: float = 0.0,
         seed: int = 0,
@@ -142,7 +150,8 @@ class Session:
             raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
         check_module(module, has_weights=weights is not None)
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
-        self.module, self._loss, self._num_minibatches = module, loss or loss_of, minibatches
+        self.module, self._num_minibatches = module, minibatches
+        self._objective = _scalar(objective or _objective_of(loss or loss_of))
         self._max_norm, self._seed = max_grad_norm, seed
         resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
         self._machine = machine_of(resources)
@@ -166,6 +175,7 @@ class Session:
             self.close()
             raise
         _empty(module)
+        self._passes: dict[tuple[Any, ...], Pass] = {}
         self._recorded: dict[tuple[Any, ...], _Recorded] = {}
         self.num_steps = 0
 
@@ -186,9 +196,23 @@ class Session:
 
     def start(self, **batch: Any) -> StartedStep:
         """Begin one optimizer step and return at once while fewer than two are under way; other terms as of `step`."""
-        recorded = self._step_for(batch, training=True)
+        _check_batch(batch, self._num_minibatches)
+        return self.start_minibatches(_cut(batch, self._num_minibatches))
+
+    def start_minibatches(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> StartedStep:
+        """Begin one optimizer step on minibatches that are cut already, which may differ in number and shape from those of other steps.
+
+        Args:
+            minibatches: the arguments of each one by name.
+            divisor: the gradient, and the loss, is the sum over the minibatches divided by this; None for their number.
+
+        Raises:
+            UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
+            DoesNotFit: a budget is too small for the step.
+        """
+        recorded = self._step_for("train", minibatches, divisor or len(minibatches))
         with self.user_errors():
-            _write_inputs(recorded, batch, self._num_minibatches)
+            _write_inputs(recorded, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
             self._optimizer.prepare(self.num_steps + 1, self._rate)
             ticket = recorded.step.replay()
@@ -198,26 +222,35 @@ class Session:
 
     def evaluate(self, **batch: Any) -> float:
         """The loss of a batch in evaluation mode; changes nothing."""
-        outputs = self.predict(**batch)
-        return float(self._loss(outputs, batch))
+        return float(self._compute("evaluate", batch).reshape(()))
 
     def predict(self, **batch: Any) -> Any:
         """The module's result for a batch in evaluation mode, with tensors of its own."""
-        recorded = self._step_for(batch, training=False)
+        return self._compute("predict", batch)
+
+    def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
+        """The result of a pass that changes nothing."""
+        recorded = self._step_for(purpose, [batch], 1)
         with self.user_errors():
-            _write_inputs(recorded, batch, 1)
+            _write_inputs(recorded, [batch])
             ticket = recorded.step.replay()
             ticket.wait()
-            return _value(recorded.outputs, recorded.kept[0], ticket)
+            return _value(recorded.outputs[0], recorded.kept[0], ticket)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way."""
+    def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way.
+
+        Args:
+            frozen: whether frozen parameters are among them.
+        """
         tensors, found, seen = self._state.tensors(), {}, dict[int, torch.Tensor]()
         for name, value in _named_tensors(self.module):
+            if not frozen and _is_frozen(value):
+                continue
             if id(value) not in seen:
                 seen[id(value)] = torch_of(tensors[name].read(), value)
             found[name] = seen[id(value)]
-        return {name: found[name] for name in self.module.state_dict()}
+        return {name: found[name] for name in self.module.state_dict() if name in found}
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
@@ -235,37 +268,81 @@ class Session:
         """The optimizer's state by name, such as "m.layer.weight"."""
         return self._optimizer.tensors()
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
 
         model.safetensors has the weights under the module's names, beside the config.json of a module of transformers, so that ``from_pretrained``
         reads the directory as well.
+
+        Args:
+            directory: does not exist.
+            frozen: whether frozen parameters are saved; if not, there is no config.json, and a session to `resume` must have their values.
 
         Raises:
             UsageError: the directory exists already.
             StorageError: the disk is full or failed.
             Diverged: a weight is not finite.
         """
-        save_session(Path(directory), self._saved(), self.optimizer_tensors(), {"step": self.num_steps, "lr": self._rate}, self.module)
+        save_session(Path(directory), *self._content(frozen=frozen))
 
-    def resume(self, directory: str | os.PathLike[str]) -> None:
+    def save_into(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save everything to a directory that may exist, and that is not whole if this fails; other terms as of `save`."""
+        write_session(Path(directory), *self._content(frozen=frozen))
+
+    def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
+        state = {"step": self.num_steps, "lr": self._rate}
+        return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
+
+    def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Go on from a directory that `save` has written, for the same module and optimizer.
+
+        Args:
+            directory: what `save` was given.
+            frozen: likewise.
 
         Raises:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
-        state = load_session(Path(directory), self._saved(), self.optimizer_tensors())
+        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors())
         self.num_steps = state["step"]
         for group in self.optimizer.param_groups:
             group["lr"] = state["lr"]
+
+    def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save weights and buffers to a directory, tile by tile: what `save` writes, without what a training needs to go on.
+
+        Args:
+            directory: may exist.
+            frozen: as of `save`.
+
+        Raises:
+            StorageError: the disk is full or failed.
+            Diverged: a weight is not finite.
+        """
+        write_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
+
+    def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Take weights and buffers from the model.safetensors of a directory; the optimizer begins anew.
+
+        Args:
+            directory: what `save` or `save_weights` was given.
+            frozen: likewise.
+
+        Raises:
+            DataError: the file is missing, corrupt, or of another module.
+        """
+        load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
+        self._optimizer.reset()
+        self.num_steps = 0
 
     @property
     def _rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _saved(self) -> dict[str, TileTensor]:
+    def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict`, tied ones once."""
-        names = self.module.state_dict().keys()
+        values = dict(_named_tensors(self.module))
+        names = {name for name in self.module.state_dict() if frozen or not _is_frozen(values[name])}
         return {name: tensor for name, tensor in self._state.tensors().items() if name in names}
 
     def _values(self) -> dict[str, torch.Tensor]:
@@ -291,37 +368,53 @@ class Session:
         except FAILURES as error:
             raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
 
-    def _step_for(self, batch: Mapping[str, Any], *, training: bool) -> _Recorded:
-        """The recorded step for the shapes of a batch.
+    def _step_for(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> _Recorded:
+        """The recorded step for the shapes of some minibatches.
 
         Raises:
             UsageError: it is one shape too many.
         """
-        count = self._num_minibatches if training else 1
-        example = {name: value[: len(value) // count] if _is_cut(value) else value for name, value in batch.items()}
-        _check_batch(batch, count)
-        key = (training, *((name, *_signature(value)) for name, value in sorted(example.items())))
+        for minibatch in minibatches:
+            _check_batch(minibatch, 1)
+        key = (purpose, divisor, *map(_signature_of, minibatches))
         found = self._recorded.get(key)
         if found is None:
-            if len(self._recorded) == MOST_SHAPES:
+            if sum(other[0] == purpose for other in self._recorded) == MOST_SHAPES:
                 raise UsageError(
-                    f"batches may have at most {MOST_SHAPES} different shapes, got one more: {_shapes(batch)}; pad them to a fixed length, and drop "
-                    "the last incomplete batch"
+                    f"batches may have at most {MOST_SHAPES} different shapes, got one more: {_shapes(minibatches)}; pad them to a fixed length, and "
+                    "drop the last incomplete batch"
                 )
-            found = self._recorded[key] = self._record(example, count, training=training)
+            found = self._recorded[key] = self._record(purpose, minibatches, divisor)
         return found
 
-    def _record(self, example: Mapping[str, Any], count: int, *, training: bool) -> _Recorded:
-        self.module.train(training)
-        captured = capture(self.module, example, self._loss if training else None, divisor=count)
-        self._check_fit(captured, example, count, training=training)
+    def _record(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> _Recorded:
         with self.user_errors():
-            emission = _Emission(captured, self._state, example, count)
+            self.runtime.wait()  # no step may compute while a pass is captured
+        passes = [self._pass(purpose, minibatch, divisor) for minibatch in minibatches]
+        if len({frozenset(each.captured.gradients) for each in passes}) > 1:
+            raise UsageError(
+                "the minibatches of a step must have gradients of the same parameters, and those of minibatches of shapes "
+                f"{_shapes(minibatches)} differ; pad them to one shape"
+            )
+        is_training = purpose == "train"
+        self._check_fit(passes, minibatches, training=is_training)
+        with self.user_errors():
+            emission = _Emission(passes, self._state, minibatches)
             with self.runtime.record() as step:
-                kept, squares = emission.submit(self._key, self._optimizer if training else None)
-        return _Recorded(step, emission.inputs, captured.outputs, kept, squares)
+                kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
+        return _Recorded(step, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
 
-    def _check_fit(self, captured: Capture, example: Mapping[str, Any], count: int, *, training: bool) -> None:
+    def _pass(self, purpose: Purpose, minibatch: Mapping[str, Any], divisor: int) -> Pass:
+        """The pass over a minibatch; one for all steps in which it occurs."""
+        key = (purpose, divisor, _signature_of(minibatch))
+        if key not in self._passes:
+            self.module.train(purpose == "train")
+            function = _call if purpose == "predict" else self._objective
+            captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
+            self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
+        return self._passes[key]
+
+    def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
         """Refuse a step that cannot run within the budgets, before memory is taken for it.
 
         Raises:
@@ -330,7 +423,7 @@ class Session:
         dry = CapturingRuntime()
         state, key = ModuleState(self.module, dry), _key_of(dry)
         optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
-        emission = _Emission(captured, state, example, count)
+        emission = _Emission(passes, state, minibatches)
         with dry.record():
             outputs = emission.submit(key, optimizer)
         del outputs
@@ -343,18 +436,18 @@ class Session:
 
 
 class _Emission:
-    """A captured pass over several minibatches on a state's runtime, ready to be submitted.
+    """Captured passes over minibatches on a state's runtime, ready to be submitted.
 
     Attributes:
         inputs: by name, of each minibatch.
     """
 
-    def __init__(self, captured: Capture, state: ModuleState, example: Mapping[str, Any], count: int) -> None:
-        self._state, self._names = state, tuple(captured.gradients)
-        self._pass = Pass(captured, {name: state.gradient_dtype(name) for name in self._names})
-        self.inputs = [_inputs_of(state.runtime, example) for _ in range(count)]
-        before = (*captured.storages.values(), *self._pass.constants)
-        self._handles = [state.handles(before, each) for each in self.inputs]
+    def __init__(self, passes: Sequence[Pass], state: ModuleState, minibatches: Sequence[Mapping[str, Any]]) -> None:
+        self._passes, self._state = passes, state
+        self.inputs = [_inputs_of(state.runtime, each) for each in minibatches]
+        self._handles = [
+            state.handles((*each.captured.storages.values(), *each.constants), inputs) for each, inputs in zip(passes, self.inputs, strict=True)
+        ]
 
     def submit(self, key: TileTensor, optimizer: Optimizer | None) -> tuple[list[dict[Storage, Handle]], TileTensor | None]:
         """Submit the tasks of all minibatches, and of the update if there is an optimizer.
@@ -362,15 +455,36 @@ class _Emission:
         Returns:
             The handles of the outputs, of each minibatch; and the gradient's sum of squares, None without an update.
         """
-        gradients = self._state.gradients(self._names)
+        gradients = self._state.gradients(self._passes[0].captured.gradients)
         kept = [
-            self._pass.submit(self._state.runtime, handles, gradients, key.handles[0], minibatch=number)
-            for number, handles in enumerate(self._handles)
+            each.submit(self._state.runtime, handles, gradients, key.handles[0], minibatch=number)
+            for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True))
         ]
         if optimizer is None:
             return kept, None
         optimizer.step()
         return kept, optimizer.grad_norm
+
+
+def _call(module: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+    return module(**batch)
+
+
+def _objective_of(loss: Loss) -> Function:
+    return lambda module, batch: loss(module(**batch), batch)
+
+
+def _scalar(objective: Function) -> Function:
+    """An objective that refuses what is not a tensor with one element."""
+
+    def checked(module: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        loss = objective(module, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"the loss must be a tensor with one element, got {what}; give loss=, a function of the result and the batch")
+        return loss
+
+    return checked
 
 
 def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -421,6 +535,10 @@ def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def _is_frozen(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
+
+
 def _first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -443,6 +561,9 @@ def _is_cut(value: Any) -> bool:
 
 
 def _check_batch(batch: Mapping[str, Any], count: int) -> None:
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}; give each tensor as an argument of its own")
     lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
     if not lengths:
         raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
@@ -453,12 +574,27 @@ def _check_batch(batch: Mapping[str, Any], count: int) -> None:
         )
 
 
+def _cut(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The minibatches of a batch: tensors cut along their first axis, all else in each."""
+    parts = {name: value.chunk(count) if _is_cut(value) else [value] * count for name, value in batch.items()}
+    return [{name: part[number] for name, part in parts.items()} for number in range(count)]
+
+
+def _signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two minibatches share if one recorded pass does for both."""
+    return tuple((name, *_signature(value)) for name, value in sorted(minibatch.items()))
+
+
 def _signature(value: Any) -> tuple[Any, ...]:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (repr(value),)
 
 
-def _shapes(batch: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, torch.Tensor))
+def _shapes(minibatches: Sequence[Mapping[str, Any]]) -> str:
+    texts = [
+        ", ".join(f"{name} {tuple(value.shape)}" for name, value in each.items() if isinstance(value, torch.Tensor) and value.dim())
+        for each in minibatches
+    ]
+    return " and ".join(dict.fromkeys(texts))
 
 
 def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, TileTensor]:
@@ -469,14 +605,10 @@ def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, Ti
     }
 
 
-def _write_inputs(recorded: _Recorded, batch: Mapping[str, Any], count: int) -> None:
-    for number, inputs in enumerate(recorded.inputs):
+def _write_inputs(recorded: _Recorded, minibatches: Sequence[Mapping[str, Any]]) -> None:
+    for inputs, minibatch in zip(recorded.inputs, minibatches, strict=True):
         for name, tensor in inputs.items():
-            value = batch[name]
-            if _is_cut(value):
-                size = len(value) // count
-                value = value[number * size : (number + 1) * size]
-            tensor.write(array_of(value))
+            tensor.write(array_of(minibatch[name]))
 
 
 def _value(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:
