@@ -298,7 +298,7 @@ def test_budgets_that_are_too_small_are_refused_before_anything_runs(tmp_path: P
     """Bytes needed, bytes there, and what to change; the session goes on with a batch that fits."""
     module, batches = make("bert", 1)
     with Session(module, ram="1200KB", lr=1e-3) as session:
-        with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more minibatches=, or add disk=DIR"):
+        with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more and smaller minibatches, or add disk=DIR"):
             session.step(**batches[0])
         short = {name: value[:1, :8] for name, value in batches[0].items()}
         assert session.step(**short) > 0

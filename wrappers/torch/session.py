@@ -413,7 +413,7 @@ class Session:
         del outputs
         needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
         if not needs.fit(machine):
-            changes = ["raise ram=", "use more minibatches=" if training else "predict smaller batches"]
+            changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
             if self._machine.disk is None:
                 changes.append("add disk=DIR")
             raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
@@ -552,8 +552,8 @@ def _check_batch(batch: Mapping[str, Any], count: int) -> None:
 
 def _cut(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """The minibatches of a batch: tensors cut along their first axis, all else in each."""
-    parts = {name: value.chunk(count) if _is_cut(value) else [value] * count for name, value in batch.items()}
-    return [{name: part[number] for name, part in parts.items()} for number in range(count)]
+    pieces = {name: value.chunk(count) if _is_cut(value) else [value] * count for name, value in batch.items()}
+    return [{name: piece[number] for name, piece in pieces.items()} for number in range(count)]
 
 
 def _signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
