@@ -93,6 +93,31 @@ def test_minibatches_accumulate_as_in_eager() -> None:
         assert [session.step(**batch) for batch in batches] == pytest.approx(expected, abs=1e-6)
 
 
+def test_minibatches_may_differ_in_shape_and_have_an_objective_of_their_own() -> None:
+    """The gradient is that of the sum of their losses over the divisor; evaluation has the same objective."""
+    module, (batch, _) = make("gpt2", 2)
+    short = {name: value[:1, :8] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+    def objective(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        outputs = module(**batch)
+        return outputs.loss * 2 + outputs.logits.square().mean()
+
+    theirs = copy.deepcopy(module)
+    optimizer, expected = torch.optim.AdamW(theirs.parameters(), lr=1e-3), []
+    for minibatches in ([batch, short], [short, batch, short]):
+        losses = [objective(theirs, each) for each in minibatches]
+        optimizer.zero_grad()
+        (sum(losses) / 4).backward()
+        optimizer.step()
+        expected.append(sum(loss.item() for loss in losses) / 4)
+    with Session(module, lr=1e-3, objective=objective, ram="64MB") as session:
+        found = [session.start_minibatches(each, divisor=4).result().loss for each in ([batch, short], [short, batch, short])]
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert session.evaluate(**short) == pytest.approx(objective(theirs.eval(), short).item(), abs=1e-5)
+        with pytest.raises(UsageError, match=r"labels of the batch has tensors inside a list; give each tensor as an argument"):
+            session.step(input_ids=batch["input_ids"], labels=[batch["labels"]])
+
+
 def test_schedulers_of_pytorch_set_the_rate() -> None:
     """The rate of the optimizer's group is read at each step."""
     module, batches = make("opt", 3)
