@@ -93,6 +93,31 @@ def test_minibatches_accumulate_as_in_eager() -> None:
         assert [session.step(**batch) for batch in batches] == pytest.approx(expected, abs=1e-6)
 
 
+def test_minibatches_may_differ_in_shape_and_have_an_objective_of_their_own() -> None:
+    """The gradient is that of the sum of their losses over the divisor; evaluation has the same objective."""
+    module, (batch, _) = make("gpt2", 2)
+    short = {name: value[:1, :8] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+    def objective(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        outputs = module(**batch)
+        return outputs.loss * 2 + outputs.logits.square().mean()
+
+    theirs = copy.deepcopy(module)
+    optimizer, expected = torch.optim.AdamW(theirs.parameters(), lr=1e-3), []
+    for minibatches in ([batch, short], [short, batch, short]):
+        losses = [objective(theirs, each) for each in minibatches]
+        optimizer.zero_grad()
+        (sum(losses) / 4).backward()
+        optimizer.step()
+        expected.append(sum(loss.item() for loss in losses) / 4)
+    with Session(module, lr=1e-3, objective=objective, ram="64MB") as session:
+        found = [session.start_minibatches(each, divisor=4).result().loss for each in ([batch, short], [short, batch, short])]
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert session.evaluate(**short) == pytest.approx(objective(theirs.eval(), short).item(), abs=1e-5)
+        with pytest.raises(UsageError, match=r"labels of the batch has tensors inside a list; give each tensor as an argument"):
+            session.step(input_ids=batch["input_ids"], labels=[batch["labels"]])
+
+
 def test_schedulers_of_pytorch_set_the_rate() -> None:
     """The rate of the optimizer's group is read at each step."""
     module, batches = make("opt", 3)
@@ -410,7 +435,7 @@ def test_budgets_that_are_too_small_are_refused_before_anything_runs(tmp_path: P
     """Bytes needed, bytes there, and what to change; the session goes on with a batch that fits."""
     module, batches = make("bert", 1)
     with Session(module, ram="1200KB", lr=1e-3) as session:
-        with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more minibatches=, or add disk=DIR"):
+        with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more and smaller minibatches, or add disk=DIR"):
             session.step(**batches[0])
         short = {name: value[:1, :8] for name, value in batches[0].items()}
         assert session.step(**short) > 0

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import scheduler
 from nntask import DoesNotFit, StorageError, UsageError
@@ -35,6 +35,7 @@ from nntask.planning import needs_of, shortage
 from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Ticket
 from tiles import TileTensor
 
+from .batches import check_batch, cut, shapes_of, signature_of
 from .capture import Function, Ref, Storage, capture
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .kernels import tensor_of
@@ -196,8 +197,8 @@ class Session:
 
     def start(self, **batch: Any) -> StartedStep:
         """Begin one optimizer step and return at once while fewer than two are under way; other terms as of `step`."""
-        _check_batch(batch, self._num_minibatches)
-        return self.start_minibatches(_cut(batch, self._num_minibatches))
+        check_batch(batch, self._num_minibatches)
+        return self.start_minibatches(cut(batch, self._num_minibatches))
 
     def start_minibatches(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> StartedStep:
         """Begin one optimizer step on minibatches that are cut already, which may differ in number and shape from those of other steps.
@@ -375,14 +376,14 @@ class Session:
             UsageError: it is one shape too many.
         """
         for minibatch in minibatches:
-            _check_batch(minibatch, 1)
-        key = (purpose, divisor, *map(_signature_of, minibatches))
+            check_batch(minibatch, 1)
+        key = (purpose, divisor, *map(signature_of, minibatches))
         found = self._recorded.get(key)
         if found is None:
             if sum(other[0] == purpose for other in self._recorded) == MOST_SHAPES:
                 raise UsageError(
-                    f"batches may have at most {MOST_SHAPES} different shapes, got one more: {_shapes(minibatches)}; pad them to a fixed length, and "
-                    "drop the last incomplete batch"
+                    f"batches may have at most {MOST_SHAPES} different shapes, got one more: {shapes_of(minibatches)}; pad them to a fixed length, "
+                    "and drop the last incomplete batch"
                 )
             found = self._recorded[key] = self._record(purpose, minibatches, divisor)
         return found
@@ -394,7 +395,7 @@ class Session:
         if len({frozenset(each.captured.gradients) for each in passes}) > 1:
             raise UsageError(
                 "the minibatches of a step must have gradients of the same parameters, and those of minibatches of shapes "
-                f"{_shapes(minibatches)} differ; pad them to one shape"
+                f"{shapes_of(minibatches)} differ; pad them to one shape"
             )
         is_training = purpose == "train"
         self._check_fit(passes, minibatches, training=is_training)
@@ -406,7 +407,7 @@ class Session:
 
     def _pass(self, purpose: Purpose, minibatch: Mapping[str, Any], divisor: int) -> Pass:
         """The pass over a minibatch; one for all steps in which it occurs."""
-        key = (purpose, divisor, _signature_of(minibatch))
+        key = (purpose, divisor, signature_of(minibatch))
         if key not in self._passes:
             self.module.train(purpose == "train")
             function = _call if purpose == "predict" else self._objective
@@ -429,7 +430,7 @@ class Session:
         del outputs
         needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
         if not needs.fit(machine):
-            changes = ["raise ram=", "use more minibatches=" if training else "predict smaller batches"]
+            changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
             if self._machine.disk is None:
                 changes.append("add disk=DIR")
             raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
@@ -554,47 +555,6 @@ def _empty(module: torch.nn.Module) -> None:
 
 def _key_of(runtime: TaskRuntime) -> TileTensor:
     return TileTensor(runtime, (2,), (-1,), np.uint64, kind="input", data_class="data", name="random key")
-
-
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _check_batch(batch: Mapping[str, Any], count: int) -> None:
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-            raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}; give each tensor as an argument of its own")
-    lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
-    if not lengths:
-        raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
-    if count > 1 and (len(set(lengths.values())) > 1 or next(iter(lengths.values())) % count):
-        raise UsageError(
-            f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}; pad the "
-            "batch, or use minibatches=1"
-        )
-
-
-def _cut(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The minibatches of a batch: tensors cut along their first axis, all else in each."""
-    parts = {name: value.chunk(count) if _is_cut(value) else [value] * count for name, value in batch.items()}
-    return [{name: part[number] for name, part in parts.items()} for number in range(count)]
-
-
-def _signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two minibatches share if one recorded pass does for both."""
-    return tuple((name, *_signature(value)) for name, value in sorted(minibatch.items()))
-
-
-def _signature(value: Any) -> tuple[Any, ...]:
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (repr(value),)
-
-
-def _shapes(minibatches: Sequence[Mapping[str, Any]]) -> str:
-    texts = [
-        ", ".join(f"{name} {tuple(value.shape)}" for name, value in each.items() if isinstance(value, torch.Tensor) and value.dim())
-        for each in minibatches
-    ]
-    return " and ".join(dict.fromkeys(texts))
 
 
 def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, TileTensor]:
