@@ -1,3 +1,3 @@
-from .model_directory import read_config
+from .model_directory import attach_weights, read_config, weight_ranges
 
-__all__ = ["read_config"]
+__all__ = ["attach_weights", "read_config", "weight_ranges"]

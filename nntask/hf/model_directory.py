@@ -89,15 +89,7 @@ class ModelDirectory:
             UsageError: the model family is unknown, or the config breaks a rule.
         """
         config = read_config(path)
-        ranges: dict[str, FileRange] = {}
-        for name, tensors in _files(path).items():
-            with TensorFile(path / name) as file:
-                found = file.ranges()
-            if tensors is not None and (wrong := sorted(tensors ^ set(found))):
-                where = "has a tensor" if wrong[0] in found else "lacks the tensor"
-                raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
-            ranges.update(found)
-        return cls(path, config, family_of(config), ranges)
+        return cls(path, config, family_of(config), weight_ranges(path))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold exactly the weights of a model, and that a stored head equals the embedding where the config ties them.
@@ -178,6 +170,24 @@ class ModelDirectory:
 
     def _where(self, name: str) -> Path:
         return self.ranges[name].file.path
+
+
+def weight_ranges(path: Path) -> dict[str, FileRange]:
+    """Name -> byte range of each tensor of a model directory, of one file or of shards with an index; only headers are read.
+
+    Raises:
+        DataError: the directory has no safetensors files, one of them is broken, or index and files disagree.
+    """
+    _check_directory(path)
+    ranges: dict[str, FileRange] = {}
+    for name, tensors in _files(path).items():
+        with TensorFile(path / name) as file:
+            found = file.ranges()
+        if tensors is not None and (wrong := sorted(tensors ^ set(found))):
+            where = "has a tensor" if wrong[0] in found else "lacks the tensor"
+            raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
+        ranges.update(found)
+    return ranges
 
 
 def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, FileRange]]) -> None:

@@ -1,5 +1,5 @@
 from . import functional, initializers
-from .autograd import Edge, Node, Tensor, checkpoint, no_grad, on_tape
+from .autograd import Edge, Node, ParameterEdge, Tensor, checkpoint, no_grad, on_tape
 from .layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from .module import Module, Parameter
 
@@ -12,6 +12,7 @@ __all__ = [
     "Module",
     "Node",
     "Parameter",
+    "ParameterEdge",
     "RMSNorm",
     "Tensor",
     "checkpoint",

@@ -120,7 +120,7 @@ def test_every_module_is_imported_without_cupy() -> None:
         "import nntask, scheduler, tiles, wrappers\n"
         "for package in (nntask, scheduler, tiles, wrappers):\n"
         "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "        if module.name not in ('nntask.__main__', 'wrappers.torch', 'wrappers.torch.interchange'): importlib.import_module(module.name)\n"
+        "        if module.name != 'nntask.__main__' and not module.name.startswith('wrappers.torch.'): importlib.import_module(module.name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

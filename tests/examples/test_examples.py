@@ -119,3 +119,49 @@ def test_custom_model() -> None:
     losses = example.train(12)
     assert losses[-1] < losses[0] - 1
     assert example.train(12, workers=1) == losses
+
+
+@pytest.mark.long
+def test_torch_vit(tmp_path: Path) -> None:
+    """It learns its stripes, with the same bits in a third of the memory above a disk."""
+    pytest.importorskip("transformers")
+    example = load("torch_vit")
+    images, labels = example.stripes(384)
+    losses, right = example.train(40, images, labels)
+    assert losses[-1] < losses[0] - 0.5
+    assert right > 0.3  # by chance 0.1
+    assert example.train(5, images, labels, ram="4MB", disk=str(tmp_path))[0] == losses[:5]
+
+
+def test_torch_vit_has_digits() -> None:
+    """As large as the model's images, every class among them."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    images, labels = load("torch_vit").digits()
+    assert images.shape == (1797, 1, 32, 32)
+    assert labels.unique().tolist() == list(range(10))
+
+
+def test_torch_bert_masks() -> None:
+    """About 15 % of the tokens are guessed, eight tenths of them masked; the others stay and have no label."""
+    pytest.importorskip("transformers")
+    example = load("torch_bert")
+    windows = np.arange(20_000).reshape(100, 200) % 256
+    ids, labels = (each.numpy() for each in example.masked(windows, np.random.default_rng(0)))
+    guessed = labels != example.IGNORED
+    assert abs(guessed.mean() - 0.15) < 0.01
+    assert abs((ids[guessed] == example.MASK).mean() - 0.8) < 0.03
+    assert (labels[guessed] == windows[guessed]).all()
+    assert (ids[~guessed] == windows[~guessed]).all()
+
+
+@pytest.mark.long
+def test_torch_bert(tmp_path: Path) -> None:
+    """It learns with dropout, with the same bits in little memory above a disk, and its weights are transformers' to read."""
+    transformers = pytest.importorskip("transformers")
+    example = load("torch_bert")
+    terms = {"layers": 1, "width": 32}
+    losses = example.train(12, example.library(), save=tmp_path / "run", **terms)
+    assert losses[-1] < losses[0]
+    assert example.train(3, example.library(), **terms, ram="8MB", disk=str(tmp_path)) == losses[:3]
+    assert transformers.BertForMaskedLM.from_pretrained(tmp_path / "run").config.hidden_size == 32

@@ -1,5 +1,8 @@
-"""PyTorch: tile tensors as torch tensors and back, and transformers' modules as models and back."""
+"""PyTorch: any module in training on the scheduler (`Session`), transformers' Trainer on it; tile tensors as torch tensors, models as modules.
 
-from .interchange import from_tensor, from_torch, lend_tile, to_tensor, to_torch
+Each name is imported at its first use, so that importing this package imports no torch.
+"""
 
-__all__ = ["from_tensor", "from_torch", "lend_tile", "to_tensor", "to_torch"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,454 @@
+"""Any module of PyTorch in training: eager's losses, the same bits whatever the memory and the workers, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.torch_families import FAMILIES, Batch, make
+
+from nntask import DataError, DoesNotFit, UsageError
+from wrappers.torch import Session, empty_parameters
+
+pytest.importorskip("transformers")
+
+USUAL = ("bert", "mixtral", "resnet", "t5")
+"""Families of the default run: an encoder, grouped products, batch normalisation, tied weights in an encoder and a decoder."""
+ALL = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FAMILIES]
+
+
+def eager(module: torch.nn.Module, batches: Sequence[Batch], *, minibatches: int = 1, **options: Any) -> list[float]:
+    """Losses of PyTorch itself."""
+    optimizer = torch.optim.AdamW(module.parameters(), **options)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        found = []
+        for number in range(minibatches):
+            part = {name: value.chunk(minibatches)[number] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            loss = module(**part).loss
+            (loss / minibatches).backward()
+            found.append(loss.item())
+        optimizer.step()
+        losses.append(sum(found) / minibatches)
+    return losses
+
+
+def train(module: torch.nn.Module, batches: Sequence[Batch], **terms: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+    """Losses, weights and counters of a session."""
+    with Session(copy.deepcopy(module), lr=1e-3, **terms) as session:
+        losses = [session.step(**batch) for batch in batches]
+        return losses, session.state_dict(), session.runtime.stats()
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_losses_are_eagers(family: str) -> None:
+    """10 steps with AdamW, within 1e-5; the first loss within one rounding; evaluation after them, and the weights."""
+    module, batches = make(family, 10)
+    theirs = copy.deepcopy(module)
+    expected = eager(theirs, batches, lr=1e-3)
+    with Session(module, lr=1e-3, ram="256MB", workers=2) as session:
+        found = [session.step(**batch) for batch in batches]
+        assert max(abs(ours - other) for ours, other in zip(found, expected, strict=True)) <= 1e-5
+        assert abs(found[0] - expected[0]) <= 1e-6
+        theirs.eval()
+        with torch.no_grad():
+            assert session.evaluate(**batches[0]) == pytest.approx(theirs(**batches[0]).loss.item(), abs=1e-5)
+        state = session.state_dict()
+    assert state.keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        assert torch.allclose(state[name], value, atol=1e-4), name
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_the_same_bits_in_any_memory_on_any_workers(family: str, tmp_path: Path) -> None:
+    """Two minibatches: all memory, a quarter of it above a disk, one worker, two simulated devices: equal losses and weights."""
+    module, batches = make(family, 3)
+    losses, weights, stats = train(module, batches, minibatches=2, ram="256MB", workers=2)
+    quarter = f"{stats['peak_bytes']['ram'] // 4}B"
+    others = [
+        {"ram": quarter, "disk": f"{tmp_path}:256MB", "workers": 2},
+        {"ram": "256MB", "workers": 1},
+        {"ram": "256MB", "workers": 0, "sim_gpu": 2, "gpu_memory": "64MB"},
+    ]
+    for terms in others:
+        found, same, counted = train(module, batches, minibatches=2, **terms)
+        assert found == losses
+        assert all(torch.equal(same[name], value) for name, value in weights.items())
+        if "disk" in terms:
+            assert counted["moved_bytes"]
+            assert counted["peak_bytes"]["ram"] <= stats["peak_bytes"]["ram"] // 4
+
+
+def test_minibatches_accumulate_as_in_eager() -> None:
+    """The gradient is that of the mean of the minibatches' losses, clipping and weight decay included."""
+    module, batches = make("gpt2", 4)
+    theirs = copy.deepcopy(module)
+    expected = eager(theirs, batches, minibatches=2, lr=1e-3, weight_decay=0.1)
+    with Session(module, torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1), minibatches=2, ram="64MB") as session:
+        assert [session.step(**batch) for batch in batches] == pytest.approx(expected, abs=1e-6)
+
+
+def test_minibatches_may_differ_in_shape_and_have_an_objective_of_their_own() -> None:
+    """The gradient is that of the sum of their losses over the divisor; evaluation has the same objective."""
+    module, (batch, _) = make("gpt2", 2)
+    short = {name: value[:1, :8] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+    def objective(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        outputs = module(**batch)
+        return outputs.loss * 2 + outputs.logits.square().mean()
+
+    theirs = copy.deepcopy(module)
+    optimizer, expected = torch.optim.AdamW(theirs.parameters(), lr=1e-3), []
+    for minibatches in ([batch, short], [short, batch, short]):
+        losses = [objective(theirs, each) for each in minibatches]
+        optimizer.zero_grad()
+        (sum(losses) / 4).backward()
+        optimizer.step()
+        expected.append(sum(loss.item() for loss in losses) / 4)
+    with Session(module, lr=1e-3, objective=objective, ram="64MB") as session:
+        found = [session.start_minibatches(each, divisor=4).result().loss for each in ([batch, short], [short, batch, short])]
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert session.evaluate(**short) == pytest.approx(objective(theirs.eval(), short).item(), abs=1e-5)
+        with pytest.raises(UsageError, match=r"labels of the batch has tensors inside a list; give each tensor as an argument"):
+            session.step(input_ids=batch["input_ids"], labels=[batch["labels"]])
+
+
+def test_schedulers_of_pytorch_set_the_rate() -> None:
+    """The rate of the optimizer's group is read at each step."""
+    module, batches = make("opt", 3)
+    theirs = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    expected = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = theirs(**batch).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        expected.append(loss.item())
+    ours = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(ours, 1, 0.1)
+    found = []
+    with Session(module, ours, ram="64MB") as session:
+        for batch in batches:
+            found.append(session.step(**batch))
+            schedule.step()
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+class _Dropping(torch.nn.Module):
+    """Dropout, random noise and a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 64)
+        self.last = torch.nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.dropout(self.first(x), 0.5, self.training)
+        return (self.last(y + 0.1 * torch.randn_like(y)) ** 2).mean()
+
+
+def test_random_numbers_depend_on_seed_step_and_place_alone(tmp_path: Path) -> None:
+    """The same numbers on one worker, two, and in short memory; others at the next step, in the other minibatch, with another seed."""
+    torch.manual_seed(0)
+    module, x = _Dropping(), torch.randn(1, 16).expand(8, 16).contiguous()
+    batches = [{"x": x}] * 2
+    terms = [
+        {"workers": 1, "ram": "64MB"},
+        {"workers": 2, "ram": "64MB"},
+        {"workers": 2, "ram": "40KiB", "disk": f"{tmp_path}:16MB"},
+        {"workers": 2, "ram": "64MB", "seed": 1},
+    ]
+    found = [train(module, batches, minibatches=2, **each)[0] for each in terms]
+    assert found[0] == found[1] == found[2]
+    assert found[3] != found[0]
+    with Session(module, "sgd", lr=0.0, ram="64MB") as session:
+        losses = [session.step(x=x) for _ in range(3)]
+        assert len(set(losses)) == 3
+        assert session.evaluate(x=x) == session.evaluate(x=x)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    """The weights stay, bit for bit, and the optimizer holds nothing for them."""
+    module, batches = make("gpt2", 2)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("ln_f" in name)
+    before = copy.deepcopy(module.state_dict())
+    with Session(module, lr=1e-2, ram="64MB") as session:
+        for batch in batches:
+            session.step(**batch)
+        after = session.state_dict()
+        assert {name.partition(".")[2] for name in session.optimizer_tensors()} == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
+
+
+def test_adapters_of_peft_work_as_they_are() -> None:
+    """LoRA: eager's losses."""
+    peft = pytest.importorskip("peft")
+    module, batches = make("llama", 4)
+    adapted = peft.get_peft_model(module, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    theirs = copy.deepcopy(adapted)
+    learnt = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    optimizer, expected = torch.optim.AdamW(learnt, lr=1e-2), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = theirs(**batch).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    with Session(adapted, lr=1e-2, ram="64MB") as session:
+        assert [session.step(**batch) for batch in batches] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Weights, moments, the number of the step and the learning rate come back; the files are safetensors and JSON."""
+    module, batches = make("bert", 6)
+    terms: dict[str, Any] = {"lr": 1e-3, "ram": "64MB", "minibatches": 2}
+    with Session(copy.deepcopy(module), **terms) as session:
+        whole = [session.step(**batch) for batch in batches]
+        weights = session.state_dict()
+    with Session(copy.deepcopy(module), **terms) as session:
+        first = [session.step(**batch) for batch in batches[:3]]
+        session.save(tmp_path / "run")
+    assert {path.suffix for path in (tmp_path / "run").iterdir()} == {".safetensors", ".json"}
+    other, _ = make("bert", 0, seed=1)
+    with Session(other, **terms) as session:
+        session.resume(tmp_path / "run")
+        assert session.num_steps == 3
+        assert first + [session.step(**batch) for batch in batches[3:]] == whole
+        assert all(torch.equal(value, weights[name]) for name, value in session.state_dict().items())
+
+
+def test_a_module_gets_its_weights_back() -> None:
+    """While the session has them the module's are NaN in a few bytes; `load_into` fills it, ties included."""
+    module, batches = make("gpt2", 1)
+    expected = copy.deepcopy(module.state_dict())
+    with Session(module, "sgd", lr=0.0, ram="64MB") as session:
+        assert all(value.untyped_storage().nbytes() <= 8 for value in module.parameters())
+        assert torch.isnan(module(**batches[0]).loss)
+        session.load_into(module)
+    assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+    assert module.lm_head.weight is module.transformer.wte.weight
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_weights_come_from_files_when_they_are_needed(family: str, tmp_path: Path) -> None:
+    """A module without memory and a directory as save_pretrained writes it, in short memory: the losses of the module with its values."""
+    module, batches = make(family, 2)
+    module.save_pretrained(tmp_path / "model")
+    with empty_parameters():
+        empty, _ = make(family, 0)
+    assert all(value.is_meta for value in empty.parameters())
+    losses, weights, stats = train(module, batches, ram="64MB")
+    half = f"{stats['peak_bytes']['ram'] // 2}B"
+    with Session(empty, lr=1e-3, weights=tmp_path / "model", ram=half, disk=f"{tmp_path}:64MB") as session:
+        assert [session.step(**batch) for batch in batches] == losses
+        session.load_into(empty)
+    assert all(torch.equal(value, weights[name]) for name, value in empty.state_dict().items())
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with empty_parameters():
+        empty, _ = make(family, 0)
+    with pytest.raises(DataError, match=r"has no weights; it needs model\.safetensors"):
+        Session(empty, weights=tmp_path / "model", ram="64MB")
+
+
+class _Twice(torch.nn.Module):
+    """The gradient of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(self.layer(x)).sum(), x, create_graph=True)
+        return (slope**2).mean()
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class _Custom(_Twice):
+    """A function with a backward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (_Double.apply(self.layer(x)) ** 2).mean()
+
+
+class _Recurrent(_Twice):
+    """An LSTM and a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.LSTM(4, 4), torch.nn.GRU(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.second(self.first(x[None])[0])[0] ** 2).mean() + self.layer(x).mean() ** 2
+
+
+class _InPlace(_Twice):
+    """In-place operations on activations and on a buffer, and a real tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.scale = torch.tensor([2.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        y = self.layer(x).mul_(self.scale).relu_()
+        return (y + self.count).square().mean()
+
+
+@pytest.mark.parametrize("kind", [_Twice, _Custom, _Recurrent, _InPlace])
+def test_what_autograd_can_do_sessions_can(kind: type[torch.nn.Module]) -> None:
+    """Double backward, custom functions, recurrent layers, in-place operations and changed buffers: eager's losses."""
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(6, 4)
+    theirs, expected = copy.deepcopy(module), []
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = theirs(x)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    with Session(module, "sgd", lr=0.1, ram="64MB") as session:
+        assert [session.step(x=x) for _ in range(3)] == pytest.approx(expected, abs=1e-5)
+        assert session.state_dict().get("count", 3) == 3
+
+
+def test_results_have_tensors_of_their_own() -> None:
+    """The logits are eager's, and a cache of keys, an object of its own kind, is left out."""
+    module, batches = make("llama", 1)
+    batch = {"input_ids": batches[0]["input_ids"]}
+    with torch.no_grad():
+        expected = copy.deepcopy(module).eval()(**batch).logits
+    with Session(module, ram="64MB", loss=lambda result, batch: result.logits.mean()) as session:
+        found = session.predict(**batch)
+    assert torch.allclose(found.logits, expected, atol=1e-5)
+    assert found.past_key_values is None
+
+
+class _Branch(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            y = -y
+        return y.mean()
+
+
+class _Picks(_Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y[y > 0].mean()
+
+
+class _Vector(_Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class _Shuffles(_Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * x[:, torch.randperm(4)]).mean()
+
+
+class _Leaves(_Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).mean() + float(self.layer.weight.detach().numpy().sum())
+
+
+def _half() -> torch.nn.Module:
+    module = torch.nn.Linear(4, 1)
+    module.weight = torch.nn.Parameter(torch.zeros(1, 4, dtype=torch.complex64))
+    return module
+
+
+def _frozen() -> torch.nn.Module:
+    return _Vector().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make_module", "terms", "words"),
+    [
+        (_Branch, {}, r"test_torch_session\.py:\d+ \(if y\.sum\(\) > 0:\) needs a value .*torch\.where"),
+        (_Picks, {}, r"test_torch_session\.py:\d+ .* needs a shape that depends on values"),
+        (_Leaves, {}, r"test_torch_session\.py:\d+ .* cannot be captured: \.numpy\(\) .* run that part outside the model"),
+        (_Vector, {}, r"the loss must be a tensor with one element, got a tensor of shape \(2, 4\); give loss="),
+        (_Shuffles, {}, r"aten\.randperm\.default cannot be given a seed of its own; use dropout"),
+        (_half, {}, r"weight is of type torch\.complex64, and parameters must be real"),
+        (_frozen, {}, r"no parameter that is learnt; set requires_grad"),
+        (lambda: torch.nn.EmbeddingBag(4, 4, sparse=True), {}, r"has sparse gradients, .* sparse=False"),
+        (lambda: torch.nn.Linear(4, 4, device="meta"), {}, r"weight has no values \(it is on the meta device\); give weights=DIR"),
+        (_Branch, {"optimizer": "lion"}, r"optimizer must be one of sgd, adam, adamw .* got 'lion'"),
+        (_Branch, {"amsgrad": True}, r"amsgrad of AdamW must be False, got True"),
+        (_Branch, {"minibatches": 0}, r"minibatches must be at least 1, got 0"),
+        (_Vector, {"minibatches": 3}, r"a multiple of 3, got \{'x': 2\}"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(make_module: Any, terms: dict[str, Any], words: str) -> None:
+    """The rule, the value, and what to do; the line of the model where there is one."""
+    with pytest.raises(UsageError, match=words) as error, Session(make_module(), **{"ram": "16MB", **terms}) as session:
+        session.step(x=torch.randn(2, 4))
+    assert "\n" not in str(error.value)
+
+
+def test_optimizers_that_are_refused() -> None:
+    """An unknown kind, one that has taken steps, one of other parameters, one that lacks some."""
+    module = _Branch()
+    weight = module.layer.weight
+    stepped = torch.optim.AdamW(module.parameters())
+    module.layer(torch.ones(2, 4)).sum().backward()
+    stepped.step()
+    for optimizer, words in (
+        (torch.optim.Adagrad(module.parameters()), "got Adagrad"),
+        (stepped, "has taken steps already"),
+        (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "a parameter that the module lacks"),
+        (torch.optim.SGD([weight], lr=1.0), r"lacks layer\.bias"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Session(module, optimizer, ram="16MB")
+    assert torch.isfinite(weight).all()  # nothing is lost
+
+
+def test_budgets_that_are_too_small_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    """Bytes needed, bytes there, and what to change; the session goes on with a batch that fits."""
+    module, batches = make("bert", 1)
+    with Session(module, ram="1200KB", lr=1e-3) as session:
+        with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more and smaller minibatches, or add disk=DIR"):
+            session.step(**batches[0])
+        short = {name: value[:1, :8] for name, value in batches[0].items()}
+        assert session.step(**short) > 0
+    with pytest.raises(DoesNotFit, match=r"data that has nowhere else to go .*raise ram=, or add disk=DIR"):
+        Session(make("bert", 0)[0], ram="600KB")
+
+
+def test_a_shape_too_many_is_refused() -> None:
+    """Each shape has a step of its own, eight at most."""
+    module, _ = make("opt", 0)
+    with Session(module, ram="64MB") as session:
+        for length in range(8, 16):
+            ids = torch.ones(1, length, dtype=torch.int64)
+            session.step(input_ids=ids, labels=ids)
+        with pytest.raises(UsageError, match=r"at most 8 different shapes, got one more: input_ids \(1, 20\), labels \(1, 20\); pad them"):
+            session.step(input_ids=torch.ones(1, 20, dtype=torch.int64), labels=torch.ones(1, 20, dtype=torch.int64))

@@ -1,0 +1,58 @@
+"""Batches and their minibatches: what a session takes, how it is cut, and what two of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from nntask import UsageError
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def check_batch(batch: Mapping[str, Any], count: int) -> None:
+    """Refuse a batch that cannot be cut into so many minibatches.
+
+    Raises:
+        UsageError: says what the batch has, and what to do.
+    """
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}; give each tensor as an argument of its own")
+    lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
+    if not lengths:
+        raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
+    if count > 1 and (len(set(lengths.values())) > 1 or next(iter(lengths.values())) % count):
+        raise UsageError(
+            f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}; pad the "
+            "batch, or use minibatches=1"
+        )
+
+
+def cut(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The minibatches of a batch: tensors cut along their first axis, all else in each."""
+    pieces = {name: value.chunk(count) if _is_cut(value) else [value] * count for name, value in batch.items()}
+    return [{name: piece[number] for name, piece in pieces.items()} for number in range(count)]
+
+
+def signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two minibatches share if one recorded pass does for both."""
+    return tuple((name, *_signature(value)) for name, value in sorted(minibatch.items()))
+
+
+def _signature(value: Any) -> tuple[Any, ...]:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (repr(value),)
+
+
+def shapes_of(minibatches: Sequence[Mapping[str, Any]]) -> str:
+    """The shapes of minibatches as words of a message."""
+    texts = [
+        ", ".join(f"{name} {tuple(value.shape)}" for name, value in each.items() if isinstance(value, torch.Tensor) and value.dim())
+        for each in minibatches
+    ]
+    return " and ".join(dict.fromkeys(texts))

@@ -1,0 +1,113 @@
+"""A session on disk: a directory with weights, optimizer state and counters, written whole or not at all. No file is a pickle.
+
+::
+
+    DIRECTORY/model.safetensors, optimizer.safetensors, session.json, config.json, generation_config.json
+
+model.safetensors and the configs are those of transformers; the configs are there if the module has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from nntask import DataError, StorageError, UsageError
+from nntask.io import checksum_of, load_tensors, save_tensors, written_aside
+from tiles import TileTensor
+
+MODEL: Final = "model.safetensors"
+OPTIMIZER: Final = "optimizer.safetensors"
+STATE: Final = "session.json"
+FORMAT: Final = 1
+
+
+def save_session(
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
+) -> None:
+    """Write a session to a new directory.
+
+    Args:
+        directory: does not exist.
+        model: name -> tensor of the module.
+        optimizer: name -> tensor of the optimizer's state.
+        state: further content of session.json.
+        module: whose config is saved, if it has one; None for no config.
+
+    Raises:
+        UsageError: the directory exists.
+        StorageError: the disk is full or failed.
+        Diverged: a value is not finite.
+    """
+    if directory.exists():
+        raise UsageError(f"{directory} exists, and a session is saved to a new directory; name another one, or remove it")
+    with storage_errors(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(directory) as new:
+            write_session(new, model, optimizer, state, module)
+
+
+def write_session(
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
+) -> None:
+    """Write the files of a session to a directory, which may exist; arguments and errors as of `save_session`."""
+    checksums = {MODEL: write_model(directory, model, module), OPTIMIZER: save_tensors(directory / OPTIMIZER, optimizer, finite=True)}
+    with storage_errors(directory):
+        (directory / STATE).write_text(json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+
+
+def write_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
+    """Write model.safetensors, and the configs of a module of transformers, to a directory; arguments and errors as of `save_session`.
+
+    Returns:
+        The checksum of model.safetensors.
+    """
+    with storage_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("config", "generation_config"):
+            config = getattr(module, name, None)
+            if config is not None and hasattr(config, "to_json_file"):
+                if name == "config":
+                    config.architectures = [type(module).__name__]
+                config.to_json_file(directory / f"{name}.json")
+    return save_tensors(directory / MODEL, model, metadata={"format": "pt"}, finite=True)
+
+
+@contextmanager
+def storage_errors(directory: Path) -> Iterator[None]:
+    """Turn failures of the disk into the error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
+
+
+def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> dict[str, Any]:
+    """Fill tensors from a directory.
+
+    Returns:
+        The content of session.json: "step" and "lr" among others.
+
+    Raises:
+        DataError: a file is missing, changed, or has other tensors.
+    """
+    file = directory / STATE
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+        known = state["format"] == FORMAT and isinstance(state["step"], int) and isinstance(state["lr"], float)
+        checksums = {name: int(state["checksums"][name]) for name in (MODEL, OPTIMIZER)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE}); give a directory that save() wrote") from None
+    if not known:
+        raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
+    for name, expected in checksums.items():
+        if checksum_of(directory / name) != expected:
+            raise DataError(f"{directory / name} is corrupt: its checksum changed since it was written; use another one")
+    load_tensors(directory / MODEL, model)
+    load_tensors(directory / OPTIMIZER, optimizer)
+    return state

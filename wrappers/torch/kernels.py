@@ -1,0 +1,312 @@
+"""Computing a call into memory that is lent: which form of an operation writes its result where it is told to.
+
+In order of preference an operation is computed by
+
+- a rule of this module, for operations that are a fill, a copy or an indexed sum (`_INTO`);
+- its own ``out=`` overload, if that is a kernel of the CPU and not one that allocates, computes and copies;
+- itself, on memory of PyTorch, and a copy. That memory is counted as scratch of the task.
+
+All three give the bits of the operation itself. Random operations draw from a generator of their own, whose seed is given with the task, so that the
+numbers depend neither on the order of tasks nor on the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from nntask import UsageError
+
+from .capture import Call, Ref, Storage, aten
+
+Into = Callable[..., None]
+"""Computes ``(results, *args, **kwargs)``: fills the list of result tensors."""
+
+EMPTY: Final = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default})
+"""Operations that only make memory."""
+_METADATA: Final = frozenset({aten.as_strided_.default, aten.resize_.default, aten.t_.default, aten.transpose_.default, aten.squeeze_.dim})
+"""In-place operations on the shape of a tensor alone, which later references already have."""
+_NOT_RANDOM: Final = frozenset({aten._scaled_dot_product_flash_attention_for_cpu.default})
+"""Tagged as random by PyTorch; without dropout, the only way they are called on the CPU, they are not."""
+
+
+def draws(call: Call) -> bool:
+    """Whether a call needs a generator."""
+    return call.is_random and call.func not in _NOT_RANDOM
+
+
+def does_nothing(call: Call) -> bool:
+    """Whether a call computes nothing: it makes memory or changes a shape."""
+    return call.func in EMPTY or call.func in _METADATA
+
+
+def into_of(call: Call) -> Into | None:
+    """The rule or the ``out=`` overload that computes a call into given memory; None if it must be computed beside it and copied.
+
+    Raises:
+        UsageError: the call is random and takes no generator.
+    """
+    if draws(call):
+        rule = _RANDOM.get(call.func)
+        if rule is None and not _takes_generator(call.func):
+            raise UsageError(f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, bernoulli, uniform_ or normal_ in the model")
+        return rule
+    return _INTO.get(call.func) or _out_overload(call.func)
+
+
+def torch_nbytes(call: Call) -> int:
+    """Bytes that a call takes from PyTorch's allocator for its results."""
+    if does_nothing(call) or into_of(call) is not None:
+        return 0
+    return sum(storage.nbytes for storage in call.made)
+
+
+def adds_up(call: Call) -> bool:
+    """Whether a call can add its result to what memory holds, in one pass."""
+    return call.func is aten.mm.default
+
+
+def _add_product(results: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.addmm(results[0], left, right, out=results[0])  # (M, N) + (M, K) @ (K, N) -> (M, N)
+
+
+def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
+    """A tensor over the bytes of its storage  # (nbytes,) uint8 -> ref.shape."""
+    typed = memory.view(ref.dtype)
+    return typed.as_strided(ref.shape, ref.strides, typed.storage_offset() + ref.offset)
+
+
+class Program:
+    """The calls of one task, ready to run.
+
+    Args:
+        calls: the calls, in order.
+        numbers: number of each call in the whole pass, for the seeds of random ones.
+        added: storages whose memory holds a sum already, to which the product that makes them is added.
+    """
+
+    def __init__(self, calls: Sequence[Call], numbers: Sequence[int], added: Collection[Storage] = ()) -> None:
+        self._steps = [
+            _Step(call, _add_product if call.made & set(added) else into_of(call), number if draws(call) else None)
+            for call, number in zip(calls, numbers, strict=True)
+            if not does_nothing(call)
+        ]
+        self.draws = any(step.number is not None for step in self._steps)
+
+    def run(self, memory: dict[Any, torch.Tensor], seed: Sequence[int] | None) -> None:
+        """Compute the calls.
+
+        Args:
+            memory: storage -> its bytes, (nbytes,) uint8; a storage that is missing is made by PyTorch and entered.
+            seed: numbers that select the random numbers of the task; None where nothing is random.
+        """
+        tensors: dict[Ref, torch.Tensor] = {}
+
+        def find(ref: Ref) -> torch.Tensor:
+            found = tensors.get(ref)
+            if found is None:
+                found = tensors[ref] = tensor_of(memory[ref.storage], ref)
+            return found
+
+        for step in self._steps:
+            step.run(find, memory, seed)
+
+
+class _Step:
+    """One call of a program."""
+
+    def __init__(self, call: Call, into: Into | None, number: int | None) -> None:
+        self.call, self.into, self.number = call, into, number
+        self._fresh = [(at, ref) for at, ref in enumerate(call.results) if ref is not None and ref.storage in call.made]
+
+    def run(self, find: Callable[[Ref], torch.Tensor], memory: dict[Any, torch.Tensor], seed: Sequence[int] | None) -> None:
+        call = self.call
+        args = [_resolved(value, find) for value in call.args]
+        kwargs = {name: _resolved(value, find) for name, value in call.kwargs.items()}
+        if self.number is not None:
+            assert seed is not None
+            kwargs["generator"] = generator_of((*seed, self.number))
+        if self.into is not None:
+            results: list[torch.Tensor | None] = [None] * len(call.results)
+            for at, ref in self._fresh:
+                if ref.storage not in memory:
+                    memory[ref.storage] = torch.empty(ref.storage.nbytes, dtype=torch.uint8)
+                results[at] = find(ref)
+            self.into(results, *args, **kwargs)
+            return
+        found = call.func(*args, **kwargs)
+        leaves = list(found) if isinstance(found, tuple | list) else [found]
+        for at, ref in self._fresh:
+            value = leaves[at]
+            if ref.storage in memory:
+                find(ref).copy_(value)
+            else:
+                memory[ref.storage] = _bytes_of(value, ref)
+
+
+def generator_of(seed: Sequence[int]) -> torch.Generator:
+    """A generator whose numbers depend on all the given ones (splitmix64, Steele et al. 2014, folded over them)."""
+    state = 0
+    for number in seed:
+        state = (state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _WORD
+        state ^= state >> 31
+    return torch.Generator().manual_seed(state & (_WORD >> 1))
+
+
+_WORD: Final = (1 << 64) - 1
+
+
+def _resolved(value: Any, find: Callable[[Ref], torch.Tensor]) -> Any:
+    if isinstance(value, Ref):
+        return find(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_resolved(each, find) for each in value])
+    return value
+
+
+def _bytes_of(value: torch.Tensor, ref: Ref) -> torch.Tensor:
+    """The memory of a result as bytes, laid out as its reference says; a copy only if PyTorch has chosen other strides."""
+    if tuple(value.stride()) == ref.strides and value.storage_offset() == ref.offset and value.untyped_storage().nbytes() == ref.storage.nbytes:
+        return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+    memory = torch.empty(ref.storage.nbytes, dtype=torch.uint8)
+    tensor_of(memory, ref).copy_(value)
+    return memory
+
+
+@cache
+def _out_overload(func: Any) -> Into | None:
+    """The overload with the same arguments and an output that is given, if the CPU has a kernel for it."""
+    schema = func._schema
+    plain = [(argument.name, str(argument.type)) for argument in schema.arguments]
+    if any(argument.alias_info is not None for argument in schema.arguments):
+        return None
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
+        rest = [(argument.name, str(argument.type)) for argument in overload._schema.arguments if not argument.is_out]
+        if outs and rest == plain and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"):
+            return _with_outs(overload, outs)
+    return None
+
+
+def _with_outs(overload: Any, names: Sequence[str]) -> Into:
+    def run(results: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        overload(*args, **kwargs, **dict(zip(names, results, strict=True)))
+
+    return run
+
+
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _copy(results: Sequence[torch.Tensor], source: torch.Tensor, **_: Any) -> None:
+    results[0].copy_(source)
+
+
+def _fill(value: float) -> Into:
+    def run(results: Sequence[torch.Tensor], *_: Any, **__: Any) -> None:
+        results[0].fill_(value)
+
+    return run
+
+
+def _full(results: Sequence[torch.Tensor], _: Any, value: Any, **__: Any) -> None:
+    results[0].fill_(value)
+
+
+def _scalar_tensor(results: Sequence[torch.Tensor], value: Any, **_: Any) -> None:
+    results[0].fill_(value)
+
+
+def _with_scalar(function: Callable[..., Any]) -> Into:
+    def run(results: Sequence[torch.Tensor], left: torch.Tensor, right: Any, *rest: Any) -> None:
+        if rest and rest[0] != 1:
+            function(left, right, alpha=rest[0], out=results[0])
+        else:
+            function(left, right, out=results[0])
+
+    return run
+
+
+def _masked_fill(results: Sequence[torch.Tensor], source: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
+    results[0].copy_(source).masked_fill_(mask, value)
+
+
+def _slice_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, _: Any, axis: int, start: int, end: int, step: int) -> None:
+    aten.slice.Tensor(results[0].zero_(), axis, start, end, step).copy_(gradient)
+
+
+def _select_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, _: Any, axis: int, index: int) -> None:
+    results[0].zero_().select(axis, index).copy_(gradient)
+
+
+def _embedding(results: Sequence[torch.Tensor], weight: torch.Tensor, ids: torch.Tensor, *_: Any) -> None:
+    torch.index_select(weight, 0, ids.reshape(-1), out=results[0].view(-1, weight.shape[1]))  # (V, C), (N,) -> (N, C)
+
+
+def _embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, rows: int, padding: int, by_count: bool) -> None:
+    if by_count:
+        results[0].copy_(aten.embedding_dense_backward.default(gradient, ids, rows, padding, by_count))
+        return
+    results[0].zero_().index_add_(0, ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))  # (N,), (N, C) -> (V, C)
+    if padding >= 0:
+        results[0][padding].zero_()
+
+
+_INTO: Final[Mapping[Any, Into]] = {
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.zeros.default: _fill(0),
+    aten.zeros_like.default: _fill(0),
+    aten.new_zeros.default: _fill(0),
+    aten.ones.default: _fill(1),
+    aten.ones_like.default: _fill(1),
+    aten.new_ones.default: _fill(1),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.new_full.default: lambda results, _, size, value, **__: _full(results, size, value),
+    aten.scalar_tensor.default: _scalar_tensor,
+    aten.mul.Scalar: _with_scalar(torch.mul),
+    aten.div.Scalar: _with_scalar(torch.div),
+    aten.add.Scalar: _with_scalar(torch.add),
+    aten.sub.Scalar: _with_scalar(torch.sub),
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
+
+
+def _dropout(results: Sequence[torch.Tensor], source: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> None:
+    out, mask = results
+    if train is False:
+        out.copy_(source)
+        mask.fill_(True)
+        return
+    mask.bernoulli_(1 - p, generator=generator)
+    torch.mul(source, mask, out=out).mul_(0.0 if p == 1 else 1 / (1 - p))
+
+
+def _uniform(results: Sequence[torch.Tensor], *_: Any, generator: torch.Generator, **__: Any) -> None:
+    results[0].uniform_(generator=generator)
+
+
+def _normal(results: Sequence[torch.Tensor], *_: Any, generator: torch.Generator, **__: Any) -> None:
+    results[0].normal_(generator=generator)
+
+
+_RANDOM: Final[Mapping[Any, Into]] = {
+    aten.native_dropout.default: _dropout,
+    aten.rand.default: _uniform,
+    aten.rand_like.default: _uniform,
+    aten.randn.default: _normal,
+    aten.randn_like.default: _normal,
+}

@@ -1,0 +1,188 @@
+"""Calls grouped to tasks: consecutive calls form a segment, and what only they use is scratch memory of the task.
+
+A segment has at most one call with matrix products or the like, and the elementwise calls around it, as long as the task touches no more memory than
+the hungriest single call of the pass does. So grouping saves tasks and traffic, and never raises the least budget that a step needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from .capture import Call, Capture, Ref, Storage
+from .kernels import does_nothing, torch_nbytes
+
+ALIGNMENT: Final = 64
+"""Offsets in scratch memory are multiples of this; bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """The calls of one task.
+
+    Attributes:
+        first: number of the first call in the pass.
+        calls: consecutive calls.
+        reads: storages from outside that it only reads.
+        updates: storages from outside that it changes.
+        makes: storages that it makes and that are used outside it.
+        inner: storages that only it uses -> offset in its scratch memory.
+        lives: inner storages -> number of the call that makes each.
+        ends: inner storages -> number of the last call that uses each.
+        beside_nbytes: most bytes that PyTorch allocates for one call's results, which are then copied.
+        scratch_nbytes: bytes of scratch memory, those that PyTorch allocates included.
+        gradients: parameters whose gradients are final after it.
+        flops: floating-point operations.
+    """
+
+    first: int
+    calls: Sequence[Call]
+    reads: Sequence[Storage]
+    updates: Sequence[Storage]
+    makes: Sequence[Storage]
+    inner: Mapping[Storage, int]
+    lives: Mapping[Storage, int]
+    ends: Mapping[Storage, int]
+    beside_nbytes: int
+    scratch_nbytes: int
+    gradients: Sequence[str]
+    flops: float
+
+    @property
+    def name(self) -> str:
+        """The operation that takes longest, for traces: that with most flops, else that with the largest result."""
+        work = [(flops_of(call), sum(s.nbytes for s in call.writes), -at) for at, call in enumerate(self.calls)]
+        name: str = self.calls[-max(work)[2]].func.overloadpacket._qualified_op_name.partition("::")[2]
+        return name.strip("_") if len(self.calls) == 1 else f"{name.strip('_')} and {len(self.calls) - 1}"
+
+
+def segments_of(capture: Capture) -> list[Segment]:
+    """Group the calls of a pass.
+
+    A gradient is final after the last call that writes its storage.
+    """
+    calls = capture.calls
+    last_use: dict[Storage, int] = {}
+    last_write: dict[Storage, int] = {}
+    for number, call in enumerate(calls):
+        for storage in call.reads | call.writes:
+            last_use[storage] = number
+        for storage in call.writes:
+            last_write[storage] = number
+    kept = {ref.storage for ref in tree_leaves(capture.outputs) if isinstance(ref, Ref)}
+    finals: dict[int, list[str]] = {}
+    for name, ref in capture.gradients.items():
+        finals.setdefault(last_write[ref.storage], []).append(name)
+    limit = max((_touched(call) for call in calls), default=0)
+    found: list[Segment] = []
+    start, heavy, touched = 0, False, _Touched()
+    for number, call in enumerate(calls):
+        is_heavy = flops_of(call) > 0
+        if number > start and ((heavy and is_heavy) or touched.with_call(call) > limit):
+            found.append(_segment(capture, start, number, last_use, kept, finals))
+            start, heavy, touched = number, False, _Touched()
+        heavy = heavy or is_heavy
+        touched.add(call)
+    if start < len(calls):
+        found.append(_segment(capture, start, len(calls), last_use, kept, finals))
+    return found
+
+
+class _Touched:
+    """Bytes of all storages that some calls touch."""
+
+    def __init__(self) -> None:
+        self._storages: set[Storage] = set()
+        self._nbytes = 0
+
+    def with_call(self, call: Call) -> int:
+        """Bytes with one more call."""
+        return self._nbytes + sum(s.nbytes for s in (call.reads | call.writes) - self._storages)
+
+    def add(self, call: Call) -> None:
+        """Note a call."""
+        self._nbytes = self.with_call(call)
+        self._storages |= call.reads | call.writes
+
+
+def _touched(call: Call) -> int:
+    return sum(storage.nbytes for storage in call.reads | call.writes)
+
+
+def _segment(
+    capture: Capture, start: int, end: int, last_use: Mapping[Storage, int], kept: set[Storage], finals: Mapping[int, Sequence[str]]
+) -> Segment:
+    calls = capture.calls[start:end]
+    made: dict[Storage, int] = {}
+    used: dict[Storage, None] = {}
+    written: set[Storage] = set()
+    for number, call in enumerate(calls, start):
+        for storage in sorted(call.made, key=_nbytes):
+            made.setdefault(storage, number)
+        used.update(dict.fromkeys(sorted((call.reads | call.writes) - made.keys(), key=_nbytes)))
+        written |= call.writes
+    gradients = [name for number in range(start, end) for name in finals.get(number, ())]
+    inner = {storage: first for storage, first in made.items() if last_use[storage] < end and storage not in kept}
+    last = {storage: max(last_use[storage], *_final_at(capture, storage, finals, start, end)) for storage in inner}
+    offsets, nbytes = scratch_layout(inner, last)
+    beside = max((sum(s.nbytes for s in call.made if s not in inner) for call in calls if torch_nbytes(call)), default=0)
+    return Segment(
+        start,
+        calls,
+        [storage for storage in used if storage not in written],
+        [storage for storage in used if storage in written],
+        [storage for storage in made if storage not in inner],
+        offsets,
+        inner,
+        last,
+        beside,
+        nbytes + beside,
+        gradients,
+        sum(map(flops_of, calls)),
+    )
+
+
+def _nbytes(storage: Storage) -> int:
+    return storage.nbytes
+
+
+def _final_at(capture: Capture, storage: Storage, finals: Mapping[int, Sequence[str]], start: int, end: int) -> list[int]:
+    """The end of the segment if a gradient in the storage is handed over there."""
+    names = (name for number in range(start, end) for name in finals.get(number, ()))
+    return [end] if any(capture.gradients[name].storage is storage for name in names) else [start]
+
+
+def scratch_layout(first: Mapping[Storage, int], last: Mapping[Storage, int]) -> tuple[dict[Storage, int], int]:
+    """Offsets in scratch memory for storages that live from one call to another, first fit by size; and the bytes of all."""
+    placed: list[tuple[int, int, Storage]] = []
+    for storage in sorted(first, key=lambda each: (-each.nbytes, first[each])):
+        offset = 0
+        for low, high, other in sorted(placed, key=lambda each: each[:2]):
+            if first[storage] <= last[other] and first[other] <= last[storage] and low < offset + storage.nbytes and offset < high:
+                offset = high
+        placed.append((offset, offset + -(-storage.nbytes // ALIGNMENT) * ALIGNMENT, storage))
+    return {storage: low for low, _, storage in placed}, max((high for _, high, _ in placed), default=0)
+
+
+def flops_of(call: Call) -> float:
+    """Floating-point operations of a call; 0 of one without products, by PyTorch's own table."""
+    count = flop_registry.get(call.func.overloadpacket)
+    if count is None or does_nothing(call):
+        return 0.0
+    args, kwargs = tree_map_only(Ref, _on_meta, (call.args, dict(call.kwargs)))
+    results: Any = tuple(None if ref is None else _on_meta(ref) for ref in call.results)
+    return float(count(*args, **kwargs, out_val=results[0] if len(results) == 1 else results))
+
+
+def _on_meta(ref: Ref) -> torch.Tensor:
+    return torch.empty_strided(ref.shape, ref.strides, dtype=ref.dtype, device="meta")
+
+
+def storages_of(segments: Iterable[Segment]) -> set[Storage]:
+    """All storages that lie outside scratch memory."""
+    return {storage for each in segments for storage in (*each.reads, *each.updates, *each.makes)}

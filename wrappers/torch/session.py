@@ -1,0 +1,576 @@
+"""Training any PyTorch module on the scheduler: hard budgets for memory, planned movement between memories, the same bits whatever they are.
+
+    session = Session(module, optimizer="adamw", lr=3e-4, ram="2GiB", disk="scratch", minibatches=2)
+    loss = session.step(input_ids=ids, labels=ids)
+
+The module is captured when the first batch of a shape arrives (`capture`), its calls become tasks (`segments`, `step`), and a whole optimizer step,
+all minibatches and the update, is recorded once and replayed. PyTorch computes inside the tasks, one thread for each worker.
+
+Parameters and buffers move into the session. The module keeps its structure; its tensors are emptied (NaN in a few bytes, of the same shape), so that
+memory holds the weights once; `load_into` brings them back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+import scheduler
+from nntask import DoesNotFit, StorageError, UsageError
+from nntask.config import ResourceSettings
+from nntask.engine import Outcome
+from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.io import load_tensors
+from nntask.optim import Optimizer, norm_of
+from nntask.planning import needs_of, shortage
+from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Ticket
+from tiles import TileTensor
+
+from .batches import check_batch, cut, shapes_of, signature_of
+from .capture import Function, Ref, Storage, capture
+from .files import MODEL, load_session, save_session, write_model, write_session
+from .kernels import tensor_of
+from .optimizers import optimizer_on, torch_optimizer
+from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
+from .step import Pass
+from .weights import attach_files
+
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+"""From the module's result and the batch to a tensor of one element."""
+
+Purpose = Literal["train", "evaluate", "predict"]
+"""What a step is for: an update, a loss, or the module's result."""
+
+MOST_SHAPES: Final = 8
+"""Most shapes of batches that one session records steps for, for each purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded step for one shape of batches.
+
+    Attributes:
+        step: the step.
+        divisor: the loss of the step is the sum of the minibatches' losses divided by this.
+        inputs: by name, of each minibatch.
+        outputs: of each minibatch: what the pass returns, with references.
+        kept: handles of the outputs' storages, of each minibatch.
+        squares: the gradient's sum of squares; None without an update.
+    """
+
+    step: Step
+    divisor: int
+    inputs: Sequence[Mapping[str, TileTensor]]
+    outputs: Sequence[Any]
+    kept: Sequence[Mapping[Storage, Handle]]
+    squares: TileTensor | None
+
+
+class StartedStep:
+    """A step under way."""
+
+    def __init__(self, session: Session, recorded: _Recorded, ticket: Ticket) -> None:
+        self._session, self._recorded, self._ticket = session, recorded, ticket
+
+    def result(self) -> Outcome:
+        """Wait until the step is over.
+
+        Raises:
+            NntaskError: a task failed, or a memory was too small.
+        """
+        recorded = self._recorded
+        with self._session.user_errors():
+            self._ticket.wait()
+            losses = [float(_value(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
+            assert recorded.squares is not None  # a training step has an update
+            return Outcome(sum(losses) / recorded.divisor, norm_of(self._ticket.read(recorded.squares)))
+
+
+class Session:
+    """A module in training.
+
+    Args:
+        module: any module on the CPU, or with `weights` one without values. Its tensors move into the session.
+        optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters, whose learning rate is read at every
+            step, so that PyTorch's schedulers work.
+        lr: learning rate of an optimizer that is named.
+        loss: from the module's result and the batch to a scalar; None if the result has the loss (`.loss`), or is it.
+        objective: from the module and a batch to the loss, instead of calling the module and `loss`; None for these two.
+        minibatches: parts of a batch along the first axis, whose gradients are summed; as many as workers keep all of them busy. The gradient is that
+            of the mean of the minibatches' losses.
+        max_grad_norm: the whole gradient is scaled down to this norm; 0 is off.
+        seed: of dropout and other random numbers.
+        ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
+        disk: directory of the disk tier, or "DIR:SIZE"; None without one.
+        workers: number of CPU workers; None for one for each core.
+        sim_gpu: number of simulated devices.
+        gpu_memory: budget of each simulated device.
+        weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
+            `empty_parameters`. None for those that the module has.
+        options: further options of an optimizer that is named, such as ``weight_decay``.
+
+    Raises:
+        UsageError: an argument breaks a rule, or the module cannot be trained here.
+        DoesNotFit: a budget is above what this process may use.
+
+    Attributes:
+        module: the module, emptied.
+        optimizer: the optimizer of torch.optim, which holds learning rate and options.
+        num_steps: optimizer steps done.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: str | torch.optim.Optimizer = "adamw",
+        *,
+        lr: float | None = None,
+        loss: Loss | None = None,
+        objective: Function | None = None,
+        minibatches: int = 1,
+        max_grad_norm: float = 0.0,
+        seed: int = 0,
+        ram: str | None = None,
+        disk: str | None = None,
+        workers: int | None = None,
+        sim_gpu: int = 0,
+        gpu_memory: str | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        if minibatches < 1:
+            raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
+        check_module(module, has_weights=weights is not None)
+        self.optimizer = torch_optimizer(optimizer, module, lr, options)
+        self.module, self._num_minibatches = module, minibatches
+        self._objective = _scalar(objective or _objective_of(loss or loss_of))
+        self._max_norm, self._seed = max_grad_norm, seed
+        resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
+        self._machine = machine_of(resources)
+        reuse_freed_memory()
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # of each worker
+        self.runtime: Runtime = open_runtime(self._machine)
+        try:
+            with self.user_errors():
+                self._state = ModuleState(module, self.runtime)
+                if weights is not None:
+                    saved = module.state_dict().keys()
+                    attach_files(Path(weights), {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
+                    self._state.write({name: value for name, value in _first_values(module).items() if name not in saved})
+                else:
+                    self._state.write(_first_values(module))
+                self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
+                self._key = _key_of(self.runtime)
+                self.runtime.wait()
+        except BaseException:
+            self.close()
+            raise
+        _empty(module)
+        self._passes: dict[tuple[Any, ...], Pass] = {}
+        self._recorded: dict[tuple[Any, ...], _Recorded] = {}
+        self.num_steps = 0
+
+    def step(self, **batch: Any) -> float:
+        """Take one optimizer step on a batch, and wait for it.
+
+        Args:
+            batch: keyword arguments of the module. Tensors are cut along their first axis into minibatches; other values go to all of them.
+
+        Returns:
+            The loss.
+
+        Raises:
+            UsageError: the batch cannot be cut, or the module cannot be captured.
+            DoesNotFit: a budget is too small for the step.
+        """
+        return self.start(**batch).result().loss
+
+    def start(self, **batch: Any) -> StartedStep:
+        """Begin one optimizer step and return at once while fewer than two are under way; other terms as of `step`."""
+        check_batch(batch, self._num_minibatches)
+        return self.start_minibatches(cut(batch, self._num_minibatches))
+
+    def start_minibatches(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> StartedStep:
+        """Begin one optimizer step on minibatches that are cut already, which may differ in number and shape from those of other steps.
+
+        Args:
+            minibatches: the arguments of each one by name.
+            divisor: the gradient, and the loss, is the sum over the minibatches divided by this; None for their number.
+
+        Raises:
+            UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
+            DoesNotFit: a budget is too small for the step.
+        """
+        recorded = self._step_for("train", minibatches, divisor or len(minibatches))
+        with self.user_errors():
+            _write_inputs(recorded, minibatches)
+            self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
+            self._optimizer.prepare(self.num_steps + 1, self._rate)
+            ticket = recorded.step.replay()
+        self.num_steps += 1
+        self.optimizer._opt_called = True  # a step of its own notes this for the schedulers
+        return StartedStep(self, recorded, ticket)
+
+    def evaluate(self, **batch: Any) -> float:
+        """The loss of a batch in evaluation mode; changes nothing."""
+        return float(self._compute("evaluate", batch).reshape(()))
+
+    def predict(self, **batch: Any) -> Any:
+        """The module's result for a batch in evaluation mode, with tensors of its own."""
+        return self._compute("predict", batch)
+
+    def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
+        """The result of a pass that changes nothing."""
+        recorded = self._step_for(purpose, [batch], 1)
+        with self.user_errors():
+            _write_inputs(recorded, [batch])
+            ticket = recorded.step.replay()
+            ticket.wait()
+            return _value(recorded.outputs[0], recorded.kept[0], ticket)
+
+    def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way.
+
+        Args:
+            frozen: whether frozen parameters are among them.
+        """
+        tensors, found, seen = self._state.tensors(), {}, dict[int, torch.Tensor]()
+        for name, value in _named_tensors(self.module):
+            if not frozen and _is_frozen(value):
+                continue
+            if id(value) not in seen:
+                seen[id(value)] = torch_of(tensors[name].read(), value)
+            found[name] = seen[id(value)]
+        return {name: found[name] for name in self.module.state_dict() if name in found}
+
+    def load_into(self, module: torch.nn.Module) -> None:
+        """Give a module, which may be the emptied one, copies of the parameters and buffers."""
+        own, values = dict(_named_tensors(module)), self._values()
+        for name, value in values.items():
+            if not own[name].is_meta:
+                own[name].data = value
+        made = {id(own[name]): torch.nn.Parameter(value, own[name].requires_grad) for name, value in values.items() if own[name].is_meta}
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
+                if id(parameter) in made:
+                    child._parameters[name] = made[id(parameter)]
+
+    def optimizer_tensors(self) -> dict[str, TileTensor]:
+        """The optimizer's state by name, such as "m.layer.weight"."""
+        return self._optimizer.tensors()
+
+    def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
+
+        model.safetensors has the weights under the module's names, beside the config.json of a module of transformers, so that ``from_pretrained``
+        reads the directory as well.
+
+        Args:
+            directory: does not exist.
+            frozen: whether frozen parameters are saved; if not, there is no config.json, and a session to `resume` must have their values.
+
+        Raises:
+            UsageError: the directory exists already.
+            StorageError: the disk is full or failed.
+            Diverged: a weight is not finite.
+        """
+        save_session(Path(directory), *self._content(frozen=frozen))
+
+    def save_into(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save everything to a directory that may exist, and that is not whole if this fails; other terms as of `save`."""
+        write_session(Path(directory), *self._content(frozen=frozen))
+
+    def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
+        state = {"step": self.num_steps, "lr": self._rate}
+        return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
+
+    def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Go on from a directory that `save` has written, for the same module and optimizer.
+
+        Args:
+            directory: what `save` was given.
+            frozen: likewise.
+
+        Raises:
+            DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
+        """
+        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors())
+        self.num_steps = state["step"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = state["lr"]
+
+    def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save weights and buffers to a directory, tile by tile: what `save` writes, without what a training needs to go on.
+
+        Args:
+            directory: may exist.
+            frozen: as of `save`.
+
+        Raises:
+            StorageError: the disk is full or failed.
+            Diverged: a weight is not finite.
+        """
+        write_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
+
+    def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Take weights and buffers from the model.safetensors of a directory; the optimizer begins anew.
+
+        Args:
+            directory: what `save` or `save_weights` was given.
+            frozen: likewise.
+
+        Raises:
+            DataError: the file is missing, corrupt, or of another module.
+        """
+        load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
+        self._optimizer.reset()
+        self.num_steps = 0
+
+    @property
+    def _rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
+        """The tensors of the module's `state_dict`, tied ones once."""
+        values = dict(_named_tensors(self.module))
+        names = {name for name in self.module.state_dict() if frozen or not _is_frozen(values[name])}
+        return {name: tensor for name, tensor in self._state.tensors().items() if name in names}
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        tensors = self._state.tensors()
+        return {name: torch_of(tensors[name].read(), value) for name, value in _named_tensors(self.module) if name in tensors}
+
+    def close(self) -> None:
+        """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
+        self.runtime.close()
+        torch.set_num_threads(self._threads)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def user_errors(self) -> Iterator[None]:
+        """Turn failures of the runtime into the error that says what to do."""
+        try:
+            yield
+        except FAILURES as error:
+            raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
+
+    def _step_for(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> _Recorded:
+        """The recorded step for the shapes of some minibatches.
+
+        Raises:
+            UsageError: it is one shape too many.
+        """
+        for minibatch in minibatches:
+            check_batch(minibatch, 1)
+        key = (purpose, divisor, *map(signature_of, minibatches))
+        found = self._recorded.get(key)
+        if found is None:
+            if sum(other[0] == purpose for other in self._recorded) == MOST_SHAPES:
+                raise UsageError(
+                    f"batches may have at most {MOST_SHAPES} different shapes, got one more: {shapes_of(minibatches)}; pad them to a fixed length, "
+                    "and drop the last incomplete batch"
+                )
+            found = self._recorded[key] = self._record(purpose, minibatches, divisor)
+        return found
+
+    def _record(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> _Recorded:
+        with self.user_errors():
+            self.runtime.wait()  # no step may compute while a pass is captured
+        passes = [self._pass(purpose, minibatch, divisor) for minibatch in minibatches]
+        if len({frozenset(each.captured.gradients) for each in passes}) > 1:
+            raise UsageError(
+                "the minibatches of a step must have gradients of the same parameters, and those of minibatches of shapes "
+                f"{shapes_of(minibatches)} differ; pad them to one shape"
+            )
+        is_training = purpose == "train"
+        self._check_fit(passes, minibatches, training=is_training)
+        with self.user_errors():
+            emission = _Emission(passes, self._state, minibatches)
+            with self.runtime.record() as step:
+                kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
+        return _Recorded(step, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
+
+    def _pass(self, purpose: Purpose, minibatch: Mapping[str, Any], divisor: int) -> Pass:
+        """The pass over a minibatch; one for all steps in which it occurs."""
+        key = (purpose, divisor, signature_of(minibatch))
+        if key not in self._passes:
+            self.module.train(purpose == "train")
+            function = _call if purpose == "predict" else self._objective
+            captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
+            self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
+        return self._passes[key]
+
+    def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
+        """Refuse a step that cannot run within the budgets, before memory is taken for it.
+
+        Raises:
+            DoesNotFit: says which budget is too small, and by how much.
+        """
+        dry = CapturingRuntime()
+        state, key = ModuleState(self.module, dry), _key_of(dry)
+        optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
+        emission = _Emission(passes, state, minibatches)
+        with dry.record():
+            outputs = emission.submit(key, optimizer)
+        del outputs
+        needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
+        if not needs.fit(machine):
+            changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
+            if self._machine.disk is None:
+                changes.append("add disk=DIR")
+            raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
+
+
+class _Emission:
+    """Captured passes over minibatches on a state's runtime, ready to be submitted.
+
+    Attributes:
+        inputs: by name, of each minibatch.
+    """
+
+    def __init__(self, passes: Sequence[Pass], state: ModuleState, minibatches: Sequence[Mapping[str, Any]]) -> None:
+        self._passes, self._state = passes, state
+        self.inputs = [_inputs_of(state.runtime, each) for each in minibatches]
+        self._handles = [
+            state.handles((*each.captured.storages.values(), *each.constants), inputs) for each, inputs in zip(passes, self.inputs, strict=True)
+        ]
+
+    def submit(self, key: TileTensor, optimizer: Optimizer | None) -> tuple[list[dict[Storage, Handle]], TileTensor | None]:
+        """Submit the tasks of all minibatches, and of the update if there is an optimizer.
+
+        Returns:
+            The handles of the outputs, of each minibatch; and the gradient's sum of squares, None without an update.
+        """
+        gradients = self._state.gradients(self._passes[0].captured.gradients)
+        kept = [
+            each.submit(self._state.runtime, handles, gradients, key.handles[0], minibatch=number)
+            for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True))
+        ]
+        if optimizer is None:
+            return kept, None
+        optimizer.step()
+        return kept, optimizer.grad_norm
+
+
+def _call(module: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+    return module(**batch)
+
+
+def _objective_of(loss: Loss) -> Function:
+    return lambda module, batch: loss(module(**batch), batch)
+
+
+def _scalar(objective: Function) -> Function:
+    """An objective that refuses what is not a tensor with one element."""
+
+    def checked(module: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        loss = objective(module, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"the loss must be a tensor with one element, got {what}; give loss=, a function of the result and the batch")
+        return loss
+
+    return checked
+
+
+def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The loss that a module's result has or is."""
+    found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    if found is None:
+        raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
+    return found
+
+
+def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
+    """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
+    if runtime.tier_failure is not None:
+        return StorageError(f"{runtime.tier_failure}; make a new session, and resume from what save() wrote last")
+    refusal = error if isinstance(error, scheduler.DoesNotFit) else runtime.refusal
+    if refusal is None:
+        return error
+    story = str(refusal).partition("; raise the budget")[0]
+    return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")
+
+
+def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
+    """Refuse a module that no session can train.
+
+    Args:
+        has_weights: whether the values of its `state_dict` come from files, so that it needs none.
+
+    Raises:
+        UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
+    """
+    saved = module.state_dict().keys()
+    for name, value in _named_tensors(module):
+        if value.is_meta and not (has_weights and name in saved):
+            raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
+        if value.device.type not in ("cpu", "meta"):
+            raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
+        if value.is_complex():
+            raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False):
+            raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _is_frozen(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
+
+
+def _first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _empty(module: torch.nn.Module) -> None:
+    """Let go of a module's values: each tensor keeps its shape and type, over one element."""
+    for _, value in _named_tensors(module):
+        if value.is_meta:
+            continue
+        one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
+        value.data = one.expand(value.shape)
+
+
+def _key_of(runtime: TaskRuntime) -> TileTensor:
+    return TileTensor(runtime, (2,), (-1,), np.uint64, kind="input", data_class="data", name="random key")
+
+
+def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, TileTensor]:
+    return {
+        name: tensor_of_one_tile(runtime, value, name, kind="input", data_class="data")
+        for name, value in example.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _write_inputs(recorded: _Recorded, minibatches: Sequence[Mapping[str, Any]]) -> None:
+    for inputs, minibatch in zip(recorded.inputs, minibatches, strict=True):
+        for name, tensor in inputs.items():
+            tensor.write(array_of(minibatch[name]))
+
+
+def _value(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:
+    """The outputs of a pass with tensors in place of references."""
+    return tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)

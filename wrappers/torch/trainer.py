@@ -1,0 +1,282 @@
+"""transformers' Trainer on a session: a script changes its import, and says how much memory there is.
+
+    from wrappers.torch import Trainer
+    trainer = Trainer(model=model, args=args, train_dataset=dataset, ram="2GiB", disk="scratch")
+
+The loop is transformers' own: datasets, collators, callbacks, logging, schedules and metrics are what they are there. Four of its places are others:
+
+- `training_step` collects minibatches, and the last of a step hands them all to the session, which also clips and updates. The loop's own call of the
+  optimizer then finds no gradients, and does nothing. Minibatches weigh what they weigh there: by tokens where the model takes their number.
+- Evaluation is given a stand-in for the model, whose calls run in the session.
+- Checkpoints are directories of `Session.save`, with trainer_state.json, the schedule and random states beside it as JSON, whole or not at all. There
+  is no pickle, and none is read.
+- The weights stay in the session until `close`, so that the budget holds after training too; calling the model meanwhile is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from nntask import UsageError
+from nntask.io import read_object, written_aside
+
+from .files import MODEL, STATE, storage_errors
+from .session import Session, check_module
+from .trainer_checks import check_arguments, check_trainer, plain_optimizer
+
+SCHEDULE: Final = "scheduler.json"
+RANDOM: Final = "rng_state.json"
+_COUNT: Final = "num_items_in_batch"
+"""Name of the number of tokens among the inputs of a minibatch."""
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """transformers' Trainer, whose model, gradients and optimizer live within budgets.
+
+    Args:
+        model: as of transformers' Trainer, like all arguments but the following.
+        args: training arguments. One step is ``gradient_accumulation_steps`` minibatches of ``per_device_train_batch_size``.
+        others: further positional arguments.
+        ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
+        disk: directory of the disk tier, or "DIR:SIZE"; None without one.
+        workers: number of CPU workers; None for one for each core.
+        sim_gpu: number of simulated devices.
+        gpu_memory: budget of each simulated device.
+        more: further arguments by name.
+
+    Raises:
+        UsageError: an argument asks for what a session cannot do; names it, and says what to do.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        args: Any = None,
+        *others: Any,
+        ram: str | None = None,
+        disk: str | None = None,
+        workers: int | None = None,
+        sim_gpu: int = 0,
+        gpu_memory: str | None = None,
+        **more: Any,
+    ) -> None:
+        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
+        self._session: Session | None = None
+        self._learns = False
+        self._minibatches: list[dict[str, Any]] = []
+        self._norm = 0.0
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *others, **more).arguments
+        is_named = given.get("optimizers", (None, None))[0] is None and given.get("optimizer_cls_and_kwargs") is None
+        check_arguments(args, named_optimizer=is_named)
+        if model is not None:
+            check_module(model)
+        super().__init__(model, args, *others, **more)
+        check_trainer(self, Trainer)
+
+    def close(self) -> None:
+        """Give the model its weights back, and free the session's memory; the optimizer's state is gone unless it was saved. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._guard.remove()
+            session.load_into(session.module)
+            session.close()
+
+    def _open(self, *, learns: bool) -> Session:
+        """The session of the model; with its optimizer if it learns, else without state."""
+        if self._session is not None and self._session.module is self.model and (self._learns or not learns):
+            return self._session
+        self.close()
+        optimizer: dict[str, Any] = {"optimizer": plain_optimizer(self.optimizer)} if learns else {"optimizer": "sgd", "lr": 0.0}
+        norm = self.args.max_grad_norm or 0.0
+        self._session = Session(self.model, **optimizer, objective=self._objective, max_grad_norm=norm, seed=self.args.seed, **self._terms)
+        self._learns = learns
+        self._guard = self.model.register_forward_pre_hook(_refuse_call)
+        return self._session
+
+    def _objective(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of a minibatch as `compute_loss` has it, for the session's capture."""
+        inputs = dict(batch)
+        count = inputs.pop(_COUNT, None)
+        return self.compute_loss(model, inputs, num_items_in_batch=count)
+
+    # ---- Training: see the module's docstring ----
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        self._minibatches = []
+        self.create_optimizer()
+        self._open(learns=True)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def training_step(self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Keep a minibatch; with the last one of a step, take the step. Returns the loss of the step then, and zero before."""
+        self._minibatches.append(self._counted(inputs, num_items_in_batch))
+        if not self.accelerator.sync_gradients:
+            return torch.tensor(0.0)
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_scaled = (self.model_accepts_loss_kwargs and num_items_in_batch is not None) or self.compute_loss_func is not None
+        minibatches, self._minibatches = self._minibatches, []
+        started = self._open(learns=True).start_minibatches(minibatches, divisor=1 if is_scaled else self.current_gradient_accumulation_steps)
+        outcome = started.result()
+        self._norm = outcome.grad_norm
+        return torch.tensor(outcome.loss)
+
+    def _counted(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
+        batch = dict(self._prepare_inputs(inputs))
+        return batch if count is None else {**batch, _COUNT: torch.as_tensor(count)}
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> float:
+        return self._norm  # the session has clipped
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
+        return self._norm
+
+    # ---- Evaluation ----
+
+    def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
+        if training:
+            return super()._wrap_model(model, training=training, dataloader=dataloader)
+        return _StandIn(self.model, self._open(learns=False))
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """As of transformers' Trainer; if the loss is all that is wanted, the session keeps nothing else."""
+        if prediction_loss_only and self.label_names and all(inputs.get(name) is not None for name in self.label_names):
+            batch = self._counted(inputs, self._get_num_items_in_batch([inputs], self.args.device))
+            return torch.tensor(self._open(learns=False).evaluate(**batch)), None, None
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+
+    # ---- Checkpoints ----
+
+    @property
+    def _has_adapters(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self.store_flos()
+        parent = Path(self._get_output_dir(trial))
+        directory = parent / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        best = parent / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.args.save_strategy != "no" and self.state.best_global_step and (best == directory or best.exists()):
+            self.state.best_model_checkpoint = str(best)
+        session = self._open(learns=True)
+        with storage_errors(directory), written_aside(directory) as new:
+            if self.args.save_only_model:
+                session.save_weights(new, frozen=not self._has_adapters)
+            else:
+                session.save_into(new, frozen=not self._has_adapters)
+                _write_json(new / SCHEDULE, self.lr_scheduler.state_dict(), f"the schedule {type(self.lr_scheduler).__name__}")
+                _write_json(new / RANDOM, _random_states(), "the random states")
+            self._save_beside(new)
+            self._note_callbacks()
+            self.state.save_to_json(str(new / TRAINER_STATE_NAME))
+        rotate_checkpoints(str(parent), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _note_callbacks(self) -> None:
+        """Put the states of callbacks that have one into the trainer's state."""
+        found: dict[str, list[Any]] = {}
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback.state())
+        for name, states in found.items():
+            self.state.stateful_callbacks[name] = states[0] if len(states) == 1 else states
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+        directory = Path(output_dir or self.args.output_dir)
+        if not self._has_adapters:
+            self._open(learns=False).save_weights(directory)
+        self._save_beside(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        """Save adapters if the model has some, and the tokenizer or processor."""
+        if self._has_adapters:
+            self.model.save_pretrained(directory, state_dict=self._open(learns=False).state_dict(frozen=False))
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processor is not None:
+            processor.save_pretrained(directory)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if not (Path(resume_from_checkpoint) / STATE).exists():
+            raise UsageError(
+                f"{resume_from_checkpoint} holds no session, only what another trainer or save_only_model has written; begin anew with its weights: "
+                "model=AutoModel...from_pretrained(it)"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._open(learns=True).resume(checkpoint, frozen=not self._has_adapters)
+        self.lr_scheduler.load_state_dict(read_object(Path(checkpoint) / SCHEDULE, "the schedule"))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            _restore_random_states(read_object(Path(checkpoint) / RANDOM, "the random states"))
+
+    def _load_best_model(self) -> None:
+        directory = Path(self.state.best_model_checkpoint)
+        if (directory / MODEL).exists():
+            self._open(learns=True).load_weights(directory, frozen=not self._has_adapters)
+
+
+class _StandIn(torch.nn.Module):  # type: ignore[misc]
+    """What evaluation takes for the model: calls run in the session, everything else is the model's."""
+
+    def __init__(self, model: torch.nn.Module, session: Session) -> None:
+        super().__init__()
+        self.__dict__.update(_model=model, _session=session)  # not as a submodule
+
+    def forward(self, **inputs: Any) -> Any:
+        return self._session.predict(**inputs)
+
+    def _get_name(self) -> str:
+        return str(self._model._get_name())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+def _refuse_call(module: torch.nn.Module, _: Any) -> None:
+    """Hook of a model whose weights are in a session: a call would compute with NaN."""
+    if not isinstance(next(module.parameters()), FakeTensor):  # in a capture they are
+        raise UsageError("the weights of the model are in the trainer's session; use trainer.predict, or trainer.close(), which brings them back")
+
+
+def _write_json(file: Path, content: Mapping[str, Any], what: str) -> None:
+    try:
+        file.write_text(json.dumps(content))
+    except TypeError as error:
+        raise UsageError(f"{what} cannot be saved as JSON: {error}; use another one, or save_strategy='no'") from None
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the generators of Python, NumPy and PyTorch, from which samplers and datasets may draw."""
+    kind, words, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(words).tolist(), *rest],
+        "torch": base64.b64encode(torch.random.get_rng_state().numpy().tobytes()).decode(),
+    }
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, words, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(words, np.uint32), *rest))
+    torch.random.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(states["torch"])), dtype=torch.uint8))

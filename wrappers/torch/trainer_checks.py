@@ -1,0 +1,90 @@
+"""What of transformers' training arguments a session cannot do: refused by name, each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from nntask import UsageError
+
+from .optimizers import torch_optimizer
+
+_MOVES: Final = "leave it out: ram= and disk= of this trainer keep the memory within a budget"
+_PLAIN: Final = "leave it out"
+_ADVICE: Final[Mapping[str, str]] = {
+    "bf16": "leave it out, and give the model in that type: model.to(torch.bfloat16)",
+    "fp16": "leave it out; train in fp32, or give the model in bfloat16: model.to(torch.bfloat16)",
+    "bf16_full_eval": "leave it out; evaluation computes in the type of the model",
+    "fp16_full_eval": "leave it out; evaluation computes in the type of the model",
+    "deepspeed": _MOVES,
+    "fsdp": _MOVES,
+    "parallelism_config": _MOVES,
+    "gradient_checkpointing": _MOVES,
+    "activation_checkpointing": _MOVES,
+    "torch_compile": _PLAIN,
+    "use_liger_kernel": _PLAIN,
+    "neftune_noise_alpha": _PLAIN,
+    "debug": _PLAIN,
+    "auto_find_batch_size": "leave it out; choose per_device_train_batch_size, and a step that does not fit is refused before it runs",
+    "enable_jit_checkpoint": "leave it out, and save often enough with save_steps",
+    "push_to_hub": "leave it out, and upload the directory that save_model writes",
+    "predict_with_generate": "leave it out, and generate with the model after close()",
+}
+"""Argument that must be off -> what to do."""
+_OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "sgd")
+
+
+def check_arguments(args: Any, *, named_optimizer: bool) -> None:
+    """Refuse training arguments that a session cannot follow.
+
+    Args:
+        args: transformers' TrainingArguments.
+        named_optimizer: whether ``optim`` says what the optimizer is.
+
+    Raises:
+        UsageError: names the argument, its value and what to do.
+    """
+    for name, advice in _ADVICE.items():
+        value = getattr(args, name, None)
+        if value is not None and value is not False and value not in ("", [], {}):
+            raise UsageError(f"{name} of the training arguments must be off, got {value!r}; {advice}")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if named_optimizer and optimizer not in _OPTIMIZERS:
+        raise UsageError(f"optim of the training arguments must be one of {', '.join(_OPTIMIZERS)}, got {optimizer!r}; use one of them")
+    if args.world_size > 1:
+        raise UsageError(f"a trainer is one process, got {args.world_size} of them; start the script without a launcher")
+    if args.device.type != "cpu":
+        raise UsageError(f"the device of the training arguments must be the CPU, got {args.device}; give use_cpu=True to the training arguments")
+
+
+def check_trainer(trainer: Any, base: type[Any]) -> None:
+    """Refuse what is known only once the trainer is there: methods that take the step themselves, the optimizer, accelerate's settings.
+
+    Args:
+        trainer: the trainer.
+        base: the class whose methods it must have kept.
+
+    Raises:
+        UsageError: says what is refused, and what to do.
+    """
+    for name in ("training_step", "_inner_training_loop", "_run_epoch"):
+        if getattr(type(trainer), name) is not getattr(base, name):
+            raise UsageError(f"{type(trainer).__name__} overrides {name}, and steps are the session's; override compute_loss, or use callbacks")
+    if trainer.accelerator.mixed_precision != "no":
+        precision = trainer.accelerator.mixed_precision
+        raise UsageError(f"mixed_precision of accelerate must be no, got {precision}; set it to no, or give the model in that type")
+    if trainer.lr_scheduler is not None and trainer.optimizer is None:
+        raise UsageError("a learning rate schedule without its optimizer changes nothing; give both in optimizers=")
+    kept = trainer.optimizer
+    try:
+        if trainer.model_init is None:
+            torch_optimizer(trainer.create_optimizer(), trainer.model, None, {})
+    finally:
+        trainer.optimizer = kept
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of PyTorch inside accelerate's."""
+    return optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
