@@ -13,7 +13,7 @@ memory holds the weights once; `load_into` brings them back.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 import scheduler
 from nntask import DoesNotFit, StorageError, UsageError
@@ -30,22 +29,21 @@ from nntask.config import ResourceSettings
 from nntask.engine import Outcome
 from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
 from nntask.io import load_tensors
-from nntask.optim import Optimizer, norm_of
+from nntask.optim import norm_of
 from nntask.planning import needs_of, shortage
-from scheduler import CapturingRuntime, Handle, Runtime, Step, TaskRuntime, Ticket
+from scheduler import CapturingRuntime, Handle, Runtime, Step, Ticket
 from tiles import TileTensor
 
 from .batches import check_batch, cut, shapes_of, signature_of
-from .capture import Function, Ref, Storage, capture
+from .capture import Function, Storage, capture
+from .emission import StepTasks, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
-from .kernels import tensor_of
+from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors
+from .objectives import Loss, call, loss_of, objective_of, scalar
 from .optimizers import optimizer_on, torch_optimizer
-from .state import ModuleState, array_of, tensor_of_one_tile, torch_of
+from .state import ModuleState, torch_of
 from .step import Pass
 from .weights import attach_files
-
-Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-"""From the module's result and the batch to a tensor of one element."""
 
 Purpose = Literal["train", "evaluate", "predict"]
 """What a step is for: an update, a loss, or the module's result."""
@@ -90,7 +88,7 @@ class StartedStep:
         recorded = self._recorded
         with self._session.user_errors():
             self._ticket.wait()
-            losses = [float(_value(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
+            losses = [float(value_of(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
             assert recorded.squares is not None  # a training step has an update
             return Outcome(sum(losses) / recorded.divisor, norm_of(self._ticket.read(recorded.squares)))
 
@@ -152,7 +150,7 @@ class Session:
         check_module(module, has_weights=weights is not None)
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
-        self._objective = _scalar(objective or _objective_of(loss or loss_of))
+        self._objective = scalar(objective or objective_of(loss or loss_of))
         self._max_norm, self._seed = max_grad_norm, seed
         resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
         self._machine = machine_of(resources)
@@ -166,16 +164,16 @@ class Session:
                 if weights is not None:
                     saved = module.state_dict().keys()
                     attach_files(Path(weights), {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
-                    self._state.write({name: value for name, value in _first_values(module).items() if name not in saved})
+                    self._state.write({name: value for name, value in first_values(module).items() if name not in saved})
                 else:
-                    self._state.write(_first_values(module))
+                    self._state.write(first_values(module))
                 self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
-                self._key = _key_of(self.runtime)
+                self._key = key_of(self.runtime)
                 self.runtime.wait()
         except BaseException:
             self.close()
             raise
-        _empty(module)
+        let_go(module)
         self._passes: dict[tuple[Any, ...], Pass] = {}
         self._recorded: dict[tuple[Any, ...], _Recorded] = {}
         self.num_steps = 0
@@ -213,7 +211,7 @@ class Session:
         """
         recorded = self._step_for("train", minibatches, divisor or len(minibatches))
         with self.user_errors():
-            _write_inputs(recorded, minibatches)
+            write_inputs(recorded.inputs, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
             self._optimizer.prepare(self.num_steps + 1, self._rate)
             ticket = recorded.step.replay()
@@ -233,10 +231,10 @@ class Session:
         """The result of a pass that changes nothing."""
         recorded = self._step_for(purpose, [batch], 1)
         with self.user_errors():
-            _write_inputs(recorded, [batch])
+            write_inputs(recorded.inputs, [batch])
             ticket = recorded.step.replay()
             ticket.wait()
-            return _value(recorded.outputs[0], recorded.kept[0], ticket)
+            return value_of(recorded.outputs[0], recorded.kept[0], ticket)
 
     def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:
         """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way.
@@ -245,8 +243,8 @@ class Session:
             frozen: whether frozen parameters are among them.
         """
         tensors, found, seen = self._state.tensors(), {}, dict[int, torch.Tensor]()
-        for name, value in _named_tensors(self.module):
-            if not frozen and _is_frozen(value):
+        for name, value in named_tensors(self.module):
+            if not frozen and is_frozen(value):
                 continue
             if id(value) not in seen:
                 seen[id(value)] = torch_of(tensors[name].read(), value)
@@ -255,15 +253,7 @@ class Session:
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
-        own, values = dict(_named_tensors(module)), self._values()
-        for name, value in values.items():
-            if not own[name].is_meta:
-                own[name].data = value
-        made = {id(own[name]): torch.nn.Parameter(value, own[name].requires_grad) for name, value in values.items() if own[name].is_meta}
-        for child in module.modules():
-            for name, parameter in child._parameters.items():
-                if id(parameter) in made:
-                    child._parameters[name] = made[id(parameter)]
+        give(module, self._values())
 
     def optimizer_tensors(self) -> dict[str, TileTensor]:
         """The optimizer's state by name, such as "m.layer.weight"."""
@@ -342,13 +332,13 @@ class Session:
 
     def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict`, tied ones once."""
-        values = dict(_named_tensors(self.module))
-        names = {name for name in self.module.state_dict() if frozen or not _is_frozen(values[name])}
+        values = dict(named_tensors(self.module))
+        names = {name for name in self.module.state_dict() if frozen or not is_frozen(values[name])}
         return {name: tensor for name, tensor in self._state.tensors().items() if name in names}
 
     def _values(self) -> dict[str, torch.Tensor]:
         tensors = self._state.tensors()
-        return {name: torch_of(tensors[name].read(), value) for name, value in _named_tensors(self.module) if name in tensors}
+        return {name: torch_of(tensors[name].read(), value) for name, value in named_tensors(self.module) if name in tensors}
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
@@ -400,7 +390,7 @@ class Session:
         is_training = purpose == "train"
         self._check_fit(passes, minibatches, training=is_training)
         with self.user_errors():
-            emission = _Emission(passes, self._state, minibatches)
+            emission = StepTasks(passes, self._state, minibatches)
             with self.runtime.record() as step:
                 kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
         return _Recorded(step, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
@@ -410,7 +400,7 @@ class Session:
         key = (purpose, divisor, signature_of(minibatch))
         if key not in self._passes:
             self.module.train(purpose == "train")
-            function = _call if purpose == "predict" else self._objective
+            function = call if purpose == "predict" else self._objective
             captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
             self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
         return self._passes[key]
@@ -422,9 +412,9 @@ class Session:
             DoesNotFit: says which budget is too small, and by how much.
         """
         dry = CapturingRuntime()
-        state, key = ModuleState(self.module, dry), _key_of(dry)
+        state, key = ModuleState(self.module, dry), key_of(dry)
         optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
-        emission = _Emission(passes, state, minibatches)
+        emission = StepTasks(passes, state, minibatches)
         with dry.record():
             outputs = emission.submit(key, optimizer)
         del outputs
@@ -436,68 +426,6 @@ class Session:
             raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
 
 
-class _Emission:
-    """Captured passes over minibatches on a state's runtime, ready to be submitted.
-
-    Attributes:
-        inputs: by name, of each minibatch.
-    """
-
-    def __init__(self, passes: Sequence[Pass], state: ModuleState, minibatches: Sequence[Mapping[str, Any]]) -> None:
-        self._passes, self._state = passes, state
-        self.inputs = [_inputs_of(state.runtime, each) for each in minibatches]
-        self._handles = [
-            state.handles((*each.captured.storages.values(), *each.constants), inputs) for each, inputs in zip(passes, self.inputs, strict=True)
-        ]
-
-    def submit(self, key: TileTensor, optimizer: Optimizer | None) -> tuple[list[dict[Storage, Handle]], TileTensor | None]:
-        """Submit the tasks of all minibatches, and of the update if there is an optimizer.
-
-        Returns:
-            The handles of the outputs, of each minibatch; and the gradient's sum of squares, None without an update.
-        """
-        gradients = self._state.gradients(self._passes[0].captured.gradients)
-        kept = [
-            each.submit(self._state.runtime, handles, gradients, key.handles[0], minibatch=number)
-            for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True))
-        ]
-        if optimizer is None:
-            return kept, None
-        optimizer.step()
-        return kept, optimizer.grad_norm
-
-
-def _call(module: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
-    return module(**batch)
-
-
-def _objective_of(loss: Loss) -> Function:
-    return lambda module, batch: loss(module(**batch), batch)
-
-
-def _scalar(objective: Function) -> Function:
-    """An objective that refuses what is not a tensor with one element."""
-
-    def checked(module: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        loss = objective(module, batch)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"the loss must be a tensor with one element, got {what}; give loss=, a function of the result and the batch")
-        return loss
-
-    return checked
-
-
-def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The loss that a module's result has or is."""
-    found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
-    if found is None and isinstance(outputs, Mapping):
-        found = outputs.get("loss")
-    if found is None:
-        raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
-    return found
-
-
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
     """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
     if runtime.tier_failure is not None:
@@ -507,70 +435,3 @@ def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Except
         return error
     story = str(refusal).partition("; raise the budget")[0]
     return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")
-
-
-def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
-    """Refuse a module that no session can train.
-
-    Args:
-        has_weights: whether the values of its `state_dict` come from files, so that it needs none.
-
-    Raises:
-        UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
-    """
-    saved = module.state_dict().keys()
-    for name, value in _named_tensors(module):
-        if value.is_meta and not (has_weights and name in saved):
-            raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
-        if value.device.type not in ("cpu", "meta"):
-            raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
-        if value.is_complex():
-            raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
-    for name, child in module.named_modules():
-        if getattr(child, "sparse", False):
-            raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _is_frozen(value: torch.Tensor) -> bool:
-    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
-
-
-def _first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _empty(module: torch.nn.Module) -> None:
-    """Let go of a module's values: each tensor keeps its shape and type, over one element."""
-    for _, value in _named_tensors(module):
-        if value.is_meta:
-            continue
-        one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
-        value.data = one.expand(value.shape)
-
-
-def _key_of(runtime: TaskRuntime) -> TileTensor:
-    return TileTensor(runtime, (2,), (-1,), np.uint64, kind="input", data_class="data", name="random key")
-
-
-def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, TileTensor]:
-    return {
-        name: tensor_of_one_tile(runtime, value, name, kind="input", data_class="data")
-        for name, value in example.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _write_inputs(recorded: _Recorded, minibatches: Sequence[Mapping[str, Any]]) -> None:
-    for inputs, minibatch in zip(recorded.inputs, minibatches, strict=True):
-        for name, tensor in inputs.items():
-            tensor.write(array_of(minibatch[name]))
-
-
-def _value(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:
-    """The outputs of a pass with tensors in place of references."""
-    return tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)

@@ -35,7 +35,8 @@ from nntask import UsageError
 from nntask.io import read_object, written_aside
 
 from .files import MODEL, STATE, storage_errors
-from .session import Session, check_module
+from .modules import check_module
+from .session import Session
 from .trainer_checks import check_arguments, check_trainer, plain_optimizer
 
 SCHEDULE: Final = "scheduler.json"

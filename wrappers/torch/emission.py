@@ -1,0 +1,75 @@
+"""A step of several minibatches on a runtime: its inputs, the submission of its tasks, and the values of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from nntask.optim import Optimizer
+from scheduler import Handle, TaskRuntime, Ticket
+from tiles import TileTensor
+
+from .capture import Ref, Storage
+from .kernels import tensor_of
+from .state import ModuleState, array_of, tensor_of_one_tile
+from .step import Pass
+
+
+class StepTasks:
+    """Captured passes over minibatches on a state's runtime, ready to be submitted.
+
+    Attributes:
+        inputs: by name, of each minibatch.
+    """
+
+    def __init__(self, passes: Sequence[Pass], state: ModuleState, minibatches: Sequence[Mapping[str, Any]]) -> None:
+        self._passes, self._state = passes, state
+        self.inputs = [_inputs_of(state.runtime, each) for each in minibatches]
+        self._handles = [
+            state.handles((*each.captured.storages.values(), *each.constants), inputs) for each, inputs in zip(passes, self.inputs, strict=True)
+        ]
+
+    def submit(self, key: TileTensor, optimizer: Optimizer | None) -> tuple[list[dict[Storage, Handle]], TileTensor | None]:
+        """Submit the tasks of all minibatches, and of the update if there is an optimizer.
+
+        Returns:
+            The handles of the outputs, of each minibatch; and the gradient's sum of squares, None without an update.
+        """
+        gradients = self._state.gradients(self._passes[0].captured.gradients)
+        kept = [
+            each.submit(self._state.runtime, handles, gradients, key.handles[0], minibatch=number)
+            for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True))
+        ]
+        if optimizer is None:
+            return kept, None
+        optimizer.step()
+        return kept, optimizer.grad_norm
+
+
+def key_of(runtime: TaskRuntime) -> TileTensor:
+    """The input (2,) of seed and number of the step, from which random numbers follow."""
+    return TileTensor(runtime, (2,), (-1,), np.uint64, kind="input", data_class="data", name="random key")
+
+
+def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, TileTensor]:
+    return {
+        name: tensor_of_one_tile(runtime, value, name, kind="input", data_class="data")
+        for name, value in example.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def write_inputs(tensors: Sequence[Mapping[str, TileTensor]], minibatches: Sequence[Mapping[str, Any]]) -> None:
+    """Write minibatches to the inputs of a step."""
+    for inputs, minibatch in zip(tensors, minibatches, strict=True):
+        for name, tensor in inputs.items():
+            tensor.write(array_of(minibatch[name]))
+
+
+def value_of(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:
+    """The outputs of a pass with tensors in place of references."""
+    return tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)

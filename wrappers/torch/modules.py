@@ -1,0 +1,69 @@
+"""Modules of PyTorch around a session: what it can train, and how their values leave them and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from nntask import UsageError
+
+
+def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
+    """Refuse a module that no session can train.
+
+    Args:
+        has_weights: whether the values of its `state_dict` come from files, so that it needs none.
+
+    Raises:
+        UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
+    """
+    saved = module.state_dict().keys()
+    for name, value in named_tensors(module):
+        if value.is_meta and not (has_weights and name in saved):
+            raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
+        if value.device.type not in ("cpu", "meta"):
+            raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
+        if value.is_complex():
+            raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False):
+            raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by every name, tied ones several times."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def is_frozen(value: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter that is not learnt."""
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
+
+
+def first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by their first names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def let_go(module: torch.nn.Module) -> None:
+    """Let go of a module's values: each tensor keeps its shape and type, over one element."""
+    for _, value in named_tensors(module):
+        if value.is_meta:
+            continue
+        one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
+        value.data = one.expand(value.shape)
+
+
+def give(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give a module values for its tensors of these names; tensors without memory become new ones, tied as they were."""
+    own = dict(named_tensors(module))
+    for name, value in values.items():
+        if not own[name].is_meta:
+            own[name].data = value
+    made = {id(own[name]): torch.nn.Parameter(value, own[name].requires_grad) for name, value in values.items() if own[name].is_meta}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if id(parameter) in made:
+                child._parameters[name] = made[id(parameter)]
