@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 USUAL = ("bert", "mixtral", "resnet", "t5")
 """Families of the default run: an encoder, grouped products, batch normalisation, tied weights in an encoder and a decoder."""
 ALL = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FAMILIES]
+SAME = [pytest.param(name, marks=() if name in USUAL[:2] else pytest.mark.long) for name in FAMILIES]
 
 
 def eager(module: torch.nn.Module, batches: Sequence[Batch], *, minibatches: int = 1, **options: Any) -> list[float]:
@@ -64,7 +65,7 @@ def test_losses_are_eagers(family: str) -> None:
         assert torch.allclose(state[name], value, atol=1e-4), name
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", SAME)
 def test_the_same_bits_in_any_memory_on_any_workers(family: str, tmp_path: Path) -> None:
     """Two minibatches: all memory, a quarter of it above a disk, one worker, two simulated devices: equal losses and weights."""
     module, batches = make(family, 3)
