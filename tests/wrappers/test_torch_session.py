@@ -334,6 +334,37 @@ def test_what_autograd_can_do_sessions_can(kind: type[torch.nn.Module]) -> None:
         assert session.state_dict().get("count", 3) == 3
 
 
+class _Returns(_Twice):
+    """Changes its input in place, and returns it with its weight and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = x.clone()
+        x.mul_(2)
+        return {"loss": self.layer(x).mean(), "x": x, "part": x[:, 1], "weight": self.layer.weight, "table": self.table, "seen": seen}
+
+
+def test_what_a_module_changes_or_returns_of_its_surroundings() -> None:
+    """Inputs that are changed in place stay the program's; results that are inputs, parameters or buffers are copies."""
+    torch.manual_seed(0)
+    module, x = _Returns(), torch.randn(3, 4)
+    kept, weight = x.clone(), module.layer.weight.detach().clone()
+    expected = copy.deepcopy(module)(x.clone())
+    with Session(module, "sgd", lr=0.0, ram="64MB") as session:
+        for _ in range(2):
+            assert session.step(x=x) == pytest.approx(expected["loss"].item(), abs=1e-6)
+        found = session.predict(x=x)
+    assert torch.equal(x, kept)
+    assert torch.equal(found["x"], 2 * kept)
+    assert torch.equal(found["part"], 2 * kept[:, 1])
+    assert torch.equal(found["seen"], kept)
+    assert torch.equal(found["weight"], weight)
+    assert torch.equal(found["table"], torch.arange(4))
+
+
 def test_results_have_tensors_of_their_own() -> None:
     """The logits are eager's, and a cache of keys, an object of its own kind, is left out."""
     module, batches = make("llama", 1)

@@ -138,6 +138,14 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
     Raises:
         UsageError: the pass cannot be captured; the message names the line of the model.
     """
+    found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=False)
+    if any(storage.role == "input" for call in found.calls for storage in call.writes):  # the model changes them, which stay the program's
+        found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=True)
+    return found
+
+
+def _capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Function, *, backward: bool, divisor: int, copies: bool) -> Capture:
+    """`capture`; with `copies` the function is given copies of the inputs."""
     recorder = _Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True):
         twins, parameters = _twins_of(module, recorder)
@@ -149,13 +157,16 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
         learnt = {name: twin for name, twin in parameters.items() if twin.requires_grad}
         without_rnn_layers = torch.backends.mkldnn.flags(enabled=False)  # their workspace has a size that only oneDNN knows
         with _refusals(), recorder, torch.set_grad_enabled(backward), without_rnn_layers:
+            if copies:
+                inputs = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
             outputs = torch.func.functional_call(_Applied(module, function), {f"module.{name}": twin for name, twin in twins.items()}, (inputs,))
             gradients: dict[str, torch.Tensor] = {}
             if backward:
                 if not outputs.requires_grad:
                     raise UsageError("the loss depends on no parameter that is learnt; unfreeze one, or compute the loss from the module's result")
                 found = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, list(learnt.values()), allow_unused=True)
-                gradients = {name: gradient for name, gradient in zip(learnt, found, strict=True) if gradient is not None}
+                gradients = {name: recorder.own(gradient) for name, gradient in zip(learnt, found, strict=True) if gradient is not None}
+            outputs = tree_map_only(torch.Tensor, recorder.own, outputs)
         for name, gradient in gradients.items():
             if gradient.layout != torch.strided:
                 raise UsageError(f"the gradient of {name} is sparse, and gradients must be dense; make its embedding with sparse=False")
@@ -189,6 +200,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         """Note memory that exists before the pass."""
         found = self._enter(tensor, role, name)
         self.named[role, name] = found
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of one in memory that exists before the pass, such as an input that a module returns."""
+        if tensor.layout != torch.strided or self.ref(tensor).storage.role == "temporary":
+            return tensor
+        return tensor.clone()
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The reference of a tensor; memory that nothing has made is a constant of the model."""
