@@ -143,7 +143,7 @@ def main(rank: int, block: int, flags: list[str]) -> None:
         for _ in sys.stdin:
             numbers = range(number + 1, number + block + 3)
             number = numbers[-1]
-            ends = two_in_flight(numbers, lambda number: engine.start(number, 1e-3, stream.next()), lambda started: started.part())
+            ends = two_in_flight(numbers, lambda number: engine.start(number, 1e-3, stream.next()), lambda started: started.shard_outcome())
             print(seconds_of(ends), flush=True)
 
 

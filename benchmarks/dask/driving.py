@@ -200,11 +200,11 @@ def _loop() -> Any:
             for number in range(first, first + count):
                 started = node._engine.start(number, 1e-3, node._stream.next())
                 if flying is not None:
-                    flying.part()
+                    flying.shard_outcome()
                     ends.append(perf_counter())
                 flying = started
             assert flying is not None
-            flying.part()
+            flying.shard_outcome()
             return (ends[-1] - ends[0]) / (len(ends) - 1)
 
         return await asyncio.get_running_loop().run_in_executor(node._starts, loop)
