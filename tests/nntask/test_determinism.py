@@ -160,7 +160,7 @@ def test_losses_are_bit_identical(case: Case, tmp_path: Path) -> None:
     assert all(stats["peak_bytes"][name] <= stats["budget_bytes"][name] for name in stats["peak_bytes"])
     assert not list(tmp_path.iterdir())
     assert bool(case.share) == (stats["evictions"] > 0)
-    if case.disk:
+    if case.disk and not case.sims:  # half in the memory of devices and half in RAM may be enough
         assert stats["moved_bytes"]["ram->disk"] > 0
 
 
