@@ -24,6 +24,8 @@ def check_batch(batch: Mapping[str, Any], count: int) -> None:
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
             raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}; give each tensor as an argument of its own")
+    if empty := [name for name, value in batch.items() if isinstance(value, torch.Tensor) and not value.numel()]:
+        raise UsageError(f"{empty[0]} of the batch has no elements (shape {tuple(batch[empty[0]].shape)}); leave it out, or skip the batch")
     lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
     if not lengths:
         raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
@@ -42,11 +44,15 @@ def cut(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 def signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two minibatches share if one recorded pass does for both."""
-    return tuple((name, *_signature(value)) for name, value in sorted(minibatch.items()))
+    return tuple((name, *_signature(name, value)) for name, value in sorted(minibatch.items()))
 
 
-def _signature(value: Any) -> tuple[Any, ...]:
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (repr(value),)
+def _signature(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if not all(isinstance(leaf, bool | int | float | str | torch.dtype | None) for leaf in tree_leaves(value)):
+        raise UsageError(f"{name} of the batch is a {type(value).__name__}, and arguments must be tensors or plain values; make it a tensor")
+    return (repr(value),)
 
 
 def shapes_of(minibatches: Sequence[Mapping[str, Any]]) -> str:

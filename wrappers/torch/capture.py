@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -25,10 +25,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from nntask import UsageError
+
+from .modules import unchanged
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 
@@ -60,13 +62,19 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor: part of a storage. Strides and offset count elements."""
+    """A tensor: part of a storage. Strides and offset count elements.
+
+    Attributes:
+        is_conj, is_neg: whether its values are the conjugates, or the negatives, of those in memory.
+    """
 
     storage: Storage
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    is_conj: bool = False
+    is_neg: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -76,7 +84,7 @@ class Ref:
             if length != 1 and stride != numel:
                 return False
             numel *= length
-        return self.offset == 0 and numel * self.dtype.itemsize == self.storage.nbytes
+        return not self.is_conj and not self.is_neg and self.offset == 0 and numel * self.dtype.itemsize == self.storage.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +98,7 @@ class Call:
         reads: storages of its arguments.
         writes: storages that it makes or changes.
         made: those that it makes.
+        draw: of a random call, the number of its draw: a recomputation that has set the generator back draws the same numbers again.
     """
 
     func: Any
@@ -99,6 +108,7 @@ class Call:
     reads: frozenset[Storage]
     writes: frozenset[Storage]
     made: frozenset[Storage]
+    draw: int = 0
 
     @property
     def is_random(self) -> bool:
@@ -147,7 +157,8 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
 def _capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Function, *, backward: bool, divisor: int, copies: bool) -> Capture:
     """`capture`; with `copies` the function is given copies of the inputs."""
     recorder = _Recorder()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with unchanged(module), ExitStack() as after, FakeTensorMode(allow_non_fake_inputs=True):
+        after.callback(recorder.restore)
         twins, parameters = _twins_of(module, recorder)
         inputs = {name: _fake(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         for name, value in inputs.items():
@@ -155,17 +166,23 @@ def _capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functi
                 recorder.enter(value, "input", name)
         before = dict(recorder.named)
         learnt = {name: twin for name, twin in parameters.items() if twin.requires_grad}
-        without_rnn_layers = torch.backends.mkldnn.flags(enabled=False)  # their workspace has a size that only oneDNN knows
-        with _refusals(), recorder, torch.set_grad_enabled(backward), without_rnn_layers:
-            if copies:
-                inputs = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
-            outputs = torch.func.functional_call(_Applied(module, function), {f"module.{name}": twin for name, twin in twins.items()}, (inputs,))
-            gradients: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
+
+        def differentiate(outputs: Any) -> Any:
             if backward:
                 if not outputs.requires_grad:
                     raise UsageError("the loss depends on no parameter that is learnt; unfreeze one, or compute the loss from the module's result")
                 found = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, list(learnt.values()), allow_unused=True)
-                gradients = {name: recorder.own(gradient) for name, gradient in zip(learnt, found, strict=True) if gradient is not None}
+                gradients.update((name, recorder.own(each)) for name, each in zip(learnt, found, strict=True) if each is not None)
+            return outputs
+
+        applied = _Applied(module, function, differentiate)
+        with _refusals(), torch.random.fork_rng(devices=[]), recorder, torch.set_grad_enabled(backward), _without_onednn():
+            if copies:
+                inputs = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
+            outputs = torch.func.functional_call(applied, {f"module.{name}": twin for name, twin in twins.items()}, (inputs,))
+            if backward:
+                applied.update()
             outputs = tree_map_only(torch.Tensor, recorder.own, outputs)
         for name, gradient in gradients.items():
             if gradient.layout != torch.strided:
@@ -194,12 +211,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.calls: list[Call] = []
         self.named: dict[tuple[Role, str], Storage] = {}
         self._storages: dict[int, Storage] = {}
+        self._constants: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values before the pass
+        self._draws: dict[bytes, int] = {}  # state of the generator -> number of the draw
         self._alive: list[Any] = []  # a storage that is freed would give its address to another one
 
     def enter(self, tensor: torch.Tensor, role: Role, name: str) -> None:
         """Note memory that exists before the pass."""
         found = self._enter(tensor, role, name)
         self.named[role, name] = found
+
+    def restore(self) -> None:
+        """Give the model's constants the values that they had before the pass."""
+        for tensor, value in self._constants:
+            if not torch.equal(tensor, value):
+                tensor.detach().copy_(value)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of one in memory that exists before the pass, such as an input that a module returns."""
@@ -214,25 +239,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         if storage is None:
             storage = self._enter(tensor, "temporary" if isinstance(tensor, FakeTensor) else "constant", "")
-        return Ref(storage, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        layout = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        return Ref(storage, tensor.dtype, *layout, tensor.is_conj(), tensor.is_neg())
 
     def _enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
         untyped = tensor.untyped_storage()
         self._alive.append(untyped)
-        storage = Storage(untyped.nbytes(), role, name, tensor if role == "constant" else None)
+        constant = None
+        if role == "constant":
+            with _disable_current_modes():
+                constant = tensor.detach().clone()
+            self._constants.append((tensor, constant))
+        storage = Storage(untyped.nbytes(), role, name, constant)
         self._storages[untyped._cdata] = storage
         return storage
+
+    def _draw(self) -> int:
+        """The number of a draw, from the state of PyTorch's generator, which goes on by one number."""
+        with _disable_current_modes():
+            state = bytes(torch.random.get_rng_state().numpy())
+            torch.rand(())
+        return self._draws.setdefault(state, len(self._draws))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given, named = tree_map_only(torch.Tensor, self.ref, (args, kwargs))
-        known = set(self._storages)
         result = _run_fake(func, args, kwargs)
         made = set()
         results: list[Ref | None] = []
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                is_new = leaf.layout == torch.strided and leaf.untyped_storage()._cdata not in known
+                is_new = leaf.layout == torch.strided and leaf.untyped_storage()._cdata not in self._storages
                 results.append(self.ref(leaf))
                 if is_new:
                     made.add(results[-1].storage)  # type: ignore[union-attr]
@@ -241,7 +278,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         written = set(_written(func, given, named))
         if made or written:
             reads = frozenset(ref.storage for ref in tree_leaves((given, named)) if isinstance(ref, Ref))
-            self.calls.append(Call(func, given, named, tuple(results), reads, frozenset(made | written), frozenset(made)))
+            draw = self._draw() if torch.Tag.nondeterministic_seeded in func.tags else 0
+            self.calls.append(Call(func, given, named, tuple(results), reads, frozenset(made | written), frozenset(made), draw))
         return result
 
 
@@ -292,12 +330,40 @@ def _twins_of(module: torch.nn.Module, recorder: _Recorder) -> tuple[dict[str, t
 class _Applied(torch.nn.Module):  # type: ignore[misc]
     """A function of a module as a module."""
 
-    def __init__(self, module: torch.nn.Module, function: Function) -> None:
+    def __init__(self, module: torch.nn.Module, function: Function, then: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.module, self.function = module, function
+        self.module, self.function, self.then = module, function, then
+        self.replaced: dict[str, tuple[torch.Tensor, Any]] = {}  # buffers that the function has replaced by new tensors: old and new
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
-        return self.function(self.module, batch)
+        before = dict(self.module.named_buffers(remove_duplicate=False))
+        found = self.function(self.module, batch)
+        after = dict(self.module.named_buffers(remove_duplicate=False))
+        self.replaced = {name: (old, after.get(name)) for name, old in before.items() if after.get(name) is not old}
+        return self.then(found)  # here, because a backward pass that computes again uses the module's tensors
+
+    def update(self) -> None:
+        """Write new values of replaced buffers to the old ones.
+
+        Raises:
+            UsageError: a buffer has another shape or type.
+        """
+        for name, (old, new) in self.replaced.items():
+            if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
+                raise UsageError(f"the module replaces its buffer {name} by something of another shape or type; keep both, or use an attribute")
+            with torch.no_grad():
+                old.copy_(new)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Switch oneDNN off, so that recurrent layers are captured as products: the workspace of its own has a size that only oneDNN knows."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
+from nntask import UsageError
 from nntask.optim import Optimizer
 from scheduler import Handle, TaskRuntime, Ticket
 from tiles import TileTensor
@@ -61,6 +62,19 @@ def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, Ti
         for name, value in example.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def check_ids(passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ids without a row in their table, before a task fails for them.
+
+    Raises:
+        UsageError: names the input, its range, and the table's.
+    """
+    for each, minibatch in zip(passes, minibatches, strict=True):
+        for name, num_rows in each.num_rows.items():
+            low, high = int(minibatch[name].min()), int(minibatch[name].max())
+            if low < 0 or high >= num_rows:
+                raise UsageError(f"{name} of the batch must be ids from 0 to {num_rows - 1}, got {low} to {high}; use the tokenizer of this model")
 
 
 def write_inputs(tensors: Sequence[Mapping[str, TileTensor]], minibatches: Sequence[Mapping[str, Any]]) -> None:

@@ -76,7 +76,10 @@ def _add_product(results: Sequence[torch.Tensor], left: torch.Tensor, right: tor
 def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
     """A tensor over the bytes of its storage  # (nbytes,) uint8 -> ref.shape."""
     typed = memory.view(ref.dtype)
-    return typed.as_strided(ref.shape, ref.strides, typed.storage_offset() + ref.offset)
+    found = typed.as_strided(ref.shape, ref.strides, typed.storage_offset() + ref.offset)
+    if ref.is_conj:
+        found = torch._conj(found)
+    return torch._neg_view(found) if ref.is_neg else found
 
 
 class Program:
@@ -84,16 +87,21 @@ class Program:
 
     Args:
         calls: the calls, in order.
-        numbers: number of each call in the whole pass, for the seeds of random ones.
+        numbers: number of each call in the whole pass.
         added: storages whose memory holds a sum already, to which the product that makes them is added.
+        ends: storages that PyTorch makes -> number of the last call that uses each, after which its memory is given back.
     """
 
-    def __init__(self, calls: Sequence[Call], numbers: Sequence[int], added: Collection[Storage] = ()) -> None:
+    def __init__(
+        self, calls: Sequence[Call], numbers: Sequence[int], added: Collection[Storage] = (), ends: Mapping[Storage, int] | None = None
+    ) -> None:
         self._steps = [
-            _Step(call, _add_product if call.made & set(added) else into_of(call), number if draws(call) else None)
-            for call, number in zip(calls, numbers, strict=True)
+            _Step(call, _add_product if call.made & set(added) else into_of(call), call.draw if draws(call) else None)
+            for call in calls
             if not does_nothing(call)
         ]
+        kept = [number for call, number in zip(calls, numbers, strict=True) if not does_nothing(call)]
+        self._dropped = [[storage for storage, end in (ends or {}).items() if end == number] for number in kept]
         self.draws = any(step.number is not None for step in self._steps)
 
     def run(self, memory: dict[Any, torch.Tensor], seed: Sequence[int] | None) -> None:
@@ -111,8 +119,12 @@ class Program:
                 found = tensors[ref] = tensor_of(memory[ref.storage], ref)
             return found
 
-        for step in self._steps:
+        for step, dropped in zip(self._steps, self._dropped, strict=True):
             step.run(find, memory, seed)
+            for storage in dropped:
+                memory.pop(storage, None)
+                for ref in [ref for ref in tensors if ref.storage is storage]:
+                    del tensors[ref]
 
 
 class _Step:
@@ -183,8 +195,8 @@ def _out_overload(func: Any) -> Into | None:
     """The overload with the same arguments and an output that is given, if the CPU has a kernel for it."""
     schema = func._schema
     plain = [(argument.name, str(argument.type)) for argument in schema.arguments]
-    if any(argument.alias_info is not None for argument in schema.arguments):
-        return None
+    if any(argument.alias_info is not None or argument.name == "reduction" for argument in schema.arguments):
+        return None  # losses that reduce first give their result the shape of their input
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
         outs = [argument.name for argument in overload._schema.arguments if argument.is_out]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
 
 import torch
 
 from nntask import UsageError
+
+_TABLES: Final = ("_parameters", "_buffers", "_modules")
 
 
 def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
@@ -19,16 +23,42 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
         UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
     """
     saved = module.state_dict().keys()
+    owners: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in named_tensors(module):
         if value.is_meta and not (has_weights and name in saved):
             raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
         if value.device.type not in ("cpu", "meta"):
             raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
+        if value.numel() == 0:
+            raise UsageError(f"{name} has no elements (shape {tuple(value.shape)}), and tensors of a module must have some; leave it out")
+        if not value.is_meta and owners.setdefault(value.untyped_storage().data_ptr(), (name, value))[1] is not value:
+            other = owners[value.untyped_storage().data_ptr()][0]
+            raise UsageError(f"{name} and {other} are two tensors of one memory, and would be apart in a session; use one tensor for both, or a copy")
         if value.is_complex():
             raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
     for name, child in module.named_modules():
-        if getattr(child, "sparse", False):
+        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
             raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
+
+
+@contextmanager
+def unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Give a module and those below it the attributes back that they had before the block."""
+    before = [(child, dict(vars(child)), [dict(vars(child)[table]) for table in _TABLES]) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, attributes, tables in before:
+            vars(child).clear()
+            vars(child).update(attributes)
+            for table, content in zip(_TABLES, tables, strict=True):
+                vars(child)[table].clear()
+                vars(child)[table].update(content)
+
+
+def modes_of(module: torch.nn.Module) -> dict[torch.nn.Module, bool]:
+    """Which of a module and those below it are in training mode while the module trains: as they are, or all if the module itself is not."""
+    return {child: child.training or not module.training for child in module.modules()}
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,8 +92,13 @@ def give(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         if not own[name].is_meta:
             own[name].data = value
-    made = {id(own[name]): torch.nn.Parameter(value, own[name].requires_grad) for name, value in values.items() if own[name].is_meta}
+    made: dict[int, torch.Tensor] = {}
+    for name, value in values.items():
+        if own[name].is_meta:
+            is_parameter = isinstance(own[name], torch.nn.Parameter)
+            made[id(own[name])] = torch.nn.Parameter(value, own[name].requires_grad) if is_parameter else value
     for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if id(parameter) in made:
-                child._parameters[name] = made[id(parameter)]
+        for table in (child._parameters, child._buffers):
+            for name, tensor in table.items():
+                if id(tensor) in made:
+                    table[name] = made[id(tensor)]

@@ -13,6 +13,8 @@ from nntask.optim import Optimizer
 _NAMES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _ZERO: Final = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "decoupled_weight_decay": False}
 """Options of PyTorch's optimizers that are not implemented -> the only value they may have."""
+_OPTIONS: Final = ("betas", "eps", "momentum", "weight_decay", *_ZERO)
+"""Options that a session takes over."""
 
 
 def torch_optimizer(
@@ -63,6 +65,41 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if optimizer.state:
         raise UsageError("the optimizer has taken steps already, and its state would be lost; make a new one, and resume with session.resume")
     return optimizer
+
+
+def terms_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
+    """What a session has taken from an optimizer and a module for good, by name: everything but the learning rate."""
+    found: dict[str, Any] = {f"requires_grad of {name}": parameter.requires_grad for name, parameter in module.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        found.update({f"{option} of group {number}": value for option, value in group.items() if option in _OPTIONS})
+    return found
+
+
+def rate_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module, terms: Mapping[str, Any]) -> float:
+    """The learning rate of the next step.
+
+    Args:
+        terms: `terms_of` when the session was made.
+
+    Raises:
+        UsageError: groups have different rates, or something else has changed.
+    """
+    for name, value in terms_of(optimizer, module).items():
+        if terms.get(name) != value:
+            raise UsageError(
+                f"{name} must stay {terms.get(name)} while the session is open, got {value}; make a new session, and resume what save() wrote"
+            )
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    if len(rates) > 1:
+        raise UsageError(
+            f"lr must be the same in all parameter groups, got {', '.join(f'{rate:g}' for rate in sorted(rates))}; use one schedule for all"
+        )
+    return rates.pop()
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note that a step was taken, as a step of the optimizer itself does for PyTorch's schedulers."""
+    optimizer._opt_called = True
 
 
 def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> Optimizer:

@@ -13,6 +13,7 @@ memory holds the weights once; `load_into` brings them back.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,13 +37,14 @@ from tiles import TileTensor
 
 from .batches import check_batch, cut, shapes_of, signature_of
 from .capture import Function, Storage, capture
-from .emission import StepTasks, key_of, value_of, write_inputs
+from .emission import StepTasks, check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
-from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors
+from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, unchanged
 from .objectives import Loss, call, loss_of, objective_of, scalar
-from .optimizers import optimizer_on, torch_optimizer
+from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .state import ModuleState, torch_of
 from .step import Pass
+from .threads import SingleThread
 from .weights import attach_files
 
 Purpose = Literal["train", "evaluate", "predict"]
@@ -58,6 +60,7 @@ class _Recorded:
 
     Attributes:
         step: the step.
+        passes: the pass over each minibatch.
         divisor: the loss of the step is the sum of the minibatches' losses divided by this.
         inputs: by name, of each minibatch.
         outputs: of each minibatch: what the pass returns, with references.
@@ -66,6 +69,7 @@ class _Recorded:
     """
 
     step: Step
+    passes: Sequence[Pass]
     divisor: int
     inputs: Sequence[Mapping[str, TileTensor]]
     outputs: Sequence[Any]
@@ -78,13 +82,29 @@ class StartedStep:
 
     def __init__(self, session: Session, recorded: _Recorded, ticket: Ticket) -> None:
         self._session, self._recorded, self._ticket = session, recorded, ticket
+        self._outcome: Outcome | Exception | None = None
 
     def result(self) -> Outcome:
-        """Wait until the step is over.
+        """Wait until the step is over; the outcome may be asked for again, and later.
 
         Raises:
             NntaskError: a task failed, or a memory was too small.
         """
+        self.wait()
+        assert self._outcome is not None  # wait() has set it
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def wait(self) -> None:
+        """Wait until the step is over, and keep its outcome, which later steps overwrite in the runtime."""
+        if self._outcome is None:
+            try:
+                self._outcome = self._read()
+            except Exception as error:
+                self._outcome = error
+
+    def _read(self) -> Outcome:
         recorded = self._recorded
         with self._session.user_errors():
             self._ticket.wait()
@@ -145,6 +165,8 @@ class Session:
         weights: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        if not 0 <= seed < 1 << 63:
+            raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
         if minibatches < 1:
             raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
         check_module(module, has_weights=weights is not None)
@@ -152,12 +174,13 @@ class Session:
         self.module, self._num_minibatches = module, minibatches
         self._objective = scalar(objective or objective_of(loss or loss_of))
         self._max_norm, self._seed = max_grad_norm, seed
+        self._modes, self._terms = modes_of(module), terms_of(self.optimizer, module)
+        self._started: deque[StartedStep] = deque()
         resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
         self._machine = machine_of(resources)
         reuse_freed_memory()
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # of each worker
         self.runtime: Runtime = open_runtime(self._machine)
+        self._thread = SingleThread()  # of each worker
         try:
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime)
@@ -169,6 +192,7 @@ class Session:
                     self._state.write(first_values(module))
                 self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
                 self._key = key_of(self.runtime)
+                self._key.write(np.array([seed, 0], np.uint64))
                 self.runtime.wait()
         except BaseException:
             self.close()
@@ -209,18 +233,23 @@ class Session:
             UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
             DoesNotFit: a budget is too small for the step.
         """
+        rate = self._rate
         recorded = self._step_for("train", minibatches, divisor or len(minibatches))
+        check_ids(recorded.passes, minibatches)
+        while len(self._started) > 1:
+            self._started.popleft().wait()
         with self.user_errors():
             write_inputs(recorded.inputs, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
-            self._optimizer.prepare(self.num_steps + 1, self._rate)
+            self._optimizer.prepare(self.num_steps + 1, rate)
             ticket = recorded.step.replay()
         self.num_steps += 1
-        self.optimizer._opt_called = True  # a step of its own notes this for the schedulers
-        return StartedStep(self, recorded, ticket)
+        note_step(self.optimizer)
+        self._started.append(StartedStep(self, recorded, ticket))
+        return self._started[-1]
 
     def evaluate(self, **batch: Any) -> float:
-        """The loss of a batch in evaluation mode; changes nothing."""
+        """The loss of a batch in evaluation mode; changes nothing but buffers that the module itself changes in that mode."""
         return float(self._compute("evaluate", batch).reshape(()))
 
     def predict(self, **batch: Any) -> Any:
@@ -230,6 +259,7 @@ class Session:
     def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
         """The result of a pass that changes nothing."""
         recorded = self._step_for(purpose, [batch], 1)
+        check_ids(recorded.passes, [batch])
         with self.user_errors():
             write_inputs(recorded.inputs, [batch])
             ticket = recorded.step.replay()
@@ -328,7 +358,7 @@ class Session:
 
     @property
     def _rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return rate_of(self.optimizer, self.module, self._terms)
 
     def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict`, tied ones once."""
@@ -343,7 +373,7 @@ class Session:
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
         self.runtime.close()
-        torch.set_num_threads(self._threads)
+        self._thread.end()
 
     def __enter__(self) -> Session:
         return self
@@ -393,15 +423,17 @@ class Session:
             emission = StepTasks(passes, self._state, minibatches)
             with self.runtime.record() as step:
                 kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
-        return _Recorded(step, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
+        return _Recorded(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
 
     def _pass(self, purpose: Purpose, minibatch: Mapping[str, Any], divisor: int) -> Pass:
         """The pass over a minibatch; one for all steps in which it occurs."""
         key = (purpose, divisor, signature_of(minibatch))
         if key not in self._passes:
-            self.module.train(purpose == "train")
             function = call if purpose == "predict" else self._objective
-            captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
+            with unchanged(self.module):
+                for child, is_training in self._modes.items():
+                    child.training = is_training and purpose == "train"
+                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
             self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
         return self._passes[key]
 

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nntask import UsageError
 from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, R, TaskRuntime, W
 
-from .capture import Capture, Ref, Storage
+from .capture import Capture, Ref, Storage, aten
 from .kernels import Program, adds_up, draws, tensor_of, torch_nbytes
 from .segments import Segment, scratch_layout, segments_of, storages_of
 
@@ -98,6 +99,16 @@ class Pass:
         return sorted((s for s in storages_of(self.segments) if s.role == "constant"), key=lambda storage: storage.nbytes)
 
     @property
+    def num_rows(self) -> dict[str, int]:
+        """Name of an input that is looked up in a table -> number of rows of the smallest such table."""
+        found: dict[str, int] = {}
+        for call in self.captured.calls:
+            if call.func is aten.embedding.default and call.args[1].storage.role == "input":
+                name = call.args[1].storage.name
+                found[name] = min(call.args[0].shape[0], found.get(name, call.args[0].shape[0]))
+        return found
+
+    @property
     def draws(self) -> bool:
         """Whether some task draws random numbers."""
         return any(map(draws, self.captured.calls))
@@ -176,8 +187,6 @@ class Pass:
 
 
 def _storages_in(outputs: Any) -> set[Storage]:
-    from torch.utils._pytree import tree_leaves
-
     return {leaf.storage for leaf in tree_leaves(outputs) if isinstance(leaf, Ref)}
 
 
@@ -211,9 +220,10 @@ def _kernel(
 ) -> Callable[..., None]:
     """The function of a task: (reads, updates, makes, gradients, key if numbers are drawn, scratch if there is any) as views."""
     added = direct if contribution == "add" else ()
-    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), added)
-    outside = (*segment.reads, *segment.updates, *segment.makes)
     by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # stays where PyTorch has put it
+    ends = {storage: segment.ends[storage] for storage in by_torch if storage in offsets}
+    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), added, ends)
+    outside = (*segment.reads, *segment.updates, *segment.makes)
     inner = [(storage, offset) for storage, offset in offsets.items() if storage not in by_torch]
     names, num_outside = tuple(segment.gradients), len(outside)
     refs = [gradients[name] for name in names]

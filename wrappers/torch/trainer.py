@@ -94,8 +94,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         session, self._session = self._session, None
         if session is not None:
             self._guard.remove()
-            session.load_into(session.module)
-            session.close()
+            try:
+                session.load_into(session.module)
+            finally:
+                session.close()
 
     def _open(self, *, learns: bool) -> Session:
         """The session of the model; with its optimizer if it learns, else without state."""
