@@ -126,12 +126,12 @@ def rows(name: str, found: dict[str, list[common.Measurement]]) -> list[dict[str
     fastest = {side: min(one["seconds"] for one in rounds) for side, rounds in found.items()}
     memory = {side: max(one["peak_rss_bytes"] for one in rounds) for side, rounds in found.items()}
     table = [
-        common.compare(f"{case.what}: steps", "1/s", 1 / fastest["session"], EAGER, 1 / fastest[EAGER], better="more", bar="ratio >= 1.0"),
-        common.compare(f"{case.what}: steps", "1/s", 1 / fastest["session"], COMPILED, 1 / fastest[COMPILED], better="more", bar="ratio >= 0.9"),
+        common.compare(f"{case.what}: steps", "steps/s", 1 / fastest["session"], EAGER, 1 / fastest[EAGER], better="more", bar="ratio >= 1.0"),
+        common.compare(f"{case.what}: steps", "steps/s", 1 / fastest["session"], COMPILED, 1 / fastest[COMPILED], better="more", bar="ratio >= 0.9"),
         common.compare(f"{case.what}: peak memory", "bytes", memory["session"], EAGER, memory[EAGER], better="less", bar="ratio <= 0.75"),
         common.compare(
             f"{case.what}, a quarter of the RAM: steps",
-            "1/s",
+            "steps/s",
             1 / fastest["quarter"],
             "all of it",
             1 / fastest["session"],
