@@ -429,7 +429,7 @@ def test_a_capture_leaves_the_module_alone() -> None:
     assert module.training
 
 
-def test_a_bad_batch_and_a_changed_optimizer_lose_nothing() -> None:
+def test_a_bad_batch_and_a_changed_optimizer_lose_nothing(tmp_path: Path) -> None:
     """Ids beyond the table, a schedule that changes more than the rate, a parameter frozen later: a sentence each, and the training goes on."""
     module, batches = make("gpt2", 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -445,6 +445,7 @@ def test_a_bad_batch_and_a_changed_optimizer_lose_nothing() -> None:
         optimizer.param_groups[0]["momentum"] = 0.5
         with pytest.raises(UsageError, match=r"momentum of group 0 must stay 0\.9 while the session is open, got 0\.5"):
             session.step(**batches[0])
+        session.save(tmp_path / "saved")  # as the sentence says
         optimizer.param_groups[0]["momentum"] = 0.9
         started = [session.start(**batch) for batch in batches * 2]
         losses = [step.result().loss for step in started]

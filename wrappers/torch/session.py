@@ -311,7 +311,7 @@ class Session:
         write_session(Path(directory), *self._content(frozen=frozen))
 
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
-        state = {"step": self.num_steps, "lr": self._rate}
+        state = {"step": self.num_steps, "lr": float(self.optimizer.param_groups[0]["lr"])}  # also where a change makes `_rate` refuse to go on
         return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import ml_dtypes
@@ -98,7 +99,7 @@ class Pass:
         """Storages of the model's constants."""
         return sorted((s for s in storages_of(self.segments) if s.role == "constant"), key=lambda storage: storage.nbytes)
 
-    @property
+    @cached_property
     def num_rows(self) -> dict[str, int]:
         """Name of an input that is looked up in a table -> number of rows of the smallest such table."""
         found: dict[str, int] = {}
@@ -108,17 +109,12 @@ class Pass:
                 found[name] = min(call.args[0].shape[0], found.get(name, call.args[0].shape[0]))
         return found
 
-    @property
-    def draws(self) -> bool:
-        """Whether some task draws random numbers."""
-        return any(map(draws, self.captured.calls))
-
     def submit(
         self,
         runtime: TaskRuntime,
         handles: Mapping[Storage, Handle],
         gradients: Mapping[str, Handle],
-        key: Handle | None,
+        key: Handle,
         *,
         minibatch: int = 0,
     ) -> dict[Storage, Handle]:
@@ -127,7 +123,7 @@ class Pass:
         Args:
             handles: of parameters, buffers, constants and this minibatch's inputs.
             gradients: name of a parameter -> handle of its gradient.
-            key: (2,) uint64, seed and number of the step; needed where numbers are drawn.
+            key: (2,) uint64, seed and number of the step.
             minibatch: number of the minibatch within the step. The first one writes gradients, the others add to them.
 
         Returns:
@@ -140,8 +136,7 @@ class Pass:
         for task in self._of(contribution):
             segment = task.segment
             for storage in segment.makes:
-                name = f"{segment.name} result"
-                made[storage] = _handle(runtime, storage.nbytes, name, "activations")
+                made[storage] = _handle(runtime, storage.nbytes, f"{task.codelet.name} result", "activations")
                 if storage in outputs:
                     kept[storage] = made[storage]
             accesses: list[Access] = [(handles.get(s) or made[s], R) for s in segment.reads]
@@ -150,7 +145,6 @@ class Pass:
             accesses += [(gradients[name], W if contribution == "write" else RW) for name in segment.gradients]
             constants: dict[str, Any] = {}
             if task.draws:
-                assert key is not None
                 accesses.append((key, R))
                 constants["minibatch"] = minibatch
             if task.scratch_nbytes:
