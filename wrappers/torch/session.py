@@ -42,8 +42,8 @@ from .files import MODEL, load_session, save_session, write_model, write_session
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, unchanged
 from .objectives import Loss, call, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
-from .state import ModuleState, torch_of
-from .step import Pass
+from .state import ModuleState
+from .step import Pass, as_tensor
 from .threads import SingleThread
 from .weights import attach_files
 
@@ -277,7 +277,7 @@ class Session:
             if not frozen and is_frozen(value):
                 continue
             if id(value) not in seen:
-                seen[id(value)] = torch_of(tensors[name].read(), value)
+                seen[id(value)] = as_tensor(tensors[name].read(), value.shape)
             found[name] = seen[id(value)]
         return {name: found[name] for name in self.module.state_dict() if name in found}
 
@@ -368,7 +368,7 @@ class Session:
 
     def _values(self) -> dict[str, torch.Tensor]:
         tensors = self._state.tensors()
-        return {name: torch_of(tensors[name].read(), value) for name, value in named_tensors(self.module) if name in tensors}
+        return {name: as_tensor(tensors[name].read(), value.shape) for name, value in named_tensors(self.module) if name in tensors}
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""

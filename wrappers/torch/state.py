@@ -121,10 +121,3 @@ def array_of(value: torch.Tensor) -> npt.NDArray[np.generic]:
         value = value.view(torch.int16)
         return np.asarray(value.numpy()).view(ml_dtypes.bfloat16)
     return np.asarray(value.numpy())
-
-
-def torch_of(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
-    """An array as a tensor of the shape and type of `like`; shares memory."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).view(like.shape)
-    return torch.from_numpy(array).view(like.shape)

@@ -60,6 +60,13 @@ def as_bytes(view: Any) -> torch.Tensor:
     return torch.from_numpy(view.reshape(-1).view(np.uint8))
 
 
+def as_tensor(array: Any, shape: Sequence[int]) -> torch.Tensor:
+    """An array of a tile as a tensor of a shape with as many elements, without a copy."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).view(shape)
+    return torch.from_numpy(array).view(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A segment with one kind of contribution.
@@ -239,17 +246,10 @@ def _kernel(
             for name, ref in zip(names, refs, strict=True):
                 if ref.storage in direct:
                     continue
-                value, target = tensor_of(memory[ref.storage], ref), _typed(targets[name], ref.shape)
+                value, target = tensor_of(memory[ref.storage], ref), as_tensor(targets[name], ref.shape)
                 if contribution == "write":
                     target.copy_(value)
                 else:
                     target.add_(value)
 
     return run
-
-
-def _typed(view: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """A gradient's tile as a tensor of the parameter's shape."""
-    if view.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(view.view(np.int16)).view(torch.bfloat16).view(shape)
-    return torch.from_numpy(view).view(shape)
