@@ -43,7 +43,7 @@ _TORCH: Final = os.path.dirname(torch.__file__)
 _HERE: Final = os.path.dirname(__file__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Storage:
     """A piece of memory that tensors refer to.
 

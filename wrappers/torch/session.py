@@ -16,10 +16,9 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,59 +27,30 @@ import scheduler
 from nntask import DoesNotFit, StorageError, UsageError
 from nntask.config import ResourceSettings
 from nntask.engine import Outcome
-from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory
 from nntask.io import load_tensors
 from nntask.optim import norm_of
-from nntask.planning import needs_of, shortage
-from scheduler import CapturingRuntime, Handle, Runtime, Step, Ticket
+from scheduler import Runtime, Ticket
 from tiles import TileTensor
 
-from .batches import check_batch, cut, shapes_of, signature_of
-from .capture import Function, Storage, capture
-from .emission import StepTasks, check_ids, key_of, value_of, write_inputs
+from .batches import check_batch, cut
+from .capture import Function
+from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
-from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, unchanged
-from .objectives import Loss, call, loss_of, objective_of, scalar
+from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors
+from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
+from .recording import Captures, Purpose, RecordedStep, StepRecorder
 from .state import ModuleState
-from .step import Pass, as_tensor
+from .step import as_tensor
 from .threads import SingleThread
 from .weights import attach_files
-
-Purpose = Literal["train", "evaluate", "predict"]
-"""What a step is for: an update, a loss, or the module's result."""
-
-MOST_SHAPES: Final = 8
-"""Most shapes of batches that one session records steps for, for each purpose."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A recorded step for one shape of batches.
-
-    Attributes:
-        step: the step.
-        passes: the pass over each minibatch.
-        divisor: the loss of the step is the sum of the minibatches' losses divided by this.
-        inputs: by name, of each minibatch.
-        outputs: of each minibatch: what the pass returns, with references.
-        kept: handles of the outputs' storages, of each minibatch.
-        squares: the gradient's sum of squares; None without an update.
-    """
-
-    step: Step
-    passes: Sequence[Pass]
-    divisor: int
-    inputs: Sequence[Mapping[str, TileTensor]]
-    outputs: Sequence[Any]
-    kept: Sequence[Mapping[Storage, Handle]]
-    squares: TileTensor | None
 
 
 class StartedStep:
     """A step under way."""
 
-    def __init__(self, session: Session, recorded: _Recorded, ticket: Ticket) -> None:
+    def __init__(self, session: Session, recorded: RecordedStep, ticket: Ticket) -> None:
         self._session, self._recorded, self._ticket = session, recorded, ticket
         self._outcome: Outcome | Exception | None = None
 
@@ -172,9 +142,7 @@ class Session:
         check_module(module, has_weights=weights is not None)
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
-        self._objective = scalar(objective or objective_of(loss or loss_of))
-        self._max_norm, self._seed = max_grad_norm, seed
-        self._modes, self._terms = modes_of(module), terms_of(self.optimizer, module)
+        self._seed, self._terms = seed, terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
         resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
         self._machine = machine_of(resources)
@@ -198,8 +166,14 @@ class Session:
             self.close()
             raise
         let_go(module)
-        self._passes: dict[tuple[Any, ...], Pass] = {}
-        self._recorded: dict[tuple[Any, ...], _Recorded] = {}
+        self._steps = StepRecorder(
+            Captures(module, scalar(objective or objective_of(loss or loss_of)), modes_of(module), self._state.gradient_dtype),
+            self._state,
+            self._key,
+            self._optimizer,
+            lambda state: optimizer_on(self.optimizer, module, state.parameters, max_grad_norm),
+            self._machine,
+        )
         self.num_steps = 0
 
     def step(self, **batch: Any) -> float:
@@ -234,7 +208,8 @@ class Session:
             DoesNotFit: a budget is too small for the step.
         """
         rate = self._rate
-        recorded = self._step_for("train", minibatches, divisor or len(minibatches))
+        with self.user_errors():
+            recorded = self._steps.step_for("train", minibatches, divisor or len(minibatches))
         check_ids(recorded.passes, minibatches)
         while len(self._started) > 1:
             self._started.popleft().wait()
@@ -258,7 +233,8 @@ class Session:
 
     def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
         """The result of a pass that changes nothing."""
-        recorded = self._step_for(purpose, [batch], 1)
+        with self.user_errors():
+            recorded = self._steps.step_for(purpose, [batch], 1)
         check_ids(recorded.passes, [batch])
         with self.user_errors():
             write_inputs(recorded.inputs, [batch])
@@ -388,74 +364,6 @@ class Session:
             yield
         except FAILURES as error:
             raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
-
-    def _step_for(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> _Recorded:
-        """The recorded step for the shapes of some minibatches.
-
-        Raises:
-            UsageError: it is one shape too many.
-        """
-        for minibatch in minibatches:
-            check_batch(minibatch, 1)
-        key = (purpose, divisor, *map(signature_of, minibatches))
-        found = self._recorded.get(key)
-        if found is None:
-            if sum(other[0] == purpose for other in self._recorded) == MOST_SHAPES:
-                raise UsageError(
-                    f"batches may have at most {MOST_SHAPES} different shapes, got one more: {shapes_of(minibatches)}; pad them to a fixed length, "
-                    "and drop the last incomplete batch"
-                )
-            found = self._recorded[key] = self._record(purpose, minibatches, divisor)
-        return found
-
-    def _record(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> _Recorded:
-        with self.user_errors():
-            self.runtime.wait()  # no step may compute while a pass is captured
-        passes = [self._pass(purpose, minibatch, divisor) for minibatch in minibatches]
-        if len({frozenset(each.captured.gradients) for each in passes}) > 1:
-            raise UsageError(
-                "the minibatches of a step must have gradients of the same parameters, and those of minibatches of shapes "
-                f"{shapes_of(minibatches)} differ; pad them to one shape"
-            )
-        is_training = purpose == "train"
-        self._check_fit(passes, minibatches, training=is_training)
-        with self.user_errors():
-            emission = StepTasks(passes, self._state, minibatches)
-            with self.runtime.record() as step:
-                kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
-        return _Recorded(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
-
-    def _pass(self, purpose: Purpose, minibatch: Mapping[str, Any], divisor: int) -> Pass:
-        """The pass over a minibatch; one for all steps in which it occurs."""
-        key = (purpose, divisor, signature_of(minibatch))
-        if key not in self._passes:
-            function = call if purpose == "predict" else self._objective
-            with unchanged(self.module):
-                for child, is_training in self._modes.items():
-                    child.training = is_training and purpose == "train"
-                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
-            self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
-        return self._passes[key]
-
-    def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
-        """Refuse a step that cannot run within the budgets, before memory is taken for it.
-
-        Raises:
-            DoesNotFit: says which budget is too small, and by how much.
-        """
-        dry = CapturingRuntime()
-        state, key = ModuleState(self.module, dry), key_of(dry)
-        optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
-        emission = StepTasks(passes, state, minibatches)
-        with dry.record():
-            outputs = emission.submit(key, optimizer)
-        del outputs
-        needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
-        if not needs.fit(machine):
-            changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
-            if self._machine.disk is None:
-                changes.append("add disk=DIR")
-            raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
 
 
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:

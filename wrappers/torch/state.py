@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +35,7 @@ class ModuleState:
         self.runtime = runtime
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, TileTensor] = {}
-        self._constants: dict[Storage, TileTensor] = {}
+        self._constants: WeakKeyDictionary[Storage, TileTensor] = WeakKeyDictionary()  # a pass that is dropped takes its constants along
         for name, value in module.named_parameters():
             shape = shape_of(value)
             parameter = self.parameters[name] = Parameter(shape, (-1,) * len(shape), initializers.constant(0.0))

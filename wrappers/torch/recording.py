@@ -1,0 +1,183 @@
+"""The recorded steps of a session: one for each purpose and each shape of batches, made when they are first asked for.
+
+A module is captured once for each shape of a minibatch. Before a step is recorded, and memory is taken for it, a dry run from shapes says whether the
+budgets hold it. Of many shapes the steps that were used last are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from nntask import DoesNotFit, UsageError
+from nntask.hardware import MachineSpec, this_machine
+from nntask.optim import Optimizer
+from nntask.planning import needs_of, shortage
+from scheduler import CapturingRuntime, Handle, Runtime, Step
+from tiles import TileTensor
+
+from .batches import check_batch, shapes_of, signature_of
+from .capture import Function, Storage, capture
+from .emission import StepTasks, key_of
+from .modules import unchanged
+from .objectives import call
+from .state import ModuleState
+from .step import Pass
+
+Purpose = Literal["train", "evaluate", "predict"]
+"""What a step is for: an update, a loss, or the module's result."""
+
+MOST_STEPS: Final = 8
+"""Recorded steps that are kept for each purpose; one that is dropped is recorded again when its shape comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A recorded step for one shape of batches.
+
+    Attributes:
+        step: the step.
+        passes: the pass over each minibatch.
+        divisor: the loss of the step is the sum of the minibatches' losses divided by this.
+        inputs: by name, of each minibatch.
+        outputs: of each minibatch: what the pass returns, with references.
+        kept: handles of the outputs' storages, of each minibatch.
+        squares: the gradient's sum of squares; None without an update.
+    """
+
+    step: Step
+    passes: Sequence[Pass]
+    divisor: int
+    inputs: Sequence[Mapping[str, TileTensor]]
+    outputs: Sequence[Any]
+    kept: Sequence[Mapping[Storage, Handle]]
+    squares: TileTensor | None
+
+
+class Captures:
+    """The captured passes of a module, one for each purpose and shape of a minibatch.
+
+    Args:
+        module: the module, whose values are not used.
+        objective: from the module and a batch to the loss.
+        modes: which of the module's parts are in training mode while it trains.
+        gradient_dtype: name of a parameter -> element type of its gradient.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        objective: Function,
+        modes: Mapping[torch.nn.Module, bool],
+        gradient_dtype: Callable[[str], np.dtype[np.generic]],
+    ) -> None:
+        self.module = module
+        self._objective, self._modes, self._gradient_dtype = objective, modes, gradient_dtype
+        self._passes: dict[tuple[Any, ...], Pass] = {}
+
+    def pass_over(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int) -> Pass:
+        """The pass over a minibatch, captured when it is first asked for; nothing else may compute meanwhile."""
+        key = (purpose, divisor, signature_of(minibatch))
+        if key not in self._passes:
+            function = call if purpose == "predict" else self._objective
+            with unchanged(self.module):
+                for child, is_training in self._modes.items():
+                    child.training = is_training and purpose == "train"
+                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
+            self._passes[key] = Pass(captured, {name: self._gradient_dtype(name) for name in captured.gradients})
+        return self._passes[key]
+
+    def keep(self, passes: Collection[Pass]) -> None:
+        """Drop all other passes."""
+        self._passes = {key: each for key, each in self._passes.items() if each in passes}
+
+
+class StepRecorder:
+    """Records the steps of a session.
+
+    Args:
+        captures: the passes of the module.
+        state: the module's tensors.
+        key: what random numbers follow from.
+        optimizer: updates the parameters.
+        dry_optimizer: from a state of shapes alone to an optimizer over it.
+        machine: the budgets.
+    """
+
+    def __init__(
+        self,
+        captures: Captures,
+        state: ModuleState,
+        key: TileTensor,
+        optimizer: Optimizer,
+        dry_optimizer: Callable[[ModuleState], Optimizer],
+        machine: MachineSpec,
+    ) -> None:
+        self._captures, self._state, self._key, self._optimizer = captures, state, key, optimizer
+        self._dry_optimizer, self._machine = dry_optimizer, machine
+        self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # those used last come last
+
+    def step_for(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
+        """The recorded step for the shapes of some minibatches.
+
+        Raises:
+            UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
+            DoesNotFit: a budget is too small for the step.
+        """
+        for minibatch in minibatches:
+            check_batch(minibatch, 1)
+        key = (purpose, divisor, *map(signature_of, minibatches))
+        found = self._steps.pop(key, None)
+        if found is None:
+            self._state.runtime.wait()  # no step may compute while a pass is captured
+            self._drop(purpose)
+            found = self._record(purpose, minibatches, divisor)
+        self._steps[key] = found
+        return found
+
+    def _drop(self, purpose: Purpose) -> None:
+        """Make room for one more step."""
+        known = [key for key in self._steps if key[0] == purpose]
+        if len(known) == MOST_STEPS:
+            del self._steps[known[0]]
+            self._captures.keep({each for step in self._steps.values() for each in step.passes})
+
+    def _record(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
+        passes = [self._captures.pass_over(minibatch, purpose, divisor) for minibatch in minibatches]
+        if len({frozenset(each.captured.gradients) for each in passes}) > 1:
+            raise UsageError(
+                "the minibatches of a step must have gradients of the same parameters, and those of minibatches of shapes "
+                f"{shapes_of(minibatches)} differ; pad them to one shape"
+            )
+        is_training = purpose == "train"
+        self._check_fit(passes, minibatches, training=is_training)
+        emission = StepTasks(passes, self._state, minibatches)
+        runtime = self._state.runtime
+        assert isinstance(runtime, Runtime)  # a dry state is never recorded for replays
+        with runtime.record() as step:
+            kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
+        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
+
+    def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
+        """Refuse a step that cannot run within the budgets, before memory is taken for it.
+
+        Raises:
+            DoesNotFit: says which budget is too small, and by how much.
+        """
+        dry = CapturingRuntime()
+        state, key = ModuleState(self._captures.module, dry), key_of(dry)
+        emission = StepTasks(passes, state, minibatches)
+        optimizer = self._dry_optimizer(state) if training else None
+        with dry.record():
+            outputs = emission.submit(key, optimizer)
+        del outputs
+        needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
+        if not needs.fit(machine):
+            changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
+            if self._machine.disk is None:
+                changes.append("add disk=DIR")
+            raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
