@@ -624,9 +624,9 @@ def test_of_many_shapes_the_last_ones_are_kept() -> None:
     """Batches of any number of lengths train; the step of a length that comes back is recorded again, with the same bits and no more memory."""
     rounds, resident = [], []
     with Session(make("opt", 0)[0], ram="64MB", lr=0.0) as session:
-        for _ in range(3):
+        for _ in range(5):
             ids = [torch.ones(1, length, dtype=torch.int64) for length in range(8, 18)]
             rounds.append([session.step(input_ids=each, labels=each) for each in ids])
             resident.append(session.runtime.stats()["resident_bytes"]["ram"])
-    assert rounds[0] == rounds[1] == rounds[2]
-    assert resident[1] == resident[2]
+    assert all(each == rounds[0] for each in rounds)
+    assert resident[4] <= 1.15 * resident[1]  # what is garbage already may still be there; what each round kept would be a third
