@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -34,6 +34,9 @@ from .modules import unchanged
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 
+Part = tuple[str, int]
+"""A parameter's name, and the number of one of its pieces: 0 of one that is not cut."""
+
 Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
 """From a module and a batch to the result of a pass."""
 
@@ -52,12 +55,14 @@ class Storage:
         role: what it holds; a temporary one is made by a call.
         name: name of the parameter, buffer or input; "" for others.
         constant: the values of a constant.
+        piece: of a parameter that is cut along its first axis (`cuts`), the number of this piece.
     """
 
     nbytes: int
     role: Role
     name: str = ""
     constant: torch.Tensor | None = None
+    piece: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,21 @@ class Call:
     made: frozenset[Storage]
     draw: int = 0
 
+    @classmethod
+    def of(
+        cls, func: Any, args: Sequence[Any], results: Sequence[Ref | None], *, kwargs: Mapping[str, Any] | None = None, made: Collection[Storage] = ()
+    ) -> Call:
+        """A call of an operation; what it reads follows from its arguments, and what it changes from its schema.
+
+        Args:
+            kwargs: further arguments, by name.
+            made: storages of the results that are made by it.
+        """
+        kwargs = kwargs or {}
+        reads = frozenset(ref.storage for ref in tree_leaves((args, kwargs)) if isinstance(ref, Ref))
+        writes = frozenset((*made, *_written(func, args, kwargs)))
+        return cls(func, tuple(args), kwargs, tuple(results), reads, writes, frozenset(made))
+
     @property
     def is_random(self) -> bool:
         """Whether the results are random numbers."""
@@ -123,14 +143,14 @@ class Capture:
     Attributes:
         calls: in the order of eager PyTorch.
         outputs: what the pass returns, references in place of tensors: the loss for training. Objects, such as a cache of keys, are None.
-        gradients: name of a parameter -> its gradient; only of those that have one.
-        storages: those that exist before the pass, by role and name; constants are not among them.
+        gradients: the gradient of each parameter that has one.
+        storages: those that exist before the pass; constants are not among them.
     """
 
     calls: Sequence[Call]
     outputs: Any
-    gradients: Mapping[str, Ref]
-    storages: Mapping[tuple[Role, str], Storage]
+    gradients: Mapping[Part, Ref]
+    storages: Sequence[Storage]
 
 
 def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Function, *, backward: bool, divisor: int = 1) -> Capture:
@@ -164,7 +184,7 @@ def _capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functi
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 recorder.enter(value, "input", name)
-        before = dict(recorder.named)
+        before = list(recorder.named)
         learnt = {name: twin for name, twin in parameters.items() if twin.requires_grad}
         gradients: dict[str, torch.Tensor] = {}
 
@@ -188,7 +208,7 @@ def _capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functi
             if gradient.layout != torch.strided:
                 raise UsageError(f"the gradient of {name} is sparse, and gradients must be dense; make its embedding with sparse=False")
         kept = tree_map(lambda leaf: _kept(leaf, recorder), outputs)
-        return Capture(recorder.calls, kept, {name: recorder.ref(gradient) for name, gradient in gradients.items()}, before)
+        return Capture(recorder.calls, kept, {(name, 0): recorder.ref(gradient) for name, gradient in gradients.items()}, before)
 
 
 def _kept(leaf: Any, recorder: _Recorder) -> Any:
@@ -203,13 +223,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     Attributes:
         calls: the calls so far.
-        named: storages that were entered by name.
+        named: storages that were entered by role and name.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.named: dict[tuple[Role, str], Storage] = {}
+        self.named: list[Storage] = []
         self._storages: dict[int, Storage] = {}
         self._constants: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values before the pass
         self._draws: dict[bytes, int] = {}  # state of the generator -> number of the draw
@@ -217,8 +237,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def enter(self, tensor: torch.Tensor, role: Role, name: str) -> None:
         """Note memory that exists before the pass."""
-        found = self._enter(tensor, role, name)
-        self.named[role, name] = found
+        self.named.append(self._enter(tensor, role, name))
 
     def restore(self) -> None:
         """Give the model's constants the values that they had before the pass."""
@@ -275,11 +294,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                     made.add(results[-1].storage)  # type: ignore[union-attr]
             else:
                 results.append(None)
-        written = set(_written(func, given, named))
-        if made or written:
-            reads = frozenset(ref.storage for ref in tree_leaves((given, named)) if isinstance(ref, Ref))
-            draw = self._draw() if torch.Tag.nondeterministic_seeded in func.tags else 0
-            self.calls.append(Call(func, given, named, tuple(results), reads, frozenset(made | written), frozenset(made), draw))
+        call = Call.of(func, given, results, kwargs=named, made=made)
+        if call.writes:
+            self.calls.append(replace(call, draw=self._draw()) if call.is_random else call)
         return result
 
 

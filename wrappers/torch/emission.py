@@ -14,7 +14,7 @@ from nntask.optim import Optimizer
 from scheduler import Handle, TaskRuntime, Ticket
 from tiles import TileTensor
 
-from .capture import Ref, Storage
+from .capture import Capture, Ref, Storage, aten
 from .kernels import tensor_of
 from .state import ModuleState, array_of, tensor_of_one_tile
 from .step import Pass
@@ -30,9 +30,7 @@ class StepTasks:
     def __init__(self, passes: Sequence[Pass], state: ModuleState, minibatches: Sequence[Mapping[str, Any]]) -> None:
         self._passes, self._state = passes, state
         self.inputs = [_inputs_of(state.runtime, each) for each in minibatches]
-        self._handles = [
-            state.handles((*each.captured.storages.values(), *each.constants), inputs) for each, inputs in zip(passes, self.inputs, strict=True)
-        ]
+        self._handles = [state.handles((*each.captured.storages, *each.constants), inputs) for each, inputs in zip(passes, self.inputs, strict=True)]
 
     def submit(self, key: TileTensor, optimizer: Optimizer | None) -> tuple[list[dict[Storage, Handle]], TileTensor | None]:
         """Submit the tasks of all minibatches, and of the update if there is an optimizer.
@@ -62,6 +60,16 @@ def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, Ti
         for name, value in example.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def num_rows_of(captured: Capture) -> dict[str, int]:
+    """Name of an input that is looked up in a table -> number of rows of the smallest such table."""
+    found: dict[str, int] = {}
+    for call in captured.calls:
+        if call.func is aten.embedding.default and call.args[1].storage.role == "input":
+            name = call.args[1].storage.name
+            found[name] = min(call.args[0].shape[0], found.get(name, call.args[0].shape[0]))
+    return found
 
 
 def check_ids(passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]]) -> None:

@@ -87,14 +87,19 @@ def storage_errors(directory: Path) -> Iterator[None]:
         raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
 
 
-def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> dict[str, Any]:
+def load_session(
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], *, rows_of_tiles: Mapping[str, int]
+) -> dict[str, Any]:
     """Fill tensors from a directory.
+
+    Args:
+        rows_of_tiles: of each parameter that is cut, by name, which must be as they were.
 
     Returns:
         The content of session.json: "step" and "lr" among others.
 
     Raises:
-        DataError: a file is missing, changed, or has other tensors.
+        DataError: a file is missing, changed, or has other tensors, or the session had other tiles.
     """
     file = directory / STATE
     try:
@@ -105,6 +110,11 @@ def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Ma
         raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE}); give a directory that save() wrote") from None
     if not known:
         raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
+    had = state.get("rows_of_tiles", {})
+    if had != rows_of_tiles:
+        raise DataError(
+            f"tiles must have the rows that they had when {directory} was saved, {had}, got {dict(rows_of_tiles)}; give the largest_tile of then"
+        )
     for name, expected in checksums.items():
         if checksum_of(directory / name) != expected:
             raise DataError(f"{directory / name} is corrupt: its checksum changed since it was written; use another one")

@@ -20,6 +20,7 @@ import torch
 
 from nntask import UsageError
 
+from . import rows
 from .capture import Call, Ref, Storage, aten
 
 Into = Callable[..., None]
@@ -64,13 +65,30 @@ def torch_nbytes(call: Call) -> int:
     return sum(storage.nbytes for storage in call.made)
 
 
-def adds_up(call: Call) -> bool:
-    """Whether a call can add its result to what memory holds, in one pass."""
-    return call.func is aten.mm.default
+def adding_of(call: Call) -> Into | None:
+    """The rule that adds the result of a call to what memory holds, in one pass; None if there is none."""
+    if call.func is aten.embedding_dense_backward.default and call.args[4]:
+        return None
+    return _ADDING.get(call.func)
 
 
 def _add_product(results: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
     torch.addmm(results[0], left, right, out=results[0])  # (M, N) + (M, K) @ (K, N) -> (M, N)
+
+
+def _add_embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, _: int, padding: int, __: bool) -> None:
+    rows.add_gradient(results[0], gradient, ids, 0, padding)
+
+
+def _add_rows_gradient(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, first: int, _: int, padding: int) -> None:
+    rows.add_gradient(results[0], gradient, ids, first, padding)
+
+
+_ADDING: Final[Mapping[Any, Into]] = {
+    aten.mm.default: _add_product,
+    aten.embedding_dense_backward.default: _add_embedding_backward,
+    rows.ops.rows_gradient.default: _add_rows_gradient,
+}
 
 
 def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
@@ -88,7 +106,7 @@ class Program:
     Args:
         calls: the calls, in order.
         numbers: number of each call in the whole pass.
-        added: storages whose memory holds a sum already, to which the product that makes them is added.
+        added: storages whose memory holds a sum already, to which what makes them is added.
         ends: storages that PyTorch makes -> number of the last call that uses each, after which its memory is given back.
     """
 
@@ -96,7 +114,7 @@ class Program:
         self, calls: Sequence[Call], numbers: Sequence[int], added: Collection[Storage] = (), ends: Mapping[Storage, int] | None = None
     ) -> None:
         self._steps = [
-            _Step(call, _add_product if call.made & set(added) else into_of(call), call.draw if draws(call) else None)
+            _Step(call, adding_of(call) if call.made & set(added) else into_of(call), call.draw if draws(call) else None)
             for call in calls
             if not does_nothing(call)
         ]
@@ -262,13 +280,15 @@ def _embedding(results: Sequence[torch.Tensor], weight: torch.Tensor, ids: torch
     torch.index_select(weight, 0, ids.reshape(-1), out=results[0].view(-1, weight.shape[1]))  # (V, C), (N,) -> (N, C)
 
 
-def _embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, rows: int, padding: int, by_count: bool) -> None:
+def _embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, num: int, padding: int, by_count: bool) -> None:
     if by_count:
-        results[0].copy_(aten.embedding_dense_backward.default(gradient, ids, rows, padding, by_count))
+        results[0].copy_(aten.embedding_dense_backward.default(gradient, ids, num, padding, by_count))
         return
-    results[0].zero_().index_add_(0, ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))  # (N,), (N, C) -> (V, C)
-    if padding >= 0:
-        results[0][padding].zero_()
+    rows.gradient_into(results[0], gradient, ids, 0, padding)
+
+
+def _rows_gradient(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, first: int, _: int, padding: int) -> None:
+    rows.gradient_into(results[0], gradient, ids, first, padding)
 
 
 _INTO: Final[Mapping[Any, Into]] = {
@@ -294,6 +314,7 @@ _INTO: Final[Mapping[Any, Into]] = {
     aten.select_backward.default: _select_backward,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
+    rows.ops.rows_gradient.default: _rows_gradient,
 }
 
 

@@ -22,11 +22,13 @@ from tiles import TileTensor
 
 from .batches import check_batch, shapes_of, signature_of
 from .capture import Function, Storage, capture
-from .emission import StepTasks, key_of
+from .cuts import cut_parameters
+from .emission import StepTasks, key_of, num_rows_of
 from .modules import unchanged
 from .objectives import call
 from .state import ModuleState
 from .step import Pass
+from .sums import with_sums_in_place
 
 Purpose = Literal["train", "evaluate", "predict"]
 """What a step is for: an update, a loss, or the module's result."""
@@ -66,6 +68,7 @@ class Captures:
         objective: from the module and a batch to the loss.
         modes: which of the module's parts are in training mode while it trains.
         gradient_dtype: name of a parameter -> element type of its gradient.
+        tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class Captures:
         objective: Function,
         modes: Mapping[torch.nn.Module, bool],
         gradient_dtype: Callable[[str], np.dtype[np.generic]],
+        tiles: Mapping[str, tuple[int, int]],
     ) -> None:
-        self.module = module
+        self.module, self.tiles = module, tiles
         self._objective, self._modes, self._gradient_dtype = objective, modes, gradient_dtype
         self._passes: dict[tuple[Any, ...], Pass] = {}
 
@@ -88,7 +92,8 @@ class Captures:
                 for child, is_training in self._modes.items():
                     child.training = is_training and purpose == "train"
                 captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
-            self._passes[key] = Pass(captured, {name: self._gradient_dtype(name) for name in captured.gradients})
+            dtypes = {name: self._gradient_dtype(name) for name, _ in captured.gradients}
+            self._passes[key] = Pass(cut_parameters(with_sums_in_place(captured), self.tiles), dtypes, num_rows_of(captured))
         return self._passes[key]
 
     def keep(self, passes: Collection[Pass]) -> None:
@@ -169,7 +174,7 @@ class StepRecorder:
             DoesNotFit: says which budget is too small, and by how much.
         """
         dry = CapturingRuntime()
-        state, key = ModuleState(self._captures.module, dry), key_of(dry)
+        state, key = ModuleState(self._captures.module, dry, self._captures.tiles), key_of(dry)
         emission = StepTasks(passes, state, minibatches)
         optimizer = self._dry_optimizer(state) if training else None
         with dry.record():

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 import scheduler
 from nntask import DoesNotFit, StorageError, UsageError
-from nntask.config import ResourceSettings
+from nntask.config import ResourceSettings, parse_size
 from nntask.engine import Outcome
 from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory
 from nntask.io import load_tensors
@@ -35,6 +35,7 @@ from tiles import TileTensor
 
 from .batches import check_batch, cut
 from .capture import Function
+from .cuts import tiles_of
 from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors
@@ -45,6 +46,9 @@ from .state import ModuleState
 from .step import as_tensor
 from .threads import SingleThread
 from .weights import attach_files
+
+LARGEST_TILE: Final = "64MB"
+"""Parameters above this are cut unless the session is told another size."""
 
 
 class StartedStep:
@@ -102,6 +106,8 @@ class Session:
         workers: number of CPU workers; None for one for each core.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each simulated device.
+        largest_tile: parameters above this size are cut along their first axis into tiles, with their gradients and the optimizer's state, so that
+            none need fit the budget as a whole. Part of the numerics: a product that is cut rounds otherwise.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
             `empty_parameters`. None for those that the module has.
         options: further options of an optimizer that is named, such as ``weight_decay``.
@@ -132,6 +138,7 @@ class Session:
         workers: int | None = None,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
+        largest_tile: str = LARGEST_TILE,
         weights: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
@@ -142,6 +149,7 @@ class Session:
         check_module(module, has_weights=weights is not None)
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
+        limit = parse_size(largest_tile, "largest_tile")
         self._seed, self._terms = seed, terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
         resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
@@ -151,7 +159,7 @@ class Session:
         self._thread = SingleThread()  # of each worker
         try:
             with self.user_errors():
-                self._state = ModuleState(module, self.runtime)
+                self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
                 if weights is not None:
                     saved = module.state_dict().keys()
                     attach_files(Path(weights), {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
@@ -167,7 +175,7 @@ class Session:
             raise
         let_go(module)
         self._steps = StepRecorder(
-            Captures(module, scalar(objective or objective_of(loss or loss_of)), modes_of(module), self._state.gradient_dtype),
+            Captures(module, scalar(objective or objective_of(loss or loss_of)), modes_of(module), self._state.gradient_dtype, self._state.tiles),
             self._state,
             self._key,
             self._optimizer,
@@ -287,7 +295,8 @@ class Session:
         write_session(Path(directory), *self._content(frozen=frozen))
 
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
-        state = {"step": self.num_steps, "lr": float(self.optimizer.param_groups[0]["lr"])}  # also where a change makes `_rate` refuse to go on
+        rate = float(self.optimizer.param_groups[0]["lr"])  # also where a change makes `_rate` refuse to go on
+        state = {"step": self.num_steps, "lr": rate, "rows_of_tiles": self._rows}
         return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
@@ -300,7 +309,7 @@ class Session:
         Raises:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
-        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors())
+        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), rows_of_tiles=self._rows)
         self.num_steps = state["step"]
         for group in self.optimizer.param_groups:
             group["lr"] = state["lr"]
@@ -331,6 +340,11 @@ class Session:
         load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
         self._optimizer.reset()
         self.num_steps = 0
+
+    @property
+    def _rows(self) -> dict[str, int]:
+        """Rows of a tile of each parameter that is cut."""
+        return {name: rows for name, (_, rows) in self._state.tiles.items()}
 
     @property
     def _rate(self) -> float:

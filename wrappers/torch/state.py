@@ -1,4 +1,4 @@
-"""The tensors of a module on a runtime: parameters, buffers and constants, one tile each."""
+"""The tensors of a module on a runtime: parameters, buffers and constants, one tile each but for large parameters (`cuts`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nntask.nn import ParameterEdge, initializers
 from scheduler import CapturingRuntime, Handle, Runtime, TaskRuntime
 from tiles import TileTensor
 
-from .capture import Storage
+from .capture import Part, Storage
 from .step import numpy_dtype, shape_of
 
 
@@ -25,20 +25,22 @@ class ModuleState:
     Args:
         module: gives names, shapes, element types, and which parameters are learnt.
         runtime: owner of the tensors.
+        tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
 
     Attributes:
         parameters: by their first names; tied ones once.
         buffers: likewise.
     """
 
-    def __init__(self, module: torch.nn.Module, runtime: Runtime | CapturingRuntime) -> None:
-        self.runtime = runtime
+    def __init__(self, module: torch.nn.Module, runtime: Runtime | CapturingRuntime, tiles: Mapping[str, tuple[int, int]]) -> None:
+        self.runtime, self.tiles = runtime, tiles
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, TileTensor] = {}
         self._constants: WeakKeyDictionary[Storage, TileTensor] = WeakKeyDictionary()  # a pass that is dropped takes its constants along
         for name, value in module.named_parameters():
             shape = shape_of(value)
-            parameter = self.parameters[name] = Parameter(shape, (-1,) * len(shape), initializers.constant(0.0))
+            rows = tiles[name][1] if name in tiles else -1
+            parameter = self.parameters[name] = Parameter(shape, (rows, *(-1,) * (len(shape) - 1)), initializers.constant(0.0))
             parameter.allocate(runtime, name, numpy_dtype(value.dtype, name), None)
             if not value.requires_grad:
                 parameter.freeze()
@@ -49,13 +51,13 @@ class ModuleState:
         """Parameters and buffers by name."""
         return {**{name: parameter.data for name, parameter in self.parameters.items()}, **self.buffers}
 
-    def gradients(self, names: Iterable[str]) -> dict[str, Handle]:
-        """New gradients of these parameters, which the optimizer will find, by name."""
+    def gradients(self, parts: Iterable[Part]) -> dict[Part, Handle]:
+        """New gradients of parameters, or of their pieces, which the optimizer will find."""
         found = {}
-        for name in names:
+        for name, piece in parts:
             edge = self.parameters[name].edge
             assert isinstance(edge, ParameterEdge)  # a frozen parameter has no gradient
-            found[name] = edge.accumulator().handles[0]
+            found[name, piece] = edge.accumulator().handles[piece]
         return found
 
     def gradient_dtype(self, name: str) -> np.dtype[np.generic]:
@@ -80,7 +82,7 @@ class ModuleState:
         found = {}
         for storage in storages:
             tensor = self._constant(storage) if storage.role == "constant" else tables[storage.role][storage.name]
-            found[storage] = tensor.handles[0]
+            found[storage] = tensor.handles[storage.piece]
         return found
 
     def _constant(self, storage: Storage) -> TileTensor:

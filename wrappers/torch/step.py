@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -13,11 +14,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nntask import UsageError
-from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, R, TaskRuntime, W
+from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, Mode, R, TaskRuntime, W
 
-from .capture import Capture, Ref, Storage, aten
-from .kernels import Program, adds_up, draws, tensor_of, torch_nbytes
+from .capture import Call, Capture, Part, Ref, Storage
+from .kernels import Program, adding_of, draws, tensor_of, torch_nbytes
 from .segments import Segment, scratch_layout, segments_of, storages_of
+from .sums import only_adds
 
 BYTES = np.dtype(np.uint8)
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -76,12 +78,16 @@ class _Task:
         draws: whether it draws random numbers.
         codelet: computes it.
         scratch_nbytes: bytes of its scratch memory.
+        lent: storages that only it uses, and that are in the memory of gradients.
+        parts: gradients that are handed over by copying, or adding, what it has computed elsewhere.
     """
 
     segment: Segment
     draws: bool
     codelet: Codelet
     scratch_nbytes: int
+    lent: Sequence[Storage]
+    parts: Sequence[Part]
 
 
 class Pass:
@@ -90,13 +96,14 @@ class Pass:
     Args:
         captured: the pass.
         dtypes: element type of each parameter's gradient, by name of the parameter.
+        num_rows: name of an input that is looked up in a table -> number of rows of the smallest such table.
 
     Attributes:
         segments: the calls of each task.
     """
 
-    def __init__(self, captured: Capture, dtypes: Mapping[str, np.dtype[Any]]) -> None:
-        self.captured = captured
+    def __init__(self, captured: Capture, dtypes: Mapping[str, np.dtype[Any]], num_rows: Mapping[str, int]) -> None:
+        self.captured, self.num_rows = captured, num_rows
         self._dtypes = dtypes
         self.segments: Sequence[Segment] = segments_of(captured)
         self._tasks: dict[Contribution, list[_Task]] = {}
@@ -106,21 +113,11 @@ class Pass:
         """Storages of the model's constants."""
         return sorted((s for s in storages_of(self.segments) if s.role == "constant"), key=lambda storage: storage.nbytes)
 
-    @cached_property
-    def num_rows(self) -> dict[str, int]:
-        """Name of an input that is looked up in a table -> number of rows of the smallest such table."""
-        found: dict[str, int] = {}
-        for call in self.captured.calls:
-            if call.func is aten.embedding.default and call.args[1].storage.role == "input":
-                name = call.args[1].storage.name
-                found[name] = min(call.args[0].shape[0], found.get(name, call.args[0].shape[0]))
-        return found
-
     def submit(
         self,
         runtime: TaskRuntime,
         handles: Mapping[Storage, Handle],
-        gradients: Mapping[str, Handle],
+        gradients: Mapping[Part, Handle],
         key: Handle,
         *,
         minibatch: int = 0,
@@ -129,7 +126,7 @@ class Pass:
 
         Args:
             handles: of parameters, buffers, constants and this minibatch's inputs.
-            gradients: name of a parameter -> handle of its gradient.
+            gradients: the handle of each gradient.
             key: (2,) uint64, seed and number of the step.
             minibatch: number of the minibatch within the step. The first one writes gradients, the others add to them.
 
@@ -140,16 +137,19 @@ class Pass:
         outputs = _storages_in(self.captured.outputs)
         contribution: Contribution = "write" if minibatch == 0 else "add"
         kept: dict[Storage, Handle] = {}
+        contributes: Mode = W if contribution == "write" else RW
+        lent = {storage: gradients[part] for storage, part in self._lent[contribution].items()}
         for task in self._of(contribution):
             segment = task.segment
             for storage in segment.makes:
-                made[storage] = _handle(runtime, storage.nbytes, f"{task.codelet.name} result", "activations")
+                made[storage] = lent.get(storage) or _handle(runtime, storage.nbytes, f"{task.codelet.name} result", "activations")
                 if storage in outputs:
                     kept[storage] = made[storage]
             accesses: list[Access] = [(handles.get(s) or made[s], R) for s in segment.reads]
             accesses += [(handles.get(s) or made[s], RW) for s in segment.updates]
-            accesses += [(made[s], W) for s in segment.makes]
-            accesses += [(gradients[name], W if contribution == "write" else RW) for name in segment.gradients]
+            accesses += [(made[s], contributes if s in lent else W) for s in segment.makes]
+            accesses += [(lent[s], contributes) for s in task.lent]
+            accesses += [(gradients[part], contributes) for part in task.parts]
             constants: dict[str, Any] = {}
             if task.draws:
                 accesses.append((key, R))
@@ -165,26 +165,42 @@ class Pass:
         return self._tasks[contribution]
 
     def _task(self, segment: Segment, contribution: Contribution) -> _Task:
-        direct = {
-            ref.storage: name for name in segment.gradients if self._is_direct(segment, name, ref := self.captured.gradients[name], contribution)
-        }
+        bound = self._lent[contribution]
+        lent = [storage for storage in segment.inner if storage in bound]
+        parts = [part for part in segment.gradients if part not in bound.values()]
         offsets, nbytes = segment.inner, segment.scratch_nbytes
-        if direct:
-            offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in direct}, segment.ends)
+        if lent:
+            offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in bound}, segment.ends)
             nbytes = placed + segment.beside_nbytes
-        kernel = _kernel(segment, offsets, nbytes, direct, self.captured.gradients, contribution)
+        targets = {part: self.captured.gradients[part] for part in parts}
+        kernel = _kernel(segment, offsets, nbytes, lent, targets, bound if contribution == "add" else (), contribution)
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
-        return _Task(
-            segment, any(map(draws, segment.calls)), Codelet(segment.name, cpu=kernel, cost=lambda views, constants: Cost(flops, moved)), nbytes
-        )
+        codelet = Codelet(segment.name, cpu=kernel, cost=lambda views, constants: Cost(flops, moved))
+        return _Task(segment, any(map(draws, segment.calls)), codelet, nbytes, lent, parts)
 
-    def _is_direct(self, segment: Segment, name: str, ref: Ref, contribution: Contribution) -> bool:
-        """Whether the memory of a gradient may serve for the storage that it is computed in: to be written, or, by one product, to be added to."""
-        others = sum(other.storage is ref.storage for other in self.captured.gradients.values())
-        if not ref.is_whole or others > 1 or ref.storage not in segment.inner or numpy_dtype(ref.dtype, name) != self._dtypes[name]:
-            return False
-        users = [call for call in segment.calls if ref.storage in call.reads | call.writes]
-        return contribution == "write" or (len(users) == 1 and adds_up(users[0]))
+    @cached_property
+    def _lent(self) -> Mapping[Contribution, Mapping[Storage, Part]]:
+        """Storages in which gradients are computed, and that can be the memory of the gradients from the start, for each contribution.
+
+        The first minibatch may compute a gradient there as it likes; the others only if all that they do to it is to add.
+        """
+        users: dict[Storage, list[Call]] = {ref.storage: [] for ref in self.captured.gradients.values()}
+        for call in self.captured.calls:
+            for storage in (call.reads | call.writes) & users.keys():
+                users[storage].append(call)
+        counts = Counter(ref.storage for ref in self.captured.gradients.values())
+        kept = _storages_in(self.captured.outputs)
+        writing = {
+            ref.storage: part
+            for part, ref in self.captured.gradients.items()
+            if ref.is_whole and counts[ref.storage] == 1 and ref.storage not in kept and numpy_dtype(ref.dtype, part[0]) == self._dtypes[part[0]]
+        }
+        adding = {
+            storage: part
+            for storage, part in writing.items()
+            if all(adding_of(call) is not None if storage in call.made else only_adds(call, storage) for call in users[storage])
+        }
+        return {"write": writing, "add": adding}
 
 
 def _storages_in(outputs: Any) -> set[Storage]:
@@ -215,38 +231,32 @@ def _kernel(
     segment: Segment,
     offsets: Mapping[Storage, int],
     scratch_nbytes: int,
-    direct: Mapping[Storage, str],
-    gradients: Mapping[str, Ref],
+    lent: Sequence[Storage],
+    targets: Mapping[Part, Ref],
+    added: Collection[Storage],
     contribution: Contribution,
 ) -> Callable[..., None]:
-    """The function of a task: (reads, updates, makes, gradients, key if numbers are drawn, scratch if there is any) as views."""
-    added = direct if contribution == "add" else ()
+    """The function of a task: (reads, updates, makes, lent, targets, key if numbers are drawn, scratch if there is any) as views."""
     by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # stays where PyTorch has put it
     ends = {storage: segment.ends[storage] for storage in by_torch if storage in offsets}
     program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), added, ends)
-    outside = (*segment.reads, *segment.updates, *segment.makes)
+    outside = (*segment.reads, *segment.updates, *segment.makes, *lent)
     inner = [(storage, offset) for storage, offset in offsets.items() if storage not in by_torch]
-    names, num_outside = tuple(segment.gradients), len(outside)
-    refs = [gradients[name] for name in names]
+    refs, num_outside = tuple(targets.values()), len(outside)
 
     def run(*views: Any, minibatch: int = 0) -> None:
         with torch.inference_mode():
             memory = {storage: as_bytes(view)[: storage.nbytes] for storage, view in zip(outside, views, strict=False)}
-            targets = dict(zip(names, views[num_outside:], strict=False))
             if scratch_nbytes:
                 scratch = torch.from_numpy(views[-1])
                 memory.update({storage: scratch[offset : offset + storage.nbytes] for storage, offset in inner})
-            for storage, name in direct.items():
-                memory[storage] = as_bytes(targets[name])
             seed = None
             if program.draws:
-                key = views[num_outside + len(names)]
+                key = views[num_outside + len(refs)]
                 seed = (int(key[0]), int(key[1]), minibatch)
             program.run(memory, seed)
-            for name, ref in zip(names, refs, strict=True):
-                if ref.storage in direct:
-                    continue
-                value, target = tensor_of(memory[ref.storage], ref), as_tensor(targets[name], ref.shape)
+            for ref, view in zip(refs, views[num_outside:], strict=False):
+                value, target = tensor_of(memory[ref.storage], ref), as_tensor(view, ref.shape)
                 if contribution == "write":
                     target.copy_(value)
                 else:

@@ -1,0 +1,144 @@
+"""Parameters in pieces along their first axis, and gradients that are summed where they lie: the same training, within less memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.torch_families import FAMILIES, make
+from torch import nn
+
+from nntask import DataError, DoesNotFit
+from wrappers.torch import Session
+from wrappers.torch.capture import aten, capture
+from wrappers.torch.cuts import cut_parameters, tiles_of
+from wrappers.torch.objectives import loss_of, objective_of
+from wrappers.torch.sums import with_sums_in_place
+
+pytest.importorskip("transformers")
+
+USUAL = ("gpt2", "llama", "mixtral", "bert", "deberta_v2")
+"""Families of the default run: products cut along the summed axis, along columns, grouped products, tied tables, and what has no rule."""
+CUT = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FAMILIES]
+
+
+def train(family: str, **terms: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+    """Losses, weights and counters of three steps."""
+    module, batches = make(family, 3)
+    with Session(module, lr=1e-3, **terms) as session:
+        losses = [session.step(**batch) for batch in batches]
+        return losses, session.state_dict(), session.runtime.stats()
+
+
+@pytest.mark.parametrize("family", CUT)
+def test_a_model_of_small_tiles_is_the_same(family: str, tmp_path: Path) -> None:
+    """Losses and weights as of whole tensors but for rounding; the same bits in a quarter of the memory and with one worker."""
+    whole, weights, _ = train(family, ram="256MB")
+    cut, cut_weights, stats = train(family, ram="256MB", largest_tile="3KB")
+    assert max(abs(ours - theirs) for ours, theirs in zip(cut, whole, strict=True)) <= 2e-6
+    for name, value in weights.items():
+        torch.testing.assert_close(cut_weights[name], value, rtol=2e-3, atol=3e-4)  # AdamW divides gradients near zero by themselves
+    budget = max(stats["peak_bytes"]["ram"] // 4, 400_000)
+    again, same, _ = train(family, ram=str(budget), disk=str(tmp_path), largest_tile="3KB", workers=1)
+    assert again == cut
+    assert all(torch.equal(same[name], value) for name, value in cut_weights.items())
+
+
+class Tables(nn.Module):
+    """A large table, tied to the output layer."""
+
+    def __init__(self, rows: int, width: int = 32, padding: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width, padding_idx=padding)
+        self.between = nn.Linear(width, width)
+        self.output = nn.Linear(width, rows, bias=False)
+        self.output.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss of predicting the ids."""
+        return nn.functional.cross_entropy(self.output(self.between(self.table(ids))).flatten(0, 1), ids.flatten())
+
+
+def test_one_tensor_need_not_fit_the_budget(tmp_path: Path) -> None:
+    """A tied table of 8 MB trains in 6 MB, state and all, with the bits that its tiles have in memory; as one tile it is refused."""
+    ids = torch.randint(0, 65536, (1, 4), generator=torch.Generator().manual_seed(0))
+
+    def run(largest_tile: str = "500KB", **terms: Any) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        with Session(Tables(65536), lr=1e-3, largest_tile=largest_tile, **terms) as session:
+            return [session.step(ids=ids) for _ in range(3)], session.runtime.stats()["peak_bytes"]["ram"]
+
+    losses, _ = run(ram="128MB")
+    small, peak = run(ram="6MB", disk=str(tmp_path))
+    assert small == losses
+    assert peak <= 6_000_000
+    with pytest.raises(DoesNotFit, match="raise ram="):
+        run("16MB", ram="6MB", disk=str(tmp_path))
+
+
+def test_a_table_with_padding_and_repeated_ids_has_eagers_gradient() -> None:
+    """Rows of ids that occur several times are sums, that of the padding id has no part from the lookup, at the bounds of tiles too."""
+    ids = torch.tensor([[0, 6, 6, 7, 13, 13, 13, 99, 0, 1]])
+    torch.manual_seed(0)
+    module = Tables(100, 8, padding=6)
+    theirs = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=1.0)
+    theirs(ids).backward()
+    optimizer.step()
+    with Session(module, "sgd", lr=1.0, ram="16MB", largest_tile="224") as session:  # 7 rows a tile
+        session.step(ids=ids)
+        torch.testing.assert_close(session.state_dict()["table.weight"], theirs.table.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_minibatches_add_to_pieces() -> None:
+    """Gradients of four minibatches, each added tile by tile, are those of the whole batch."""
+    ids = torch.arange(64).reshape(8, 8)
+
+    def run(minibatches: int, largest_tile: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        with Session(Tables(100), "sgd", lr=1.0, ram="16MB", minibatches=minibatches, largest_tile=largest_tile) as session:
+            session.step(ids=ids)
+            return session.state_dict()["table.weight"]
+
+    torch.testing.assert_close(run(4, "640"), run(1, "1MB"), rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_gradients_make_no_temporary() -> None:
+    """The gradient of a tied table is one storage: made by the product, added to by the lookup."""
+    module = Tables(100)
+    batch = {"ids": torch.zeros(1, 8, dtype=torch.int64)}
+    captured = capture(module, batch, objective_of(loss_of), backward=True)
+    summed = with_sums_in_place(captured)
+    assert sum(call.func is aten.add.Tensor for call in captured.calls) == 1
+    assert not any(call.func is aten.add.Tensor for call in summed.calls)
+    size = module.table.weight.nbytes
+    assert [sum(any(s.nbytes == size for s in call.made) for call in each.calls) for each in (captured, summed)] == [3, 1]
+    tiles = tiles_of(module.named_parameters(), size // 4)
+    assert tiles["table.weight"] == (100, 25)
+    cut = cut_parameters(summed, tiles)
+    assert max(s.nbytes for call in cut.calls for s in call.reads | call.writes) < size
+    assert [part for part in cut.gradients if part[0] == "table.weight"] == [("table.weight", number) for number in range(4)]
+
+
+@pytest.mark.parametrize(("rows", "limit", "expected"), [(10, 40, 10), (10, 39, 5), (10, 12, 3), (7, 4, 1), (7, 1, 1), (1, 1, None)])
+def test_tiles_are_equal_shares(rows: int, limit: int, expected: int | None) -> None:
+    """As many tiles as the limit asks for, of equal rows; one row at least."""
+    found = tiles_of([("weight", torch.empty(rows, 1))], limit)
+    assert found == ({} if expected in (None, rows) else {"weight": (rows, expected)})
+
+
+def test_a_session_goes_on_with_its_tiles_alone(tmp_path: Path) -> None:
+    """Resuming with other tiles, which round otherwise, is refused; with the same ones it has the same bits."""
+    module, batches = make("bert", 2)
+    with Session(copy.deepcopy(module), lr=1e-3, ram="64MB", largest_tile="3KB") as session:
+        session.step(**batches[0])
+        session.save(tmp_path / "saved")
+        expected = session.step(**batches[1])
+    with Session(copy.deepcopy(module), lr=1e-3, ram="64MB", largest_tile="3KB") as session:
+        session.resume(tmp_path / "saved")
+        assert session.step(**batches[1]) == expected
+    with Session(copy.deepcopy(module), lr=1e-3, ram="64MB") as session, pytest.raises(DataError, match=r"tiles must have the rows .* largest_tile"):
+        session.resume(tmp_path / "saved")

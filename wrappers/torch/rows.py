@@ -1,0 +1,79 @@
+"""Operations on some rows of a table: looking ids up in a piece of it, and summing gradients into a piece of its gradient.
+
+Letters: N = number of ids; C = width; V = rows of the table; v = rows of the piece, those from `first` on.
+
+A piece has the rows that it has in any order of the pieces, and each row of a result belongs to one piece, so looking up is exact, and a gradient's
+row is the sum over its ids in their order, as PyTorch sums on one thread. Ids are taken some at a time, so the working memory is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+AT_ONCE: Final = 256
+"""Ids that are taken at once."""
+
+_LIBRARY: Final = torch.library.Library("nntask", "DEF")
+_LIBRARY.define("look_up_rows(Tensor(a!) out, Tensor weight, Tensor ids, int first) -> ()")
+_LIBRARY.define("rows_gradient(Tensor gradient, Tensor ids, int first, int rows, int padding) -> Tensor")
+_LIBRARY.define("add_rows_gradient(Tensor(a!) out, Tensor gradient, Tensor ids, int first, int padding) -> ()")
+
+
+def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int) -> None:
+    """Write the rows of the ids that lie in a piece of the table; other rows of the result stay.
+
+    Args:
+        out: (N, C), or more axes before the last.
+        weight: (v, C), the piece.
+        ids: as many as the result has rows.
+        first: number of the piece's first row in the table.
+    """
+    flat = out.view(-1, out.shape[-1])
+    for places, rows in _inside(ids, first, weight.shape[0]):
+        flat.index_copy_(0, places, weight.index_select(0, rows))  # (n,), (n, C) -> (N, C)
+
+
+def add_gradient(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
+    """Add the gradients of the ids that lie in a piece of the table to the gradient of the piece.
+
+    Args:
+        out: (v, C), the gradient of the piece.
+        gradient: (N, C), or more axes before the last: of what was looked up.
+        ids: as many as that has rows.
+        first: number of the piece's first row in the table.
+        padding: an id that has no gradient; -1 for none.
+    """
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    for places, rows in _inside(ids, first, out.shape[0], padding):
+        out.index_add_(0, rows, flat.index_select(0, places))  # (n,), (n, C) -> (v, C)
+
+
+def gradient_into(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
+    """Write the gradient of a piece; arguments as of `add_gradient`."""
+    add_gradient(out.zero_(), gradient, ids, first, padding)
+
+
+def _inside(ids: torch.Tensor, first: int, count: int, padding: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Places of the ids that lie in a piece, and their rows in it, some at a time."""
+    flat = ids.reshape(-1).long()
+    chosen = (flat >= first) & (flat < first + count)
+    if padding >= 0:
+        chosen &= flat != padding
+    places = chosen.nonzero().view(-1)
+    for some in places.split(AT_ONCE):
+        yield some, flat.index_select(0, some) - first
+
+
+def _rows_gradient(gradient: torch.Tensor, ids: torch.Tensor, first: int, rows: int, padding: int) -> torch.Tensor:
+    out = gradient.new_empty((rows, gradient.shape[-1]))
+    gradient_into(out, gradient, ids, first, padding)
+    return out
+
+
+for _name, _function in (("look_up_rows", look_up), ("rows_gradient", _rows_gradient), ("add_rows_gradient", add_gradient)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+ops: Final[Any] = torch.ops.nntask

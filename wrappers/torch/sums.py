@@ -1,0 +1,111 @@
+"""Gradients that are sums are computed where they lie: the second summand is added to the memory of the first.
+
+A tied embedding, for example, has a gradient from the output layer and one from the lookup. Eager PyTorch makes both, of the size of the table, and a
+third one for their sum. Here the product makes the gradient and the rows of the lookup are added to it, which saves memory and traffic of the largest
+tensors. The sum's order of additions is another one, so the last bits are, too; it depends on nothing but the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .capture import Call, Capture, Ref, Storage, aten
+from .rows import ops
+
+
+def with_sums_in_place(capture: Capture) -> Capture:
+    """The same pass with the sums that make gradients computed in place, where one summand can be added to the other."""
+    calls: list[Call | None] = list(capture.calls)
+    kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
+    moved: dict[Storage, Storage] = {}
+    for ref in capture.gradients.values():
+        total = ref.storage
+        while (found := _sum_of(calls, total, kept)) is not None:
+            at, made_at, first, adding = found
+            calls[made_at], calls[at] = adding, None
+            moved[total] = first.storage
+            total = first.storage
+    return _renamed(replace(capture, calls=[call for call in calls if call is not None]), moved)
+
+
+def adding_to(call: Call, total: Ref) -> Call | None:
+    """A call that adds the result of another one to a tensor of its shape; None if there is none."""
+    if call.func is aten.mm.default:
+        return Call.of(aten.addmm.out, (total, *call.args), (total,), kwargs={"out": total})
+    if call.func is aten.embedding_dense_backward.default and not call.args[4]:
+        gradient, ids, _, padding, _ = call.args
+        return Call.of(ops.add_rows_gradient.default, (total, gradient, ids, 0, padding), ())
+    if call.func is ops.rows_gradient.default:
+        gradient, ids, first, _, padding = call.args
+        return Call.of(ops.add_rows_gradient.default, (total, gradient, ids, first, padding), ())
+    return None
+
+
+def only_adds(call: Call, storage: Storage) -> bool:
+    """Whether a call does no more to a storage than add to it."""
+    if call.func is aten.addmm.out:
+        total, *operands = call.args
+        return total == call.kwargs["out"] and call.kwargs.keys() == {"out"} and all(ref.storage is not storage for ref in operands)
+    return call.func is ops.add_rows_gradient.default and call.args[1].storage is not storage
+
+
+def _sum_of(calls: Sequence[Call | None], total: Storage, kept: set[Storage]) -> tuple[int, int, Ref, Call] | None:
+    """How a storage that is a sum can be computed in place.
+
+    Returns:
+        Number of the call that adds up; number of the call that makes the later summand; the earlier summand; the call that replaces the later's.
+    """
+    at = next((number for number, call in enumerate(calls) if call is not None and total in call.made), None)
+    if at is None:
+        return None
+    call = calls[at]
+    assert call is not None
+    if call.func is not aten.add.Tensor or call.kwargs or not all(isinstance(each, Ref) for each in call.args):
+        return None
+    result = call.results[0]
+    assert result is not None  # additions return tensors
+    if any(ref.storage in kept or not ref.is_whole or (ref.shape, ref.dtype) != (result.shape, result.dtype) for ref in (*call.args, result)):
+        return None
+    for first, second in (call.args, reversed(call.args)):
+        if second.storage.role != "temporary" or first.storage.role != "temporary":
+            return None
+        made_at, *others = _users(calls, second.storage)
+        maker = calls[made_at]
+        assert maker is not None
+        before = _users(calls, first.storage)
+        is_alone = second.storage in maker.made and maker.results == (replace(first, storage=second.storage),)
+        if is_alone and others == [at] and before[-1] == at and before[-2] < made_at:
+            adding = adding_to(maker, first)
+            if adding is not None:
+                return at, made_at, first, adding
+    return None
+
+
+def _users(calls: Sequence[Call | None], storage: Storage) -> list[int]:
+    """Numbers of the calls that touch a storage."""
+    return [number for number, call in enumerate(calls) if call is not None and storage in call.reads | call.writes]
+
+
+def _renamed(capture: Capture, moved: Mapping[Storage, Storage]) -> Capture:
+    """The same pass with other storages in place of some."""
+
+    def place(ref: Ref) -> Ref:
+        storage = ref.storage
+        while storage in moved:
+            storage = moved[storage]
+        return ref if storage is ref.storage else replace(ref, storage=storage)
+
+    def rename(value: Any) -> Any:
+        return tree_map_only(Ref, place, value)
+
+    calls = [
+        replace(Call.of(call.func, rename(call.args), rename(call.results), kwargs=rename(dict(call.kwargs)), made=call.made), draw=call.draw)
+        if any(storage in moved for storage in call.reads | call.writes)
+        else call
+        for call in capture.calls
+    ]
+    return replace(capture, calls=calls, gradients={part: rename(ref) for part, ref in capture.gradients.items()})
