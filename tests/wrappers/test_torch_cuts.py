@@ -140,5 +140,5 @@ def test_a_session_goes_on_with_its_tiles_alone(tmp_path: Path) -> None:
     with Session(copy.deepcopy(module), lr=1e-3, ram="64MB", largest_tile="3KB") as session:
         session.resume(tmp_path / "saved")
         assert session.step(**batches[1]) == expected
-    with Session(copy.deepcopy(module), lr=1e-3, ram="64MB") as session, pytest.raises(DataError, match=r"tiles must have the rows .* largest_tile"):
+    with Session(copy.deepcopy(module), lr=1e-3, ram="64MB") as session, pytest.raises(DataError, match=r"rows_of_tiles must be .* largest_tile"):
         session.resume(tmp_path / "saved")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -470,6 +471,26 @@ def test_threads_of_pytorch_come_back() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_inside_operations(tmp_path: Path) -> None:
+    """One worker for all cores; losses are eager's, and the same bits within a quarter of the memory; one number of threads at a time, also later."""
+    module, batches = make("bert", 3)
+    expected = eager(copy.deepcopy(module), batches, lr=1e-3)
+    losses, _, stats = train(module, batches, ram="256MB", threads=2)
+    assert max(abs(ours - other) for ours, other in zip(losses, expected, strict=True)) <= 1e-5
+    quarter = str(max(stats["peak_bytes"]["ram"] // 4, 400_000))
+    assert train(module, batches, ram=quarter, disk=str(tmp_path / "disk"), threads=2, workers=2)[0] == losses
+    with Session(_Twice(), "sgd", ram="16MB", threads=2) as session:
+        assert torch.get_num_threads() == 2
+        assert len(session.runtime.worker_names) == max(1, len(os.sched_getaffinity(0)) // 2)
+        with pytest.raises(UsageError, match="equal threads=, got 1 beside 2"):
+            Session(_Twice(), "sgd", ram="16MB")
+        session.save(tmp_path / "saved")
+    with Session(_Twice(), "sgd", ram="16MB") as session, pytest.raises(DataError, match=r"threads must be .*, 2, got 1"):
+        session.resume(tmp_path / "saved")
+    with pytest.raises(UsageError, match="threads must be from 1 to 1024, got 0"):
+        Session(_Twice(), "sgd", ram="16MB", threads=0)
 
 
 class _Returns(_Twice):

@@ -25,6 +25,10 @@ MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "session.json"
 FORMAT: Final = 1
+_FIRST: Final[Mapping[str, Any]] = {"threads": 1, "rows_of_tiles": {}}
+"""Numerics of sessions that were saved without them."""
+_ARGUMENTS: Final = {"rows_of_tiles": "largest_tile"}
+"""Numerics that follow from an argument of another name."""
 
 
 def save_session(
@@ -88,33 +92,35 @@ def storage_errors(directory: Path) -> Iterator[None]:
 
 
 def load_session(
-    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], *, rows_of_tiles: Mapping[str, int]
+    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], *, numerics: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fill tensors from a directory.
 
     Args:
-        rows_of_tiles: of each parameter that is cut, by name, which must be as they were.
+        numerics: what bits depend on, by name of the argument; must be as it was.
 
     Returns:
         The content of session.json: "step" and "lr" among others.
 
     Raises:
-        DataError: a file is missing, changed, or has other tensors, or the session had other tiles.
+        DataError: a file is missing, changed, or has other tensors, or its bits depended on something else.
     """
     file = directory / STATE
     try:
         state: dict[str, Any] = json.loads(file.read_text())
         known = state["format"] == FORMAT and isinstance(state["step"], int) and isinstance(state["lr"], float)
+        state["numerics"] = {**_FIRST, **state.get("numerics", {})}
         checksums = {name: int(state["checksums"][name]) for name in (MODEL, OPTIMIZER)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE}); give a directory that save() wrote") from None
     if not known:
         raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
-    had = state.get("rows_of_tiles", {})
-    if had != rows_of_tiles:
-        raise DataError(
-            f"tiles must have the rows that they had when {directory} was saved, {had}, got {dict(rows_of_tiles)}; give the largest_tile of then"
-        )
+    for name, value in numerics.items():
+        if state["numerics"][name] != value:
+            raise DataError(
+                f"{name} must be what it was when {directory} was saved, {state['numerics'][name]}, got {value}: bits depend on it; "
+                f"give the {_ARGUMENTS.get(name, name)} of then"
+            )
     for name, expected in checksums.items():
         if checksum_of(directory / name) != expected:
             raise DataError(f"{directory / name} is corrupt: its checksum changed since it was written; use another one")

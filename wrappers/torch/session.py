@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -44,7 +45,7 @@ from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimi
 from .recording import Captures, Purpose, RecordedStep, StepRecorder
 from .state import ModuleState
 from .step import as_tensor
-from .threads import SingleThread
+from .threads import Threads
 from .weights import attach_files
 
 LARGEST_TILE: Final = "64MB"
@@ -103,7 +104,9 @@ class Session:
         seed: of dropout and other random numbers.
         ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core.
+        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads.
+        threads: threads of PyTorch inside an operation. With 1, minibatches side by side use the cores; more are for steps of one minibatch. Part of
+            the numerics: sums over threads round otherwise.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each simulated device.
         largest_tile: parameters above this size are cut along their first axis into tiles, with their gradients and the optimizer's state, so that
@@ -136,6 +139,7 @@ class Session:
         ram: str | None = None,
         disk: str | None = None,
         workers: int | None = None,
+        threads: int = 1,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
         largest_tile: str = LARGEST_TILE,
@@ -144,6 +148,8 @@ class Session:
     ) -> None:
         if not 0 <= seed < 1 << 63:
             raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
+        if not 1 <= threads <= 1024:
+            raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
         if minibatches < 1:
             raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
         check_module(module, has_weights=weights is not None)
@@ -154,9 +160,15 @@ class Session:
         self._started: deque[StartedStep] = deque()
         resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
         self._machine = machine_of(resources)
+        if workers is None:
+            self._machine = replace(self._machine, num_cpu=max(1, self._machine.num_cpu // threads))
         reuse_freed_memory()
-        self.runtime: Runtime = open_runtime(self._machine)
-        self._thread = SingleThread()  # of each worker
+        self._threads = Threads(threads)
+        try:
+            self.runtime: Runtime = open_runtime(self._machine)
+        except BaseException:
+            self._threads.end()
+            raise
         try:
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
@@ -296,7 +308,7 @@ class Session:
 
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
         rate = float(self.optimizer.param_groups[0]["lr"])  # also where a change makes `_rate` refuse to go on
-        state = {"step": self.num_steps, "lr": rate, "rows_of_tiles": self._rows}
+        state = {"step": self.num_steps, "lr": rate, "numerics": self._numerics}
         return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
@@ -309,7 +321,7 @@ class Session:
         Raises:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
-        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), rows_of_tiles=self._rows)
+        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
         self.num_steps = state["step"]
         for group in self.optimizer.param_groups:
             group["lr"] = state["lr"]
@@ -342,9 +354,9 @@ class Session:
         self.num_steps = 0
 
     @property
-    def _rows(self) -> dict[str, int]:
-        """Rows of a tile of each parameter that is cut."""
-        return {name: rows for name, (_, rows) in self._state.tiles.items()}
+    def _numerics(self) -> dict[str, Any]:
+        """What bits depend on, beside module, optimizer and batches."""
+        return {"threads": self._threads.count, "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()}}
 
     @property
     def _rate(self) -> float:
@@ -363,7 +375,7 @@ class Session:
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
         self.runtime.close()
-        self._thread.end()
+        self._threads.end()
 
     def __enter__(self) -> Session:
         return self

@@ -54,7 +54,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         others: further positional arguments.
         ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core.
+        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads.
+        threads: threads of PyTorch inside an operation: as many as cores where a step has one minibatch. Part of the numerics.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each simulated device.
         more: further arguments by name.
@@ -71,11 +72,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ram: str | None = None,
         disk: str | None = None,
         workers: int | None = None,
+        threads: int = 1,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
         **more: Any,
     ) -> None:
-        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
+        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "threads": threads, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
         self._session: Session | None = None
         self._learns = False
         self._minibatches: list[dict[str, Any]] = []
