@@ -25,10 +25,9 @@ import numpy as np
 import torch
 
 import scheduler
-from nntask import DoesNotFit, StorageError, UsageError
-from nntask.config import ResourceSettings
+from nntask import DoesNotFit, NntaskError, StorageError, UsageError
 from nntask.engine import Outcome
-from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.hardware import FAILURES, open_runtime, reuse_freed_memory, this_machine
 from nntask.io import load_tensors
 from nntask.optim import norm_of
 from nntask.planning import needs_of, shortage
@@ -37,14 +36,16 @@ from tiles import TileTensor
 
 from .batches import check_batch, cut, shapes_of, signature_of
 from .capture import Function, Storage, capture
+from .devices import as_tensor
 from .emission import StepTasks, check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
+from .gpus import GpuTerms, check_gpus, fallbacks_of, machine_with
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, unchanged
 from .objectives import Loss, call, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .state import ModuleState
-from .step import Pass, as_tensor
-from .threads import SingleThread
+from .step import Pass
+from .threads import ProcessTerms, SingleThread
 from .weights import attach_files
 
 Purpose = Literal["train", "evaluate", "predict"]
@@ -129,9 +130,10 @@ class Session:
         seed: of dropout and other random numbers.
         ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core.
+        workers: number of CPU workers; None for one for each core, and for none where GPUs compute.
+        ngpu: number of GPUs, the first ones that CUDA shows; None for all. What has a CUDA kernel runs on them and nowhere else.
         sim_gpu: number of simulated devices.
-        gpu_memory: budget of each simulated device.
+        gpu_memory: budget of each GPU or simulated device, e.g. "16GiB", or of GPUs a share, e.g. "0.5"; None for 0.9 of what is free.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
             `empty_parameters`. None for those that the module has.
         options: further options of an optimizer that is named, such as ``weight_decay``.
@@ -144,6 +146,7 @@ class Session:
         module: the module, emptied.
         optimizer: the optimizer of torch.optim, which holds learning rate and options.
         num_steps: optimizer steps done.
+        fallbacks: of the steps so far, tasks that CPU workers run although there are GPUs: name -> how many in a step.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class Session:
         ram: str | None = None,
         disk: str | None = None,
         workers: int | None = None,
+        ngpu: int | None = 0,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
         weights: str | os.PathLike[str] | None = None,
@@ -176,12 +180,15 @@ class Session:
         self._max_norm, self._seed = max_grad_norm, seed
         self._modes, self._terms = modes_of(module), terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
-        resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
-        self._machine = machine_of(resources)
+        self._machine = machine_with(ngpu=ngpu, sim_gpu=sim_gpu, gpu_memory=gpu_memory, workers=workers, ram=ram, disk=disk)
+        self.fallbacks: dict[str, int] = {}
         reuse_freed_memory()
         self.runtime: Runtime = open_runtime(self._machine)
-        self._thread = SingleThread()  # of each worker
+        self._settings: list[ProcessTerms] = [SingleThread()]  # of each worker
         try:
+            check_gpus(self.runtime.gpus, module)
+            if self.runtime.has_gpus:
+                self._settings.append(GpuTerms())
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime)
                 if weights is not None:
@@ -373,7 +380,8 @@ class Session:
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
         self.runtime.close()
-        self._thread.end()
+        for terms in self._settings:
+            terms.end()
 
     def __enter__(self) -> Session:
         return self
@@ -433,8 +441,9 @@ class Session:
             with unchanged(self.module):
                 for child, is_training in self._modes.items():
                     child.training = is_training and purpose == "train"
-                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
-            self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
+                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor, on_gpus=self.runtime.has_gpus)
+            dtypes = {name: self._state.gradient_dtype(name) for name in captured.gradients}
+            self._passes[key] = Pass(captured, dtypes, on_gpus=self.runtime.has_gpus)
         return self._passes[key]
 
     def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
@@ -450,6 +459,7 @@ class Session:
         with dry.record():
             outputs = emission.submit(key, optimizer)
         del outputs
+        self.fallbacks.update(fallbacks_of(dry.plan.tasks, self._machine))
         needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
         if not needs.fit(machine):
             changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
@@ -462,6 +472,8 @@ def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Except
     """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
     if runtime.tier_failure is not None:
         return StorageError(f"{runtime.tier_failure}; make a new session, and resume from what save() wrote last")
+    if isinstance(error.__cause__, NntaskError):
+        return error.__cause__
     refusal = error if isinstance(error, scheduler.DoesNotFit) else runtime.refusal
     if refusal is None:
         return error

@@ -171,7 +171,7 @@ def dropout(x: DeviceArray, key: DeviceArray, y: DeviceArray, *, p: float, strea
 @register("keyed_uniform", "cuda")
 def keyed_uniform(key: DeviceArray, out: DeviceArray, *, stream: int) -> None:
     """out ~ U[0, 1) in steps of 2^-24 by element index; `key` holds (seed, step)."""
-    _source.each("keyed_uniform", out.dtype, out.size, key, out, np.int32(stream))
+    _source.each("keyed_uniform", out.dtype, out.size, key, out, np.int64(stream))
 
 
 def _key(*numbers: int) -> np.uint64:
