@@ -110,4 +110,5 @@ class GpuTerms(ProcessTerms):
         torch.use_deterministic_algorithms(is_on, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills
         if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone
             torch.cuda.empty_cache()

@@ -54,9 +54,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         others: further positional arguments.
         ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core.
+        workers: number of CPU workers; None for one for each core, and for none where GPUs compute.
+        ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session brings it to them in pieces.
         sim_gpu: number of simulated devices.
-        gpu_memory: budget of each simulated device.
+        gpu_memory: budget of each GPU or simulated device.
         more: further arguments by name.
 
     Raises:
@@ -71,11 +72,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ram: str | None = None,
         disk: str | None = None,
         workers: int | None = None,
+        ngpu: int | None = 0,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
         **more: Any,
     ) -> None:
-        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
+        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
         self._session: Session | None = None
         self._learns = False
         self._minibatches: list[dict[str, Any]] = []
