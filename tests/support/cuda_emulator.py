@@ -15,7 +15,7 @@ import numpy as np
 
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
-from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, LentStream, use
+from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, StreamPointer, use
 
 COMPILER = shutil.which("g++")
 _running = threading.Lock()
@@ -62,8 +62,8 @@ class Emulator(FakeGpu):
     def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
         self.later(lambda: self._multiply(*arrays, **options))
 
-    def lend(self, start: Callable[[LentStream], None]) -> None:
-        self.later(lambda: start(LentStream(self.name, None, 0)))
+    def start_external(self, start: Callable[[StreamPointer], None]) -> None:
+        self.later(lambda: start(StreamPointer(self.name, None, 0)))
 
     @staticmethod
     def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):

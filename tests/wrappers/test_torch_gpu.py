@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.emulated_cards import EmulatedCards
 from support.torch_families import FAMILIES, Batch, make
 from torch.nn import functional
 
-from nntask import UsageError
+from nntask import DoesNotFit, UsageError
 from nntask.hardware import gpus
 from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu
 from scheduler.drivers.disk import staging_nbytes
@@ -86,6 +87,21 @@ def test_losses_are_the_cpus(family: str) -> None:
         assert [session.step(**batch) for batch in batches] == pytest.approx(expected, abs=1e-5)
         assert session.fallbacks == {}
         assert session.evaluate(**batches[0]) > 0
+
+
+def test_bfloat16_trains() -> None:
+    """Parameters of bf16 with gradients, moments and masters of fp32: the CPU's losses within the rounding of bf16, equal bits in less memory."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)).to(torch.bfloat16)
+    batches = [{"input": torch.randn(16, 32).to(torch.bfloat16)}] * 4
+    terms: dict[str, Any] = {"loss": lambda result, batch: result.float().square().mean()}
+    expected, _, _ = train(module, batches, workers=1, **terms)
+    losses, weights, stats = train(module, batches, ngpu=1, gpu_memory="16MB", **terms)
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert losses[-1] < losses[0]
+    found = train(module, batches, ngpu=1, gpu_memory=f"{stats['peak_bytes']['cuda:0'] // 2}B", **terms)
+    assert found[0] == losses
+    assert same(found[1], weights)
 
 
 class _Draws(torch.nn.Module):
@@ -203,9 +219,9 @@ def _overloads(call: Call) -> set[str]:
     return found if into is not None else {call.func.name()}
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_calls_have_cuda_kernels_by_pytorchs_own_table(family: str) -> None:
-    """PyTorch's list of native functions, which its packages carry, names a CUDA kernel, or one for all devices, of everything a task calls."""
+@pytest.fixture(scope="module")
+def is_on_cuda() -> Callable[[str], bool]:
+    """Whether PyTorch's list of native functions, which its packages carry, names a CUDA kernel of an overload, or one for all devices."""
     pytest.importorskip("yaml")
     generator = pytest.importorskip("torchgen.gen")
     model = pytest.importorskip("torchgen.model")
@@ -214,12 +230,18 @@ def test_calls_have_cuda_kernels_by_pytorchs_own_table(family: str) -> None:
     functions = {f"aten::{function.func.name}": function for function in table.native_functions}
     keys = ("CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 
-    def is_on_cuda(name: str) -> bool:
+    def ask(name: str) -> bool:
         function = functions[name]
         if function.structured_delegate is not None:
-            return is_on_cuda(f"aten::{function.structured_delegate}")
+            return ask(f"aten::{function.structured_delegate}")
         return any(table.backend_indices[model.DispatchKey[key]].has_kernel(function) for key in keys)
 
+    return ask
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_calls_have_cuda_kernels_by_pytorchs_own_table(family: str, is_on_cuda: Callable[[str], bool]) -> None:
+    """Everything that a task calls, in the form in which it is called; the CPU's fused attention has none."""
     assert not is_on_cuda("aten::_scaled_dot_product_flash_attention_for_cpu")
     module, batches = make(family, 1)
     calls = capture(module, batches[0], objective_of(loss_of), backward=True, on_gpus=True).calls
@@ -263,6 +285,20 @@ def test_refusals(terms: dict[str, Any], words: str) -> None:
         Session(module, ram="64MB", **terms)
     assert words in str(error.value)
     assert same(module.state_dict(), before)
+
+
+def test_a_device_that_is_too_small_is_refused_before_anything_runs() -> None:
+    """With the bytes it needs and the argument that helps; with as many the step runs. One too small for a moment's zeros is refused at once."""
+    module, batches = make("bert", 1)
+    with pytest.raises(DoesNotFit, match=r"fill needs 16,384 B at once .*; raise gpu_memory=$"):
+        Session(copy.deepcopy(module), lr=1e-3, ngpu=1, gpu_memory="4KiB", ram="64MB")
+    with Session(module, lr=1e-3, ngpu=1, gpu_memory="24KiB", ram="64MB") as session:
+        with pytest.raises(DoesNotFit, match=r"; raise gpu_memory= or use more and smaller minibatches$") as error:
+            session.step(**batches[0])
+        needed = re.search(r"needs ([\d,]+) B", str(error.value))
+    assert needed is not None
+    with Session(make("bert", 1)[0], lr=1e-3, ngpu=1, gpu_memory=f"{needed[1].replace(',', '')}B", ram="64MB") as session:
+        assert session.step(**batches[0]) > 0
 
 
 def test_a_machine_without_gpus_refuses_them(cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from .cpu.onednn.library import bf16_products, has_bf16_products
 from .cuda.array import DeviceArray
 from .cuda.compiling import KernelBuildError
 from .cuda.device import SPARE_NBYTES, CudaDevice
-from .cuda.launch import PARTIALS_NBYTES, LentStream, device
+from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
 from .registry import BF16, NARROW
@@ -21,8 +21,8 @@ __all__ = [
     "CudaDevice",
     "DeviceArray",
     "KernelBuildError",
-    "LentStream",
     "Pair",
+    "StreamPointer",
     "attention_scratch_nbytes",
     "bf16_operations",
     "bf16_products",

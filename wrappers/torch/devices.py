@@ -28,7 +28,7 @@ import torch
 
 from nntask import DoesNotFit
 from scheduler import DeviceFailed
-from tiles.kernels import DeviceArray, LentStream, device
+from tiles.kernels import DeviceArray, StreamPointer, device
 
 HOST: Final = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def runs_on_gpu(func: Any) -> bool:
     return any(has_kernel(func, key) for key in (KEYS[-1], *_COMPOSITE))
 
 
-class _Lent:
+class _CudaArray:
     """Lent device memory for PyTorch, as bytes."""
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -79,7 +79,7 @@ def as_bytes(view: Any, where: torch.device = HOST) -> torch.Tensor:
     if not isinstance(view, DeviceArray):
         return torch.from_numpy(view.reshape(-1).view(np.uint8))
     if where.type == "cuda":
-        return torch.as_tensor(_Lent(view.address, view.nbytes), device=where)
+        return torch.as_tensor(_CudaArray(view.address, view.nbytes), device=where)
     memory = (ctypes.c_char * view.nbytes).from_address(view.address)
     return torch.from_numpy(np.ndarray((view.nbytes,), np.uint8, buffer=memoryview(memory)))
 
@@ -97,7 +97,7 @@ def compute_on_gpu(compute: Callable[[torch.device], None]) -> None:
         DeviceFailed: the card has stopped working.
     """
 
-    def start(stream: LentStream) -> None:
+    def start(stream: StreamPointer) -> None:
         if stream.card is None:
             with torch.inference_mode():
                 compute(HOST)
@@ -108,7 +108,7 @@ def compute_on_gpu(compute: Callable[[torch.device], None]) -> None:
         except RuntimeError as error:
             raise _told(stream, error) from error
 
-    device().lend(start)
+    device().start_external(start)
 
 
 @cache
@@ -116,7 +116,7 @@ def _external(card: int, pointer: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(pointer, device=torch.device("cuda", card))
 
 
-def _told(stream: LentStream, error: RuntimeError) -> Exception:
+def _told(stream: StreamPointer, error: RuntimeError) -> Exception:
     """The error that a program receives for one of PyTorch on a card."""
     if isinstance(error, torch.OutOfMemoryError):
         free, total = torch.cuda.mem_get_info(stream.card)

@@ -452,7 +452,7 @@ class Session:
         Raises:
             DoesNotFit: says which budget is too small, and by how much.
         """
-        dry = CapturingRuntime()
+        dry = CapturingRuntime(has_gpus=self.runtime.has_gpus)
         state, key = ModuleState(self.module, dry), key_of(dry)
         optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
         emission = StepTasks(passes, state, minibatches)
@@ -462,10 +462,15 @@ class Session:
         self.fallbacks.update(fallbacks_of(dry.plan.tasks, self._machine))
         needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
         if not needs.fit(machine):
-            changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
-            if self._machine.disk is None:
+            story = shortage(machine, needs)
+            is_of_device = " of cuda:" in story or " of sim:" in story or (self._machine.has_gpus and "largest memory" in story)
+            changes = [
+                f"raise {'gpu_memory=' if is_of_device else 'ram='}",
+                "use more and smaller minibatches" if training else "predict smaller batches",
+            ]
+            if self._machine.disk is None and not is_of_device:
                 changes.append("add disk=DIR")
-            raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
+            raise DoesNotFit(f"{story}; {', '.join(changes[:-1])}{',' if len(changes) > 2 else ''} or {changes[-1]}")
 
 
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
@@ -478,4 +483,6 @@ def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Except
     if refusal is None:
         return error
     story = str(refusal).partition("; raise the budget")[0]
+    if refusal.node.startswith(("cuda", "sim")):
+        return DoesNotFit(f"{story}; raise gpu_memory=")
     return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")

@@ -14,7 +14,7 @@ from scheduler.drivers import CupyGpu, CupyGraph, GpuFacts, Stream, is_fatal, is
 from ..registry import BF16
 from .array import DeviceArray
 from .compiling import KernelBuildError, build
-from .launch import PARTIALS_NBYTES, Arguments, LentStream, use
+from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
 SPARE_NBYTES: Final = 64 << 20
@@ -100,9 +100,9 @@ class CudaDevice(CupyGpu):
         except RuntimeError as error:
             self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
 
-    def lend(self, start: Callable[[LentStream], None]) -> None:
+    def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Let another library put kernels on the stream of the calling thread."""
-        start(LentStream(self.name, self.index, self._local.stream))
+        start(StreamPointer(self.name, self.index, self._local.stream))
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
         """Record kernels as a graph."""

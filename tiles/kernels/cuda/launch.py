@@ -71,7 +71,7 @@ class Arguments:
         return other
 
 
-class LentStream(NamedTuple):
+class StreamPointer(NamedTuple):
     """A device's stream as another library takes it.
 
     Args:
@@ -118,7 +118,7 @@ class Device(Protocol):
     ) -> None:
         """out (+)= alpha * op(a) @ op(b), sums in fp32; `stride_a` elements lie between the beginnings of rows of `a`, if not its width."""
 
-    def lend(self, start: Callable[[LentStream], None]) -> None:
+    def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Let `start` put kernels of another library on this device's stream: now, or on an emulated device when it is their turn."""
 
 
