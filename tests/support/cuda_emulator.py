@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
-from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, use
+from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, StreamPointer, use
 
 COMPILER = shutil.which("g++")
 _running = threading.Lock()
@@ -60,6 +61,9 @@ class Emulator(FakeGpu):
 
     def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
         self.later(lambda: self._multiply(*arrays, **options))
+
+    def start_external(self, start: Callable[[StreamPointer], None]) -> None:
+        self.later(lambda: start(StreamPointer(self.name, None, 0)))
 
     @staticmethod
     def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):

@@ -208,6 +208,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),
     ],
     "head_forward": [lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
+    "keyed_uniform": [lambda m: ([np.array([1, 2], np.uint64), m(3, 4, 20)], [1], {"stream": 5})],
     "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, False, r, a) for r in (False, True) for a in (False, True)],
     "linear_activation": [

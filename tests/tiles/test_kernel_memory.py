@@ -255,6 +255,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "head_backward": [lambda m: _head(m, backward=True)],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
     "head_forward": [lambda m: _head(m, backward=False)],
+    "keyed_uniform": [lambda m: ([KEY, m.tile()], {"stream": 5})],
     "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m: _norm_backward(m, False)],
     "linear_activation": [lambda m: ([*_linear(m), m.tile()], {"kind": "gelu_new", "trans_b": False, "accumulate": False})],

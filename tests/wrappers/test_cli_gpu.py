@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.cuda_emulator import COMPILER, Emulator
+from support.emulated_cards import EmulatedCards
 
 from nntask.hardware import gpus
 from scheduler.core.errors import DoesNotFit
-from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu, choose_gpus, find_gpus
+from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
 from scheduler.drivers.disk import staging_nbytes
 from tiles.kernels import catalog
 from tiles.kernels.cuda.compiling import KernelBuildError
@@ -24,35 +24,8 @@ from wrappers.cli import main
 CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=1 --lr=1e-3 --sample-tokens=0 --ram=64MiB"
 TRAIN = ["train", *FLAGS.split()]
-GIB = 1 << 30
-CARD = GpuFacts(0, "Emulated", 90, 8 * GIB, 6 * GIB)
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
-
-
-class EmulatedCards:
-    """Two cards whose devices are emulated.
-
-    Attributes:
-        opened: the devices of the last run.
-        fails_after: what the second device is to be told.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.opened: list[Emulator] = []
-        self.fails_after: int | None = None
-
-    def choose(self, count: int | None) -> list[GpuFacts]:
-        cards = [CARD, GpuFacts(1, "Emulated", 90, 8 * GIB, 7 * GIB)]
-        return cards[:1] if count is None else choose_gpus(count, lambda: cards)
-
-    def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Any]:
-        self.opened = []
-        for number, _ in enumerate(facts):
-            self.opened.append(Emulator(self.folder, beside=self.opened[0] if number else None))
-        self.opened[-1].fails_after = self.fails_after
-        return list(self.opened)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from support.torch_families import FAMILIES, make
 from torch import nn
 
+import wrappers.torch.rows as rows
 from nntask import DataError, DoesNotFit
 from wrappers.torch import Session
 from wrappers.torch.capture import aten, capture
@@ -91,6 +92,27 @@ def test_a_table_with_padding_and_repeated_ids_has_eagers_gradient() -> None:
     with Session(module, "sgd", lr=1.0, ram="16MB", largest_tile="224") as session:  # 7 rows a tile
         session.step(ids=ids)
         torch.testing.assert_close(session.state_dict()["table.weight"], theirs.table.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [-1, 7])
+def test_rows_without_counting_are_those_with(padding: int) -> None:
+    """What GPUs compute, where the host must not wait for how many ids lie in a piece, is what CPUs compute."""
+    torch.manual_seed(0)
+    ids, table, gradient = torch.randint(0, 20, (3, 200)), torch.randn(20, 4), torch.randn(3, 200, 4)
+    sums, plain = torch.zeros(20, 4), torch.full((600, 4), 9.0)
+    found, looked_up = torch.zeros(20, 4), torch.full((600, 4), 9.0)
+    for first, end in ((0, 7), (7, 15), (15, 20)):
+        rows.look_up(plain, table[first:end], ids, first)
+        rows.look_up_without_counting(looked_up, table[first:end], ids, first)
+        rows.add_gradient(sums[first:end], gradient, ids, first, padding)
+        rows.add_gradient_without_counting(found[first:end], gradient.view(-1, 4), ids, first, padding)
+    assert torch.equal(looked_up, plain)
+    assert torch.equal(plain, table[ids.view(-1)])
+    assert torch.equal(found, sums)
+    expected = torch.zeros(20, 4).index_add_(0, ids.view(-1), gradient.view(-1, 4))
+    if padding >= 0:
+        expected[padding] = 0
+    assert torch.equal(found, expected)
 
 
 def test_minibatches_add_to_pieces() -> None:

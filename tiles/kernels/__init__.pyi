@@ -4,9 +4,10 @@ from .cpu.attention import attention_scratch_nbytes
 from .cpu.blas import fp32_products, gemm, set_blas_threads
 from .cpu.loss import loss_scratch_nbytes
 from .cpu.onednn.library import bf16_products, has_bf16_products
+from .cuda.array import DeviceArray
 from .cuda.compiling import KernelBuildError
 from .cuda.device import SPARE_NBYTES, CudaDevice
-from .cuda.launch import PARTIALS_NBYTES
+from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
 from .registry import BF16, NARROW
@@ -18,11 +19,14 @@ __all__ = [
     "SPARE_NBYTES",
     "WORKSPACE_NBYTES",
     "CudaDevice",
+    "DeviceArray",
     "KernelBuildError",
     "Pair",
+    "StreamPointer",
     "attention_scratch_nbytes",
     "bf16_operations",
     "bf16_products",
+    "device",
     "fp32_products",
     "gemm",
     "has_bf16_products",

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -153,7 +154,9 @@ class Capture:
     storages: Sequence[Storage]
 
 
-def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Function, *, backward: bool, divisor: int = 1) -> Capture:
+def capture(
+    module: torch.nn.Module, batch: Mapping[str, Any], function: Function, *, backward: bool, divisor: int = 1, on_gpus: bool = False
+) -> Capture:
     """Capture a forward pass, and the backward pass too if it is wanted. The module stays as it is; its values are not used.
 
     oneDNN is switched off meanwhile, for the whole process, so that recurrent layers are captured as products: nothing else may compute.
@@ -164,13 +167,17 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
         function: from the module and the batch to what is kept; a scalar, the loss, with a backward pass.
         backward: whether there is a backward pass.
         divisor: the gradient is that of the loss divided by this number of minibatches.
+        on_gpus: whether GPUs are to compute it: attention is then captured as products and a softmax, since PyTorch's fused one is of the CPU alone.
 
     Raises:
         UsageError: the pass cannot be captured; the message names the line of the model.
     """
-    found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=False)
-    if any(storage.role == "input" for call in found.calls for storage in call.writes):  # the model changes them, which stay the program's
-        found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=True)
+    with ExitStack() as terms:
+        if on_gpus:
+            terms.enter_context(sdpa_kernel(SDPBackend.MATH))
+        found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=False)
+        if any(storage.role == "input" for call in found.calls for storage in call.writes):  # the model changes them, which stay the program's
+            found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=True)
     return found
 
 

@@ -3,11 +3,11 @@
 In order of preference an operation is computed by
 
 - a rule of this module, for operations that are a fill, a copy or an indexed sum (`_INTO`);
-- its own ``out=`` overload, if that is a kernel of the CPU and not one that allocates, computes and copies;
+- its own ``out=`` overload, if that is a kernel of each kind of device and not one that allocates, computes and copies;
 - itself, on memory of PyTorch, and a copy. That memory is counted as scratch of the task.
 
 All three give the bits of the operation itself. Random operations draw from a generator of their own, whose seed is given with the task, so that the
-numbers depend neither on the order of tasks nor on the worker.
+numbers depend neither on the order of tasks nor on the worker; on a GPU by rules of `draws`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from nntask import UsageError
 
 from . import rows
 from .capture import Call, Ref, Storage, aten
+from .devices import HOST, KEYS, has_kernel, runs_on_gpu
+from .draws import rule_of
 
 Into = Callable[..., None]
 """Computes ``(results, *args, **kwargs)``: fills the list of result tensors."""
@@ -56,6 +58,13 @@ def into_of(call: Call) -> Into | None:
             raise UsageError(f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, bernoulli, uniform_ or normal_ in the model")
         return rule
     return _INTO.get(call.func) or _out_overload(call.func)
+
+
+def has_cuda_kernel(call: Call) -> bool:
+    """Whether a GPU can compute a call; what it cannot is left to CPU workers."""
+    if draws(call):
+        return rule_of(call.func) is not None
+    return does_nothing(call) or call.func in _INTO or runs_on_gpu(call.func)
 
 
 def torch_nbytes(call: Call) -> int:
@@ -108,26 +117,41 @@ class Program:
         numbers: number of each call in the whole pass.
         added: storages whose memory holds a sum already, to which what makes them is added.
         ends: storages that PyTorch makes -> number of the last call that uses each, after which its memory is given back.
+        on_gpu: whether a GPU computes them, and random calls are given uniform numbers instead of a generator.
+
+    Attributes:
+        draws: the random calls.
     """
 
     def __init__(
-        self, calls: Sequence[Call], numbers: Sequence[int], added: Collection[Storage] = (), ends: Mapping[Storage, int] | None = None
+        self,
+        calls: Sequence[Call],
+        numbers: Sequence[int],
+        added: Collection[Storage] = (),
+        ends: Mapping[Storage, int] | None = None,
+        *,
+        on_gpu: bool = False,
     ) -> None:
+        self.draws = [call for call in calls if draws(call)]
         self._steps = [
-            _Step(call, adding_of(call) if call.made & set(added) else into_of(call), call.draw if draws(call) else None)
+            _Step(
+                call,
+                adding_of(call) if call.made & set(added) else rule_of(call.func) if on_gpu and call in self.draws else into_of(call),
+                call in self.draws,
+            )
             for call in calls
             if not does_nothing(call)
         ]
         kept = [number for call, number in zip(calls, numbers, strict=True) if not does_nothing(call)]
         self._dropped = [[storage for storage, end in (ends or {}).items() if end == number] for number in kept]
-        self.draws = any(step.number is not None for step in self._steps)
 
-    def run(self, memory: dict[Any, torch.Tensor], seed: Sequence[int] | None) -> None:
+    def run(self, memory: dict[Any, torch.Tensor], random: Callable[[Call], Mapping[str, Any]], where: torch.device = HOST) -> None:
         """Compute the calls.
 
         Args:
             memory: storage -> its bytes, (nbytes,) uint8; a storage that is missing is made by PyTorch and entered.
-            seed: numbers that select the random numbers of the task; None where nothing is random.
+            random: the argument that a random call takes its numbers from, by name.
+            where: the device of the memory.
         """
         tensors: dict[Ref, torch.Tensor] = {}
 
@@ -138,7 +162,7 @@ class Program:
             return found
 
         for step, dropped in zip(self._steps, self._dropped, strict=True):
-            step.run(find, memory, seed)
+            step.run(find, memory, random, where)
             for storage in dropped:
                 memory.pop(storage, None)
                 for ref in [ref for ref in tensors if ref.storage is storage]:
@@ -148,22 +172,30 @@ class Program:
 class _Step:
     """One call of a program."""
 
-    def __init__(self, call: Call, into: Into | None, number: int | None) -> None:
-        self.call, self.into, self.number = call, into, number
+    def __init__(self, call: Call, into: Into | None, is_random: bool) -> None:
+        self.call, self.into, self.is_random = call, into, is_random
+        self._has_device = call.kwargs.get("device") is not None  # the CPU, where it was captured
         self._fresh = [(at, ref) for at, ref in enumerate(call.results) if ref is not None and ref.storage in call.made]
 
-    def run(self, find: Callable[[Ref], torch.Tensor], memory: dict[Any, torch.Tensor], seed: Sequence[int] | None) -> None:
+    def run(
+        self,
+        find: Callable[[Ref], torch.Tensor],
+        memory: dict[Any, torch.Tensor],
+        random: Callable[[Call], Mapping[str, Any]],
+        where: torch.device,
+    ) -> None:
         call = self.call
         args = [_resolved(value, find) for value in call.args]
         kwargs = {name: _resolved(value, find) for name, value in call.kwargs.items()}
-        if self.number is not None:
-            assert seed is not None
-            kwargs["generator"] = generator_of((*seed, self.number))
+        if self._has_device:
+            kwargs["device"] = where
+        if self.is_random:
+            kwargs.update(random(call))
         if self.into is not None:
             results: list[torch.Tensor | None] = [None] * len(call.results)
             for at, ref in self._fresh:
                 if ref.storage not in memory:
-                    memory[ref.storage] = torch.empty(ref.storage.nbytes, dtype=torch.uint8)
+                    memory[ref.storage] = torch.empty(ref.storage.nbytes, dtype=torch.uint8, device=where)
                 results[at] = find(ref)
             self.into(results, *args, **kwargs)
             return
@@ -202,15 +234,15 @@ def _resolved(value: Any, find: Callable[[Ref], torch.Tensor]) -> Any:
 def _bytes_of(value: torch.Tensor, ref: Ref) -> torch.Tensor:
     """The memory of a result as bytes, laid out as its reference says; a copy only if PyTorch has chosen other strides."""
     if tuple(value.stride()) == ref.strides and value.storage_offset() == ref.offset and value.untyped_storage().nbytes() == ref.storage.nbytes:
-        return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
-    memory = torch.empty(ref.storage.nbytes, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+    memory = torch.empty(ref.storage.nbytes, dtype=torch.uint8, device=value.device)
     tensor_of(memory, ref).copy_(value)
     return memory
 
 
 @cache
 def _out_overload(func: Any) -> Into | None:
-    """The overload with the same arguments and an output that is given, if the CPU has a kernel for it."""
+    """The overload with the same arguments and an output that is given, if every kind of device has a kernel for it."""
     schema = func._schema
     plain = [(argument.name, str(argument.type)) for argument in schema.arguments]
     if any(argument.alias_info is not None or argument.name == "reduction" for argument in schema.arguments):
@@ -219,7 +251,7 @@ def _out_overload(func: Any) -> Into | None:
         overload = getattr(func.overloadpacket, name)
         outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
         rest = [(argument.name, str(argument.type)) for argument in overload._schema.arguments if not argument.is_out]
-        if outs and rest == plain and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"):
+        if outs and rest == plain and has_kernel(overload, *KEYS):
             return _with_outs(overload, outs)
     return None
 

@@ -24,6 +24,7 @@ from .batches import check_batch, shapes_of, signature_of
 from .capture import Function, Storage, capture
 from .cuts import cut_parameters
 from .emission import StepTasks, key_of, num_rows_of
+from .gpus import fallbacks_of
 from .modules import unchanged
 from .objectives import call
 from .state import ModuleState
@@ -69,6 +70,7 @@ class Captures:
         modes: which of the module's parts are in training mode while it trains.
         gradient_dtype: name of a parameter -> element type of its gradient.
         tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
+        on_gpus: whether GPUs compute.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class Captures:
         modes: Mapping[torch.nn.Module, bool],
         gradient_dtype: Callable[[str], np.dtype[np.generic]],
         tiles: Mapping[str, tuple[int, int]],
+        *,
+        on_gpus: bool,
     ) -> None:
-        self.module, self.tiles = module, tiles
+        self.module, self.tiles, self._on_gpus = module, tiles, on_gpus
         self._objective, self._modes, self._gradient_dtype = objective, modes, gradient_dtype
         self._passes: dict[tuple[Any, ...], Pass] = {}
 
@@ -91,9 +95,10 @@ class Captures:
             with unchanged(self.module):
                 for child, is_training in self._modes.items():
                     child.training = is_training and purpose == "train"
-                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
+                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor, on_gpus=self._on_gpus)
             dtypes = {name: self._gradient_dtype(name) for name, _ in captured.gradients}
-            self._passes[key] = Pass(cut_parameters(with_sums_in_place(captured), self.tiles), dtypes, num_rows_of(captured))
+            captured, num_rows = cut_parameters(with_sums_in_place(captured), self.tiles), num_rows_of(captured)
+            self._passes[key] = Pass(captured, dtypes, num_rows, on_gpus=self._on_gpus)
         return self._passes[key]
 
     def keep(self, passes: Collection[Pass]) -> None:
@@ -111,6 +116,9 @@ class StepRecorder:
         optimizer: updates the parameters.
         dry_optimizer: from a state of shapes alone to an optimizer over it.
         machine: the budgets.
+
+    Attributes:
+        fallbacks: of the steps so far, tasks that CPU workers run although there are GPUs: name -> how many in a step.
     """
 
     def __init__(
@@ -124,6 +132,7 @@ class StepRecorder:
     ) -> None:
         self._captures, self._state, self._key, self._optimizer = captures, state, key, optimizer
         self._dry_optimizer, self._machine = dry_optimizer, machine
+        self.fallbacks: dict[str, int] = {}
         self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # those used last come last
 
     def step_for(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
@@ -173,16 +182,22 @@ class StepRecorder:
         Raises:
             DoesNotFit: says which budget is too small, and by how much.
         """
-        dry = CapturingRuntime()
+        dry = CapturingRuntime(has_gpus=self._machine.has_gpus)
         state, key = ModuleState(self._captures.module, dry, self._captures.tiles), key_of(dry)
         emission = StepTasks(passes, state, minibatches)
         optimizer = self._dry_optimizer(state) if training else None
         with dry.record():
             outputs = emission.submit(key, optimizer)
         del outputs
+        self.fallbacks.update(fallbacks_of(dry.plan.tasks, self._machine))
         needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
         if not needs.fit(machine):
-            changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
-            if self._machine.disk is None:
+            story = shortage(machine, needs)
+            is_of_device = " of cuda:" in story or " of sim:" in story or (self._machine.has_gpus and "largest memory" in story)
+            changes = [
+                f"raise {'gpu_memory=' if is_of_device else 'ram='}",
+                "use more and smaller minibatches" if training else "predict smaller batches",
+            ]
+            if self._machine.disk is None and not is_of_device:
                 changes.append("add disk=DIR")
-            raise DoesNotFit(f"{shortage(machine, needs)}; {', '.join(changes[:-1])}, or {changes[-1]}")
+            raise DoesNotFit(f"{story}; {', '.join(changes[:-1])}{',' if len(changes) > 2 else ''} or {changes[-1]}")

@@ -2,8 +2,9 @@
 
 Letters: N = number of ids; C = width; V = rows of the table; v = rows of the piece, those from `first` on.
 
-A piece has the rows that it has in any order of the pieces, and each row of a result belongs to one piece, so looking up is exact, and a gradient's
-row is the sum over its ids in their order, as PyTorch sums on one thread. Ids are taken some at a time, so the working memory is small.
+A piece has the rows that it has in any order of the pieces, and each row of a result belongs to one piece, so looking up is exact, and a gradient's row
+is the sum over its ids in their order, as PyTorch sums on one thread. Ids are taken some at a time, so the working memory is small. On a CPU those
+outside the piece are left out first; on a GPU, whose host must not wait for how many there are, they take part without effect.
 """
 
 from __future__ import annotations
@@ -32,8 +33,19 @@ def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: i
         first: number of the piece's first row in the table.
     """
     flat = out.view(-1, out.shape[-1])
+    if ids.is_cuda:
+        look_up_without_counting(flat, weight, ids, first)
+        return
     for places, rows in _inside(ids, first, weight.shape[0]):
         flat.index_copy_(0, places, weight.index_select(0, rows))  # (n,), (n, C) -> (N, C)
+
+
+def look_up_without_counting(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int) -> None:
+    """`look_up` without asking how many ids lie in the piece; `out` is (N, C)."""
+    for target, rows in zip(out.split(AT_ONCE), (ids.reshape(-1).long() - first).split(AT_ONCE), strict=True):
+        inside = (rows >= 0) & (rows < weight.shape[0])
+        found = weight.index_select(0, rows.clamp(0, weight.shape[0] - 1))
+        torch.where(inside[:, None], found, target, out=target)
 
 
 def add_gradient(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
@@ -47,8 +59,18 @@ def add_gradient(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, f
         padding: an id that has no gradient; -1 for none.
     """
     flat = gradient.reshape(-1, gradient.shape[-1])
+    if ids.is_cuda:
+        add_gradient_without_counting(out, flat, ids, first, padding)
+        return
     for places, rows in _inside(ids, first, out.shape[0], padding):
         out.index_add_(0, rows, flat.index_select(0, places))  # (n,), (n, C) -> (v, C)
+
+
+def add_gradient_without_counting(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
+    """`add_gradient` without asking how many ids lie in the piece: the others add zeros. `gradient` is (N, C)."""
+    for values, rows in zip(gradient.split(AT_ONCE), (ids.reshape(-1).long() - first).split(AT_ONCE), strict=True):
+        inside = (rows >= 0) & (rows < out.shape[0]) & ((rows != padding - first) if padding >= 0 else True)
+        out.index_add_(0, rows.clamp(0, out.shape[0] - 1), torch.where(inside[:, None], values, 0))
 
 
 def gradient_into(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:

@@ -6,7 +6,7 @@ the hungriest single call of the pass does. So grouping saves tasks and traffic,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,10 +61,13 @@ class Segment:
         return name.strip("_") if len(self.calls) == 1 else f"{name.strip('_')} and {len(self.calls) - 1}"
 
 
-def segments_of(capture: Capture) -> list[Segment]:
+def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = None) -> list[Segment]:
     """Group the calls of a pass.
 
     A gradient is final after the last call that writes its storage.
+
+    Args:
+        kind_of: calls for which it has different values are in different segments; None for one kind.
     """
     calls = capture.calls
     last_use: dict[Storage, int] = {}
@@ -83,7 +86,8 @@ def segments_of(capture: Capture) -> list[Segment]:
     start, heavy, touched = 0, False, _Touched()
     for number, call in enumerate(calls):
         is_heavy = flops_of(call) > 0
-        if number > start and ((heavy and is_heavy) or touched.with_call(call) > limit):
+        differs = kind_of is not None and number > start and kind_of(call) != kind_of(calls[number - 1])
+        if number > start and (differs or (heavy and is_heavy) or touched.with_call(call) > limit):
             found.append(_segment(capture, start, number, last_use, kept, finals))
             start, heavy, touched = number, False, _Touched()
         heavy = heavy or is_heavy

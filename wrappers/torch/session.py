@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 import scheduler
-from nntask import DoesNotFit, StorageError, UsageError
-from nntask.config import ResourceSettings, parse_size
+from nntask import DoesNotFit, NntaskError, StorageError, UsageError
+from nntask.config import parse_size
 from nntask.engine import Outcome
-from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory
+from nntask.hardware import FAILURES, open_runtime, reuse_freed_memory
 from nntask.io import load_tensors
 from nntask.optim import norm_of
 from scheduler import Runtime, Ticket
@@ -37,15 +37,16 @@ from tiles import TileTensor
 from .batches import check_batch, cut
 from .capture import Function
 from .cuts import tiles_of
+from .devices import as_tensor
 from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
+from .gpus import GpuTerms, check_gpus, machine_with
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors
 from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .recording import Captures, Purpose, RecordedStep, StepRecorder
 from .state import ModuleState
-from .step import as_tensor
-from .threads import Threads
+from .threads import ProcessTerms, Threads
 from .weights import attach_files
 
 LARGEST_TILE: Final = "64MB"
@@ -104,11 +105,12 @@ class Session:
         seed: of dropout and other random numbers.
         ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads.
+        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads; none where GPUs compute.
         threads: threads of PyTorch inside an operation. With 1, minibatches side by side use the cores; more are for steps of one minibatch. Part of
             the numerics: sums over threads round otherwise.
+        ngpu: number of GPUs, the first ones that CUDA shows; None for all. What has a CUDA kernel runs on them and nowhere else.
         sim_gpu: number of simulated devices.
-        gpu_memory: budget of each simulated device.
+        gpu_memory: budget of each GPU or simulated device, e.g. "16GiB", or of GPUs a share, e.g. "0.5"; None for 0.9 of what is free.
         largest_tile: parameters above this size are cut along their first axis into tiles, with their gradients and the optimizer's state, so that
             none need fit the budget as a whole. Part of the numerics: a product that is cut rounds otherwise.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
@@ -140,6 +142,7 @@ class Session:
         disk: str | None = None,
         workers: int | None = None,
         threads: int = 1,
+        ngpu: int | None = 0,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
         largest_tile: str = LARGEST_TILE,
@@ -158,18 +161,21 @@ class Session:
         limit = parse_size(largest_tile, "largest_tile")
         self._seed, self._terms = seed, terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
-        resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
-        self._machine = machine_of(resources)
-        if workers is None:
+        self._machine = machine_with(ngpu=ngpu, sim_gpu=sim_gpu, gpu_memory=gpu_memory, workers=workers, ram=ram, disk=disk)
+        if workers is None and self._machine.num_cpu:
             self._machine = replace(self._machine, num_cpu=max(1, self._machine.num_cpu // threads))
         reuse_freed_memory()
         self._threads = Threads(threads)
+        self._settings: list[ProcessTerms] = [self._threads]
         try:
             self.runtime: Runtime = open_runtime(self._machine)
         except BaseException:
             self._threads.end()
             raise
         try:
+            check_gpus(self.runtime.gpus, module)
+            if self.runtime.has_gpus:
+                self._settings.append(GpuTerms())
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
                 if weights is not None:
@@ -186,8 +192,9 @@ class Session:
             self.close()
             raise
         let_go(module)
+        function = scalar(objective or objective_of(loss or loss_of))
         self._steps = StepRecorder(
-            Captures(module, scalar(objective or objective_of(loss or loss_of)), modes_of(module), self._state.gradient_dtype, self._state.tiles),
+            Captures(module, function, modes_of(module), self._state.gradient_dtype, self._state.tiles, on_gpus=self._machine.has_gpus),
             self._state,
             self._key,
             self._optimizer,
@@ -195,6 +202,11 @@ class Session:
             self._machine,
         )
         self.num_steps = 0
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Of the steps so far, tasks that CPU workers run although there are GPUs: name -> how many in a step."""
+        return self._steps.fallbacks
 
     def step(self, **batch: Any) -> float:
         """Take one optimizer step on a batch, and wait for it.
@@ -375,7 +387,8 @@ class Session:
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
         self.runtime.close()
-        self._threads.end()
+        for terms in self._settings:
+            terms.end()
 
     def __enter__(self) -> Session:
         return self
@@ -396,8 +409,12 @@ def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Except
     """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
     if runtime.tier_failure is not None:
         return StorageError(f"{runtime.tier_failure}; make a new session, and resume from what save() wrote last")
+    if isinstance(error.__cause__, NntaskError):
+        return error.__cause__
     refusal = error if isinstance(error, scheduler.DoesNotFit) else runtime.refusal
     if refusal is None:
         return error
     story = str(refusal).partition("; raise the budget")[0]
+    if refusal.node.startswith(("cuda", "sim")):
+        return DoesNotFit(f"{story}; raise gpu_memory=")
     return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")

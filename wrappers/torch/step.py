@@ -8,32 +8,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
 from nntask import UsageError
 from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, Mode, R, TaskRuntime, W
+from tiles import TileView
+from tiles.kernels import kernel
 
 from .capture import Call, Capture, Part, Ref, Storage
-from .kernels import Program, adding_of, draws, tensor_of, torch_nbytes
-from .segments import Segment, scratch_layout, segments_of, storages_of
+from .devices import DTYPES, HOST, as_bytes, as_tensor, compute_on_gpu
+from .draws import num_uniforms, stream_of
+from .kernels import Program, adding_of, draws, generator_of, has_cuda_kernel, tensor_of, torch_nbytes
+from .segments import ALIGNMENT, Segment, scratch_layout, segments_of, storages_of
 from .sums import only_adds
 
 BYTES = np.dtype(np.uint8)
-_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    torch.int64: np.dtype(np.int64),
-    torch.int32: np.dtype(np.int32),
-    torch.int16: np.dtype(np.int16),
-    torch.int8: np.dtype(np.int8),
-    torch.uint8: np.dtype(np.uint8),
-    torch.bool: np.dtype(np.bool_),
-}
+FLOAT = np.dtype(np.float32)
 
 Contribution = Literal["write", "add"]
 """How a minibatch contributes to gradients: the first one writes, the others add."""
@@ -45,28 +37,16 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
     Raises:
         UsageError: tiles have no such type.
     """
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise UsageError(
             f"{name} is of type {dtype}, and tensors of a session must be real numbers of at most 64 bits; convert it, or compute it inside"
         )
-    return _DTYPES[dtype]
+    return DTYPES[dtype]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of a tensor's tile; a scalar has one element."""
     return tuple(tensor.shape) or (1,)
-
-
-def as_bytes(view: Any) -> torch.Tensor:
-    """The memory of a tile as bytes for PyTorch, without a copy  # any shape -> (nbytes,) uint8."""
-    return torch.from_numpy(view.reshape(-1).view(np.uint8))
-
-
-def as_tensor(array: Any, shape: Sequence[int]) -> torch.Tensor:
-    """An array of a tile as a tensor of a shape with as many elements, without a copy."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).view(shape)
-    return torch.from_numpy(array).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +77,17 @@ class Pass:
         captured: the pass.
         dtypes: element type of each parameter's gradient, by name of the parameter.
         num_rows: name of an input that is looked up in a table -> number of rows of the smallest such table.
+        on_gpus: whether GPUs take part: a task has a CUDA kernel then, or only calls without one.
 
     Attributes:
         segments: the calls of each task.
     """
 
-    def __init__(self, captured: Capture, dtypes: Mapping[str, np.dtype[Any]], num_rows: Mapping[str, int]) -> None:
+    def __init__(self, captured: Capture, dtypes: Mapping[str, np.dtype[Any]], num_rows: Mapping[str, int], *, on_gpus: bool = False) -> None:
         self.captured, self.num_rows = captured, num_rows
         self._dtypes = dtypes
-        self.segments: Sequence[Segment] = segments_of(captured)
+        self._on_gpus = on_gpus
+        self.segments: Sequence[Segment] = segments_of(captured, has_cuda_kernel if on_gpus else None)
         self._tasks: dict[Contribution, list[_Task]] = {}
 
     @property
@@ -173,9 +155,13 @@ class Pass:
             offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in bound}, segment.ends)
             nbytes = placed + segment.beside_nbytes
         targets = {part: self.captured.gradients[part] for part in parts}
-        kernel = _kernel(segment, offsets, nbytes, lent, targets, bound if contribution == "add" else (), contribution)
+        work = _Work(segment, offsets, nbytes > 0, lent, targets, frozenset(bound) if contribution == "add" else frozenset(), contribution)
+        cuda = None
+        if self._on_gpus and all(map(has_cuda_kernel, segment.calls)):
+            uniforms, nbytes = _uniforms_layout(segment.calls, nbytes)
+            cuda = _cuda_kernel(work, uniforms)
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
-        codelet = Codelet(segment.name, cpu=kernel, cost=lambda views, constants: Cost(flops, moved))
+        codelet = Codelet(segment.name, cpu=_cpu_kernel(work), cuda=cuda, cost=lambda views, constants: Cost(flops, moved))
         return _Task(segment, any(map(draws, segment.calls)), codelet, nbytes, lent, parts)
 
     @cached_property
@@ -207,59 +193,107 @@ def _storages_in(outputs: Any) -> set[Storage]:
     return {leaf.storage for leaf in tree_leaves(outputs) if isinstance(leaf, Ref)}
 
 
-class BytesView:
-    """The view of a handle that holds a storage: its bytes."""
-
-    __slots__ = ("nbytes", "shape")
-
-    dtype = BYTES
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.shape = (nbytes,)
-
-    def __call__(self, memory: Any, offset: int) -> Any:
-        """The bytes at an offset of a node's memory  # -> (nbytes,) uint8."""
-        return np.ndarray(self.shape, BYTES, buffer=memory, offset=offset)
-
-
 def _handle(runtime: TaskRuntime, nbytes: int, name: str, data_class: Literal["activations", "scratch"]) -> Handle:
-    return runtime.handle(nbytes, BytesView(nbytes), name=name, data_class=data_class)
+    return runtime.handle(nbytes, TileView((nbytes,), BYTES), name=name, data_class=data_class)
 
 
-def _kernel(
-    segment: Segment,
-    offsets: Mapping[Storage, int],
-    scratch_nbytes: int,
-    lent: Sequence[Storage],
-    targets: Mapping[Part, Ref],
-    added: Collection[Storage],
-    contribution: Contribution,
-) -> Callable[..., None]:
-    """The function of a task: (reads, updates, makes, lent, targets, key if numbers are drawn, scratch if there is any) as views."""
+def _uniforms_layout(calls: Sequence[Call], nbytes: int) -> tuple[dict[Call, tuple[int, int]], int]:
+    """Scratch memory for the uniform numbers of random calls, behind `nbytes` bytes: call -> (offset, how many); and the bytes of all."""
+    found = {}
+    for call in filter(draws, calls):
+        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        found[call] = nbytes, num_uniforms(call)
+        nbytes += found[call][1] * FLOAT.itemsize
+    return found, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a task computes.
+
+    Attributes:
+        segment: its calls.
+        offsets: inner storages -> offset in scratch memory.
+        has_scratch: whether the CPU's kernel has scratch memory.
+        lent: storages that only it uses, and that are in the memory of gradients.
+        targets: gradients that are handed over by copying, or adding, what it has computed elsewhere.
+        added: storages whose memory holds a sum already, to which what makes them is added.
+        contribution: to the gradients.
+    """
+
+    segment: Segment
+    offsets: Mapping[Storage, int]
+    has_scratch: bool
+    lent: Sequence[Storage]
+    targets: Mapping[Part, Ref]
+    added: Collection[Storage]
+    contribution: Contribution
+
+    @property
+    def num_before_key(self) -> int:
+        """How many views come before those of the key and of scratch memory."""
+        segment = self.segment
+        return len(segment.reads) + len(segment.updates) + len(segment.makes) + len(self.lent) + len(self.targets)
+
+
+_Compute = Callable[[Sequence[Any], bool, Callable[[Call], Mapping[str, Any]], torch.device], None]
+"""Computes a task: (views, whether the last one is scratch memory, where random calls take their numbers from, device)."""
+
+
+def _compute(work: _Work, *, on_gpu: bool) -> tuple[Program, _Compute]:
+    """The calls of a task, and the function that computes them: views are (reads, updates, makes, lent, targets, key if it draws, scratch)."""
+    segment = work.segment
     by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # stays where PyTorch has put it
-    ends = {storage: segment.ends[storage] for storage in by_torch if storage in offsets}
-    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), added, ends)
-    outside = (*segment.reads, *segment.updates, *segment.makes, *lent)
-    inner = [(storage, offset) for storage, offset in offsets.items() if storage not in by_torch]
-    refs, num_outside = tuple(targets.values()), len(outside)
+    ends = {storage: segment.ends[storage] for storage in by_torch if storage in work.offsets}
+    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), work.added, ends, on_gpu=on_gpu)
+    outside = (*segment.reads, *segment.updates, *segment.makes, *work.lent)
+    inner = [(storage, offset) for storage, offset in work.offsets.items() if storage not in by_torch]
+    refs, num_outside = tuple(work.targets.values()), len(outside)
+
+    def compute(views: Sequence[Any], has_scratch: bool, random: Callable[[Call], Mapping[str, Any]], where: torch.device) -> None:
+        memory = {storage: as_bytes(view, where)[: storage.nbytes] for storage, view in zip(outside, views, strict=False)}
+        if has_scratch:
+            scratch = as_bytes(views[-1], where)
+            memory.update({storage: scratch[offset : offset + storage.nbytes] for storage, offset in inner})
+        program.run(memory, random, where)
+        for ref, view in zip(refs, views[num_outside:], strict=False):
+            value, target = tensor_of(memory[ref.storage], ref), as_tensor(view, ref.shape, where)
+            if work.contribution == "write":
+                target.copy_(value)
+            else:
+                target.add_(value)
+
+    return program, compute
+
+
+def _cpu_kernel(work: _Work) -> Callable[..., None]:
+    """The function of a task on CPU workers; random calls draw from a generator each."""
+    program, compute = _compute(work, on_gpu=False)
+    at, has_scratch = work.num_before_key, work.has_scratch
 
     def run(*views: Any, minibatch: int = 0) -> None:
+        seed = (int(views[at][0]), int(views[at][1]), minibatch) if program.draws else ()
         with torch.inference_mode():
-            memory = {storage: as_bytes(view)[: storage.nbytes] for storage, view in zip(outside, views, strict=False)}
-            if scratch_nbytes:
-                scratch = torch.from_numpy(views[-1])
-                memory.update({storage: scratch[offset : offset + storage.nbytes] for storage, offset in inner})
-            seed = None
-            if program.draws:
-                key = views[num_outside + len(refs)]
-                seed = (int(key[0]), int(key[1]), minibatch)
-            program.run(memory, seed)
-            for ref, view in zip(refs, views[num_outside:], strict=False):
-                value, target = tensor_of(memory[ref.storage], ref), as_tensor(view, ref.shape)
-                if contribution == "write":
-                    target.copy_(value)
-                else:
-                    target.add_(value)
+            compute(views, has_scratch, lambda call: {"generator": generator_of((*seed, call.draw))}, HOST)
+
+    return run
+
+
+def _cuda_kernel(work: _Work, uniforms: Mapping[Call, tuple[int, int]]) -> Callable[..., None]:
+    """The function of a task on GPUs; numbers for random calls are drawn to scratch memory first.
+
+    Args:
+        uniforms: random call -> offset in scratch memory, and how many numbers.
+    """
+    _, compute = _compute(work, on_gpu=True)
+    at, has_scratch = work.num_before_key, work.has_scratch or bool(uniforms)
+    draw = kernel("keyed_uniform", "cuda")
+
+    def run(*views: Any, minibatch: int = 0) -> None:
+        drawn = {}
+        for call, (offset, count) in uniforms.items():
+            drawn[call] = views[-1][offset : offset + count * FLOAT.itemsize].at(FLOAT, count)
+            draw(views[at], drawn[call], stream=stream_of(call, minibatch))
+        compute_on_gpu(lambda where: compute(views, has_scratch, lambda call: {"uniforms": as_tensor(drawn[call], (-1,), where)}, where))
 
     return run

@@ -54,10 +54,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         others: further positional arguments.
         ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads.
+        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads; none where GPUs compute.
         threads: threads of PyTorch inside an operation: as many as cores where a step has one minibatch. Part of the numerics.
+        ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session brings it to them in pieces.
         sim_gpu: number of simulated devices.
-        gpu_memory: budget of each simulated device.
+        gpu_memory: budget of each GPU or simulated device.
         more: further arguments by name.
 
     Raises:
@@ -73,11 +74,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         disk: str | None = None,
         workers: int | None = None,
         threads: int = 1,
+        ngpu: int | None = 0,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
         **more: Any,
     ) -> None:
-        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "threads": threads, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
+        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "threads": threads, "ngpu": ngpu, "sim_gpu": sim_gpu}
+        self._terms["gpu_memory"] = gpu_memory
         self._session: Session | None = None
         self._learns = False
         self._minibatches: list[dict[str, Any]] = []

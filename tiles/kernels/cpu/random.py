@@ -156,6 +156,16 @@ def _uniform(key: tuple[int, int], base: Array, buffer: Array, u: Array) -> None
     u /= 2.0**32
 
 
+@register("keyed_uniform", "cpu")
+def keyed_uniform(key: Array, out: Array, *, stream: int) -> None:
+    """out ~ U[0, 1) in steps of 2^-24, which fp32 holds exactly, by element index; `key` holds (seed, step)."""
+    mixed, origin = mix(int(key[0]), int(key[1]), stream), (0,) * out.ndim
+    for buffer, base, _, _, target in _draws(out, out.shape, origin, 4096, 8):
+        found = row_bits(mixed, base, target.shape[1], buffer)
+        np.right_shift(found, np.uint32(8), out=found)
+        np.multiply(found, 2.0**-24, out=target, casting="unsafe")
+
+
 @register("random_normal", "cpu")
 def random_normal(out: Array, *, std: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """out ~ N(0, std^2) by Box and Muller (1958); each element uses two uniforms of its own index."""

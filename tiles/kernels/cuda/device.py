@@ -14,7 +14,7 @@ from scheduler.drivers import CupyGpu, CupyGraph, GpuFacts, Stream, is_fatal, is
 from ..registry import BF16
 from .array import DeviceArray
 from .compiling import KernelBuildError, build
-from .launch import PARTIALS_NBYTES, Arguments, use
+from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
 SPARE_NBYTES: Final = 64 << 20
@@ -99,6 +99,10 @@ class CudaDevice(CupyGpu):
             self._blas.multiply(product, alpha, accumulate)
         except RuntimeError as error:
             self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
+
+    def start_external(self, start: Callable[[StreamPointer], None]) -> None:
+        """Let another library put kernels on the stream of the calling thread."""
+        start(StreamPointer(self.name, self.index, self._local.stream))
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
         """Record kernels as a graph."""

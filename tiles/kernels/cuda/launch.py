@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -71,6 +71,20 @@ class Arguments:
         return other
 
 
+class StreamPointer(NamedTuple):
+    """A device's stream as another library takes it.
+
+    Args:
+        name: of the device, in messages.
+        card: CUDA's index of the card; None where a device is emulated in host memory, and whatever is started has ended when it returns.
+        pointer: the stream, a cudaStream_t; 0 where there is none.
+    """
+
+    name: str
+    card: int | None
+    pointer: int
+
+
 class Device(Protocol):
     """What kernels need of a device; everything is ordered as it was started."""
 
@@ -103,6 +117,9 @@ class Device(Protocol):
         stride_a: int | None = None,
     ) -> None:
         """out (+)= alpha * op(a) @ op(b), sums in fp32; `stride_a` elements lie between the beginnings of rows of `a`, if not its width."""
+
+    def start_external(self, start: Callable[[StreamPointer], None]) -> None:
+        """Let `start` put kernels of another library on this device's stream: now, or on an emulated device when it is their turn."""
 
 
 _current = threading.local()

@@ -168,6 +168,12 @@ def dropout(x: DeviceArray, key: DeviceArray, y: DeviceArray, *, p: float, strea
     _source.each("dropout", x.dtype, x.size, x, key, y, *numbers)
 
 
+@register("keyed_uniform", "cuda")
+def keyed_uniform(key: DeviceArray, out: DeviceArray, *, stream: int) -> None:
+    """out ~ U[0, 1) in steps of 2^-24 by element index; `key` holds (seed, step)."""
+    _source.each("keyed_uniform", out.dtype, out.size, key, out, np.int64(stream))
+
+
 def _key(*numbers: int) -> np.uint64:
     low, high = mix(*numbers)
     return np.uint64(low | high << 32)

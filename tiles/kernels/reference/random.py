@@ -72,6 +72,13 @@ def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tup
     y[...] = np.where(found >= threshold(p), x / x.dtype.type(1.0 - p), 0)
 
 
+@register("keyed_uniform", "reference")
+def keyed_uniform(key: Array, out: Array, *, stream: int) -> None:
+    """out ~ U[0, 1) in steps of 2^-24, which fp32 holds exactly, by element index; `key` holds (seed, step)."""
+    found = bits(mix(int(key[0]), int(key[1]), stream), np.arange(out.size, dtype=np.uint64))
+    out[...] = (found >> np.uint32(8)).reshape(out.shape) * 2.0**-24
+
+
 @register("random_normal", "reference")
 def random_normal(out: Array, *, std: float, seed: int, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """out ~ N(0, std^2) by Box and Muller (1958); each element uses two uniforms of its own index."""

@@ -184,6 +184,13 @@ KERNEL dropout(const T *x, const u64 *key, T *y, float p, u32 threshold, int str
 }
 EXPORT(dropout)
 
+// U[0, 1) in steps of 2^-24, which fp32 holds exactly
+KERNEL keyed_uniform(const u64 *key, T *out, long long stream, long long count) {
+    u64 own = mixed(key[0], key[1], (u64)stream);
+    EACH(i, count) out[i] = narrow<T>((float)(random_bits(own, (u64)i) >> 8) / 16777216.0f);
+}
+EXPORT(keyed_uniform)
+
 __device__ inline double uniform(u64 key, u64 index) { return (random_bits(key, index) + 0.5) / 4294967296.0; }
 
 // N(0, std^2) by Box and Muller (1958)
