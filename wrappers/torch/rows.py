@@ -2,9 +2,9 @@
 
 Letters: N = number of ids; C = width; V = rows of the table; v = rows of the piece, those from `first` on.
 
-A piece has the rows that it has in any order of the pieces, and each row of a result belongs to one piece, so looking up is exact, and a gradient's row
-is the sum over its ids in their order, as PyTorch sums on one thread. Ids are taken some at a time, so the working memory is small. On a CPU those
-outside the piece are left out first; on a GPU, whose host must not wait for how many there are, they take part without effect.
+A piece has the rows that it has in any order of the pieces, and each row of a result belongs to one piece, so looking up is exact, and a gradient's
+row is the sum over its ids in their order, as PyTorch sums on one thread. Ids are taken some at a time, so the working memory is small. On a CPU
+those outside the piece are left out first; on a GPU, whose host must not wait for how many there are, they take part without effect.
 """
 
 from __future__ import annotations
