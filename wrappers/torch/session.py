@@ -45,7 +45,7 @@ from .objectives import Loss, call, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .state import ModuleState
 from .step import Pass
-from .threads import ProcessTerms, SingleThread
+from .threads import SingleThread
 from .weights import attach_files
 
 Purpose = Literal["train", "evaluate", "predict"]
@@ -184,11 +184,12 @@ class Session:
         self.fallbacks: dict[str, int] = {}
         reuse_freed_memory()
         self.runtime: Runtime = open_runtime(self._machine)
-        self._settings: list[ProcessTerms] = [SingleThread()]  # of each worker
+        self._thread = SingleThread()  # of each worker
+        self._gpu_terms: GpuTerms | None = None
         try:
             check_gpus(self.runtime.gpus, module)
             if self.runtime.has_gpus:
-                self._settings.append(GpuTerms())
+                self._gpu_terms = GpuTerms()
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime)
                 if weights is not None:
@@ -380,8 +381,9 @@ class Session:
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
         self.runtime.close()
-        for terms in self._settings:
-            terms.end()
+        self._thread.end()
+        if self._gpu_terms is not None:
+            self._gpu_terms.end()
 
     def __enter__(self) -> Session:
         return self
