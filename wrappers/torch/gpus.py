@@ -88,8 +88,8 @@ def fallbacks_of(tasks: Iterable[RecordedTask], machine: MachineSpec) -> dict[st
 
 
 class GpuTerms:
-    """Lets PyTorch use no CUDA kernel with a sum in no fixed order, where it has another one: from construction to `end`, or to the end of the last of
-    several that overlap."""
+    """Lets PyTorch use no CUDA kernel with a sum in no fixed order, where it has another one, from construction to `end`, or to the end of the last
+    of several that overlap."""
 
     _lock: ClassVar = threading.Lock()
     _num_open: ClassVar[int] = 0
