@@ -18,10 +18,11 @@ from torch.nn import functional
 
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import gpus
+from scheduler import DeviceFailed
 from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu
 from scheduler.drivers.disk import staging_nbytes
-from tiles.kernels import kernel
-from wrappers.torch import Session
+from tiles.kernels import StreamPointer, kernel
+from wrappers.torch import Session, devices
 from wrappers.torch.capture import Call, capture
 from wrappers.torch.draws import num_uniforms, rule_of
 from wrappers.torch.gpus import GpuTerms, check_gpus
@@ -249,6 +250,33 @@ def test_calls_have_cuda_kernels_by_pytorchs_own_table(family: str, is_on_cuda: 
     assert len(names) > 5
     assert [name for name in sorted(names) if not is_on_cuda(name)] == []
     assert all(map(has_cuda_kernel, calls))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB of which 1.00 GiB is free. Process 7 has the rest."
+            ),
+            DoesNotFit,
+            "GPU 0 has no memory left for what PyTorch takes beside the budget (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB of "
+            "which 1.00 GiB is free); lower gpu_memory=, or end what else uses the card",
+        ),
+        (torch.AcceleratorError("an illegal memory access"), DeviceFailed, "GPU 0 stopped working: an illegal memory access; resume from"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+            DeviceFailed,
+            "GPU 0 stopped working: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
+        ),
+        (RuntimeError("sizes differ"), RuntimeError, "sizes differ"),
+    ],
+)
+def test_what_a_card_says_is_told(error: RuntimeError, kind: type[Exception], words: str) -> None:
+    """Memory that is short, a card that has stopped, and a mistake of the call."""
+    found = devices._told(StreamPointer("GPU 0", 0, 1), error)
+    assert type(found) is kind
+    assert str(found).startswith(words)
 
 
 class _Card:

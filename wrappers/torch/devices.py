@@ -119,10 +119,10 @@ def _external(card: int, pointer: int) -> torch.cuda.Stream:
 def _told(stream: StreamPointer, error: RuntimeError) -> Exception:
     """The error that a program receives for one of PyTorch on a card."""
     if isinstance(error, torch.OutOfMemoryError):
-        free, total = torch.cuda.mem_get_info(stream.card)
+        what, found, _ = str(error).partition(" is free")
         return DoesNotFit(
-            f"{stream.name} has no memory left for what PyTorch takes beside the budget ({free:,} of {total:,} bytes are free); lower gpu_memory=, "
-            "or end what else uses the card"
+            f"{stream.name} has no memory left for what PyTorch takes beside the budget ({what}{found}); lower gpu_memory=, or end what else uses "
+            "the card"
         )
     if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
         return DeviceFailed(f"{stream.name} stopped working: {error}; resume from what save() wrote last, on another GPU or after a reset")

@@ -46,7 +46,7 @@ from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .recording import Captures, Purpose, RecordedStep, StepRecorder
 from .state import ModuleState
-from .threads import ProcessTerms, Threads
+from .threads import Threads
 from .weights import attach_files
 
 LARGEST_TILE: Final = "64MB"
@@ -166,7 +166,7 @@ class Session:
             self._machine = replace(self._machine, num_cpu=max(1, self._machine.num_cpu // threads))
         reuse_freed_memory()
         self._threads = Threads(threads)
-        self._settings: list[ProcessTerms] = [self._threads]
+        self._gpu_terms: GpuTerms | None = None
         try:
             self.runtime: Runtime = open_runtime(self._machine)
         except BaseException:
@@ -175,7 +175,7 @@ class Session:
         try:
             check_gpus(self.runtime.gpus, module)
             if self.runtime.has_gpus:
-                self._settings.append(GpuTerms())
+                self._gpu_terms = GpuTerms()
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
                 if weights is not None:
@@ -387,8 +387,9 @@ class Session:
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
         self.runtime.close()
-        for terms in self._settings:
-            terms.end()
+        self._threads.end()
+        if self._gpu_terms is not None:
+            self._gpu_terms.end()
 
     def __enter__(self) -> Session:
         return self

@@ -1,58 +1,16 @@
-"""Settings of PyTorch that hold for the whole process while sessions are open, such as one thread for each worker; afterwards the program's again."""
+"""PyTorch's threads while sessions are open: so many for each worker, and for the program what it had once the last one is closed."""
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 
 from nntask import UsageError
 
 
-class ProcessTerms(ABC):
-    """Settings that hold from construction to `end`, or to the end of the last of several that overlap."""
-
-    _lock: ClassVar = threading.Lock()
-    _num_open: ClassVar[int] = 0
-
-    def __init__(self) -> None:
-        cls = type(self)
-        with cls._lock:
-            if cls._num_open:
-                self._join()
-            else:
-                self._begin()
-            cls._num_open += 1
-        self._is_open = True
-
-    def end(self) -> None:
-        """Give the program its own settings back. Idempotent."""
-        cls = type(self)
-        with cls._lock:
-            if self._is_open:
-                self._is_open = False
-                cls._num_open -= 1
-                if not cls._num_open:
-                    cls._restore()
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Note the program's settings, and set ours."""
-
-    def _join(self) -> None:
-        """Check that the settings that hold are ours too."""
-        assert self._num_open
-
-    @classmethod
-    @abstractmethod
-    def _restore(cls) -> None:
-        """Set the program's again."""
-
-
-class Threads(ProcessTerms):
-    """Lets PyTorch compute with some threads.
+class Threads:
+    """Lets PyTorch compute with some threads from construction to `end`, or to the end of the last of several that overlap.
 
     Args:
         count: threads inside an operation, in every worker.
@@ -61,25 +19,33 @@ class Threads(ProcessTerms):
         count: likewise.
 
     Raises:
-        UsageError: sessions that are open have another number.
+        UsageError: sessions that are open have another number, which is one for the whole process.
     """
 
-    _before: ClassVar[int] = 1
+    _lock = threading.Lock()
+    _num_open = 0
+    _before = 1
 
     def __init__(self, count: int) -> None:
+        cls = type(self)
+        with cls._lock:
+            if not cls._num_open:
+                cls._before = torch.get_num_threads()
+                torch.set_num_threads(count)
+            elif torch.get_num_threads() != count:
+                raise UsageError(
+                    f"sessions that are open at once must have equal threads=, got {count} beside {torch.get_num_threads()}; close the other first"
+                )
+            cls._num_open += 1
         self.count = count
-        super().__init__()
+        self._is_open = True
 
-    def _begin(self) -> None:
-        type(self)._before = torch.get_num_threads()
-        torch.set_num_threads(self.count)
-
-    def _join(self) -> None:
-        if torch.get_num_threads() != self.count:
-            raise UsageError(
-                f"sessions that are open at once must have equal threads=, got {self.count} beside {torch.get_num_threads()}; close the other first"
-            )
-
-    @classmethod
-    def _restore(cls) -> None:
-        torch.set_num_threads(cls._before)
+    def end(self) -> None:
+        """Give the program its threads back. Idempotent."""
+        cls = type(self)
+        with cls._lock:
+            if self._is_open:
+                self._is_open = False
+                cls._num_open -= 1
+                if not cls._num_open:
+                    torch.set_num_threads(cls._before)
