@@ -160,16 +160,16 @@ class Session:
         try:
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
+                values = first_values(module)
                 if weights is not None:
                     saved = module.state_dict().keys()
                     attach_files(Path(weights), {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
-                    self._state.write({name: value for name, value in first_values(module).items() if name not in saved})
-                else:
-                    self._state.write(first_values(module))
-                self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
-                self._key = key_of(self.runtime)
-                self._key.write(np.array([seed, 0], np.uint64))
-                self.runtime.wait()
+                    values = {name: value for name, value in values.items() if name not in saved}
+                with self._state.take(values):
+                    self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
+                    self._key = key_of(self.runtime)
+                    self._key.write(np.array([seed, 0], np.uint64))
+                    self.runtime.wait()
         except BaseException:
             self.close()
             raise
