@@ -366,7 +366,7 @@ class Ticket:
             raise self.failure
 
     def read(self, data: Any) -> Any:
-        """A copy of the value that this replay gives to an output, or to persistent data.
+        """A copy of the value that this replay gives to an output, or of the present value of persistent data.
 
         Args:
             data: a handle, or an object with ``gather(borrow)`` such as a tile tensor; `borrow` returns a context manager with the view of a handle.
