@@ -393,8 +393,10 @@ class Machine:
             if task.position == replay.frontier:
                 self._advance(replay, actions)
             if not replay.num_unfinished:
-                self._num_behind -= len(replay.behind)
-                replay.behind.clear()
+                if replay.failure is not None:
+                    replay.changed_nothing = all(first is None or handle in replay.behind for handle, first in replay.updated.items())
+                    self._num_behind -= len(replay.behind)
+                    replay.behind.clear()
                 actions.append(ReportStepDone(replay, replay.number))
 
     def _advance(self, replay: Replay, actions: list[Action]) -> None:

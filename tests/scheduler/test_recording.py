@@ -263,8 +263,10 @@ def test_a_replay_that_fails_before_its_updates_has_changed_nothing(kit) -> None
         step.replay().wait()
         assert [kit.value(runtime, handle) for handle in (weight, count, twice)] == [4, 5, 5]
         explode.append(1)
+        bad = step.replay()
         with pytest.raises(TaskError, match=r"'perhaps'.*RW gradient raised ZeroDivisionError"):
-            step.replay().wait()
+            bad.wait()
+        assert not bad.changed_nothing  # but `twice`
         assert [kit.value(runtime, handle) for handle in (weight, count)] == [4, 5]
         with pytest.raises(HandleLost, match=r"'twice'.*planted"):
             kit.value(runtime, twice)
@@ -300,6 +302,8 @@ def test_a_replay_behind_a_failed_one_runs_as_if_that_had_not_been(kit) -> None:
         with pytest.raises(TaskError, match=r"'once'.*ZeroDivisionError"):
             bad.wait()
         good.wait()
+        assert not bad.changed_nothing  # `held` is doubled
+        assert not good.changed_nothing  # it has not failed
         assert [kit.value(runtime, handle) for handle in (weight, held)] == [4, 4]
 
 

@@ -100,6 +100,14 @@ def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
     return torch._neg_view(found) if ref.is_neg else found
 
 
+class OperationFailed(Exception):
+    """An operation of PyTorch has raised; the message names it, `__cause__` is what it raised."""
+
+    def __init__(self, call: Call, error: Exception) -> None:
+        said = next(iter(str(error).splitlines()), "").rstrip(".;: ")
+        super().__init__(f"{call.func} failed: {said or type(error).__name__}")
+
+
 class Program:
     """The calls of one task, ready to run.
 
@@ -128,6 +136,9 @@ class Program:
         Args:
             memory: storage -> its bytes, (nbytes,) uint8; a storage that is missing is made by PyTorch and entered.
             seed: numbers that select the random numbers of the task; None where nothing is random.
+
+        Raises:
+            OperationFailed: an operation refuses its values, or finds no memory.
         """
         tensors: dict[Ref, torch.Tensor] = {}
 
@@ -138,7 +149,10 @@ class Program:
             return found
 
         for step, dropped in zip(self._steps, self._dropped, strict=True):
-            step.run(find, memory, seed)
+            try:
+                step.run(find, memory, seed)
+            except Exception as error:
+                raise OperationFailed(step.call, error) from error
             for storage in dropped:
                 memory.pop(storage, None)
                 for ref in [ref for ref in tensors if ref.storage is storage]:
