@@ -332,18 +332,26 @@ class Step:
 
 
 class Ticket:
-    """One replay of a step."""
+    """One replay of a step.
+
+    Attributes:
+        done: awake when all its tasks have ended.
+        failure: its first failure; None as long as there is none.
+        changed_nothing: whether it has failed before it changed any of the program's data that the step updates: it can be left out then.
+    """
 
     def __init__(self, runtime: Replayer, instance: Instance) -> None:
         self.number = instance.replay.number
         self.done = runtime.waiter()
         self.failure: BaseException | None = None
+        self.changed_nothing = False
         self._runtime = runtime
         self._instance = instance
 
     def end(self, failure: BaseException | None) -> None:
         """Note that every task of the replay has ended, with the first failure, if any."""
         self.failure = failure
+        self.changed_nothing = failure is not None and self._instance.replay.changed_nothing
         self._runtime.wake(self.done)
 
     def wait_done(self, meanwhile: Callable[[], object] | None = None) -> None:
@@ -366,7 +374,7 @@ class Ticket:
             raise self.failure
 
     def read(self, data: Any) -> Any:
-        """A copy of the value that this replay gives to an output, or to persistent data.
+        """A copy of the value that this replay gives to an output, or of the present value of persistent data.
 
         Args:
             data: a handle, or an object with ``gather(borrow)`` such as a tile tensor; `borrow` returns a context manager with the view of a handle.

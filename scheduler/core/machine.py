@@ -11,7 +11,9 @@ Promises:
   - a pinned replica is never evicted, moved or freed;
   - when nothing runs or moves, any task that fits anywhere is let through; if there is none, the oldest blocked one fails with `DoesNotFit`.
     Nothing ever hangs, as long as the program gives back what it has acquired;
-  - a task that fails makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it.
+  - a task that fails makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it;
+  - a task of a replay that is cancelled, and so never began, leaves data alone that outlives the replay and that the replay was to update: to the
+    rest of this replay it is lost, to all other tasks it is what it was before.
 
 Actions. Every event has one list of actions: `Machine.handle` makes it, hands it down as the argument `actions` of whatever may cause some, and
 returns it. No part keeps it, so no action comes of anything but the event at hand, and a signature says whether a method can cause actions at all.
@@ -46,6 +48,7 @@ from .events import (
     WorkerJoined,
 )
 from .invariants import check_replicas
+from .memory import coherence
 from .memory.admission import Admission
 from .memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES, Foresight
 from .memory.extents import MemoryNode
@@ -93,6 +96,7 @@ class Machine:
         self.num_unfinished = 0
         self.num_finished = 0
         self.num_lost = 0
+        self._num_behind = 0  # entries of `Replay.behind`
         self._progress = 0  # tasks ended, replicas dropped and copies ended when blocked tasks were last tried
         self.handlers: dict[type, Callable[..., None]] = {
             TaskSubmitted: self._on_task_submitted,
@@ -248,6 +252,8 @@ class Machine:
                 replica.state = "modified"
                 if handle.lost is not None:
                     self._revive(handle)
+                if self._num_behind:
+                    self._catch_up(task.step, handle)
             if has_several:
                 replicas.unpin(replica)
             else:  # nothing is ever evicted
@@ -340,14 +346,16 @@ class Machine:
 
     def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """The task waits for no other; `worker` ran the last one it waited for."""
-        if not (self.num_lost and self._reads_lost_data(task)):
+        if not ((self.num_lost or self._num_behind) and self._reads_lost_data(task)):
             self._dispatch.push(task, worker, actions)
 
     def _reads_lost_data(self, task: Task) -> bool:
         """Whether the task has nothing to read; it is to be cancelled then."""
+        behind = task.step.behind if task.step is not None else {}
         for handle, mode in task.accesses:
-            if handle.lost is not None and (mode == R or mode == RW):
-                reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {handle.lost}"
+            why = handle.lost or behind.get(handle)
+            if why is not None and (mode == R or mode == RW):
+                reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {why}"
                 self._dispatch.to_cancel.append((task, TaskError(reason)))
                 return True
         return False
@@ -385,6 +393,10 @@ class Machine:
             if task.position == replay.frontier:
                 self._advance(replay, actions)
             if not replay.num_unfinished:
+                if replay.failure is not None:
+                    replay.changed_nothing = all(first is None or handle in replay.behind for handle, first in replay.updated.items())
+                    self._num_behind -= len(replay.behind)
+                    replay.behind.clear()
                 actions.append(ReportStepDone(replay, replay.number))
 
     def _advance(self, replay: Replay, actions: list[Action]) -> None:
@@ -400,23 +412,49 @@ class Machine:
             self._dispatch.release_throttled(actions)
 
     def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action]) -> None:
-        """Mark what the task should have written as lost, and report."""
+        """Mark what the task should have written as lost, or as behind, and report."""
         task.state = state
-        if task.step is not None:
-            task.step.done[task.position] = 1
-        root = next((handle.root for handle, mode in task.accesses if handle.lost is not None and mode != W), None)
+        step = task.step
+        if step is not None:
+            step.done[task.position] = 1
+            if step.failure is None:
+                step.updated = {use.handle: use.first_writer for use in step.shared if use.needs_data}
+        behind = {} if step is None else step.behind
+        root = next((why for handle, mode in task.accesses if mode != W and (why := handle.root or behind.get(handle)) is not None), None)
         reason = f"{task!r} {state}: {error}"
         if root is not None:  # else a long chain of tasks makes a long chain of texts
             reason = f"{task!r} was cancelled, because {root}"
         for handle, mode in task.accesses:
             handle.num_uses -= 1
-            if mode == W or mode == RW:
+            if (mode == W or mode == RW) and (state == "failed" or not self._leave_behind(task, handle, root or reason, actions)):
                 self._lose(handle, reason, actions, root)
             if handle.released and not handle.num_uses:
                 self._free(handle, actions)
-        if task.step is not None and task.step.failure is None:
-            task.step.failure = error
+        if step is not None and step.failure is None:
+            step.failure = error
         actions.append(ReportFailure(task, error))
+
+    def _leave_behind(self, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
+        """Whether a handle that a cancelled task should have written still holds what it held before the replay, and is therefore not lost.
+
+        It does if no task of the replay has begun to write it, and if the replay has not made it worthless by planning to overwrite it unread.
+        """
+        step = task.step
+        if step is None or handle.lost is not None:
+            return False
+        if handle in step.behind:
+            return True
+        if step.updated.get(handle) is not task or coherence.best_source(handle, None) is None:
+            return False
+        self._replicas.forget_write(handle, actions)
+        step.behind[handle] = reason
+        self._num_behind += 1
+        return True
+
+    def _catch_up(self, replay: Replay | None, handle: HandleRecord) -> None:
+        """A task of a replay has written a handle: it is not behind any more."""
+        if replay is not None and replay.behind.pop(handle, None) is not None:
+            self._num_behind -= 1
 
     def _cancel(self, task: Task, error: BaseException, actions: list[Action]) -> None:
         """End a task that will never run."""

@@ -199,6 +199,10 @@ class Replay:
         number: of the replay, from 0.
         num_unfinished: tasks of this replay that are neither done nor cancelled.
         failure: the first error of a task of this replay.
+        updated: once a task of this replay has not run to its end, the first writer of each handle that the step reads before it writes it.
+        behind: those of them that have missed their first write in this replay, and why: to its tasks they are lost, to all others they hold what
+            they held before it.
+        changed_nothing: of a replay that has failed and ended, whether all data that it was to update is as it was before.
         owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
         window: its tasks this far beyond the oldest unfinished one are held back from the policy.
         partitions: the positions of each partition of the step, see `Task.planned_node`.
@@ -230,6 +234,9 @@ class Replay:
     number: int = 0
     num_unfinished: int = 0
     failure: BaseException | None = None
+    updated: Mapping[HandleRecord, Task | None] = field(default_factory=dict)
+    behind: dict[HandleRecord, str] = field(default_factory=dict)
+    changed_nothing: bool = False
 
 
 @dataclass(slots=True, eq=False)

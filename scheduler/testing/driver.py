@@ -113,6 +113,7 @@ class FakeDriver:
         self._current: dict[Task, Run] = {}
         self._states: dict[Task, str] = {}
         self._num_tasks = 0
+        self._num_replays = 0
         if collect:
             collect_inside(self.machine)
         for number, (kind, node, depth) in enumerate(workers):
@@ -178,11 +179,12 @@ class FakeDriver:
         for task in replay.tasks:
             salt = task.constants["salt"]
             assert isinstance(salt, int)
-            self._enter(task, salt)
+            self._enter(task, salt, self._num_replays)
+        self._num_replays += 1
         self.bring(StepStarted(replay))
 
-    def _enter(self, task: Task, salt: int) -> Run:
-        run = self._current[task] = Run(task, task.accesses, salt)
+    def _enter(self, task: Task, salt: int, replay: int | None = None) -> Run:
+        run = self._current[task] = Run(task, task.accesses, salt, replay)
         self.runs.append(run)
         return run
 
@@ -245,6 +247,7 @@ class FakeDriver:
         if task.pin is not None and task.worker != task.pin:
             raise Wrong(f"{task!r} is pinned to worker {task.pin} and was started on worker {task.worker}")
         self.running.append(task)
+        run.started = True
         run.before = [self.load(r) for (_, mode), r in zip(task.accesses, task.replicas, strict=True) if mode == R or mode == RW]
         for (_, mode), replica in zip(task.accesses, task.replicas, strict=True):
             if mode != R and mode != RW:

@@ -246,6 +246,67 @@ def test_failure_of_a_replay_is_its_tickets(kit) -> None:  # type: ignore[no-unt
         assert kit.value(runtime, weight) == 11
 
 
+def test_a_replay_that_fails_before_its_updates_has_changed_nothing(kit) -> None:  # type: ignore[no-untyped-def]
+    """What it was to update is as it was; what it had changed already, and was to change again, is lost."""
+    explode, perhaps = _exploding()
+    with Runtime(2, ram=MIB) as runtime:
+        weight, count, twice = (kit.filled(runtime, 1, name, kind="persistent") for name in ("weight", "count", "twice"))
+        with runtime.record() as step:
+            gradient = kit.handle(runtime, "gradient")
+            runtime.submit(kit.double, [(twice, "RW")])
+            runtime.submit(kit.fill, [(gradient, "W")], {"value": 2.0})
+            runtime.submit(perhaps, [(gradient, "RW")])
+            runtime.submit(kit.add, [(weight, "RW"), (gradient, "R")])
+            runtime.submit(kit.add, [(count, "RW"), (weight, "R")])
+            runtime.submit(kit.add, [(twice, "RW"), (gradient, "R")])
+            del gradient
+        step.replay().wait()
+        assert [kit.value(runtime, handle) for handle in (weight, count, twice)] == [4, 5, 5]
+        explode.append(1)
+        bad = step.replay()
+        with pytest.raises(TaskError, match=r"'perhaps'.*RW gradient raised ZeroDivisionError"):
+            bad.wait()
+        assert not bad.changed_nothing  # but `twice`
+        assert [kit.value(runtime, handle) for handle in (weight, count)] == [4, 5]
+        with pytest.raises(HandleLost, match=r"'twice'.*planted"):
+            kit.value(runtime, twice)
+        with runtime.acquire(twice, "W") as view:
+            view.fill(5)
+        explode.clear()
+        step.replay().wait()
+        assert [kit.value(runtime, handle) for handle in (weight, count, twice)] == [7, 12, 13]
+        runtime._executor.validate()
+
+
+def test_a_replay_behind_a_failed_one_runs_as_if_that_had_not_been(kit) -> None:  # type: ignore[no-untyped-def]
+    """Though it was in flight when the first one failed."""
+    explode = [1]
+
+    def once(gradient, weight) -> None:  # type: ignore[no-untyped-def]
+        if explode:
+            explode.clear()
+            raise ZeroDivisionError("planted")
+        gradient += weight
+
+    with Runtime(2, ram=MIB) as runtime:
+        weight, held = (kit.filled(runtime, 1, name, kind="persistent") for name in ("weight", "held"))
+        with runtime.record() as step:
+            gradient = kit.handle(runtime, "gradient")
+            runtime.submit(kit.fill, [(gradient, "W")], {"value": 2.0})
+            runtime.submit(Codelet("once", cpu=once), [(gradient, "RW"), (weight, "R")])
+            runtime.submit(kit.add, [(weight, "RW"), (gradient, "R")])
+            runtime.submit(kit.double, [(held, "RW")])
+            del gradient
+        with runtime.acquire(held, "R"):  # neither replay can end
+            bad, good = step.replay(), step.replay()
+        with pytest.raises(TaskError, match=r"'once'.*ZeroDivisionError"):
+            bad.wait()
+        good.wait()
+        assert not bad.changed_nothing  # `held` is doubled
+        assert not good.changed_nothing  # it has not failed
+        assert [kit.value(runtime, handle) for handle in (weight, held)] == [4, 4]
+
+
 def test_a_replay_in_flight_that_has_lost_data_tells_why(kit) -> None:  # type: ignore[no-untyped-def]
     """At once, though another task of it has to wait for what the program holds; once, and its ticket all the same."""
     explode, perhaps = _exploding()

@@ -12,7 +12,7 @@ from support.torch_families import FAMILIES, make
 from torch import nn
 
 import wrappers.torch.rows as rows
-from nntask import DataError, DoesNotFit
+from nntask import DataError, DoesNotFit, UsageError
 from wrappers.torch import Session
 from wrappers.torch.capture import aten, capture
 from wrappers.torch.cuts import cut_parameters, tiles_of
@@ -102,7 +102,7 @@ def test_rows_without_counting_are_those_with(padding: int) -> None:
     sums, plain = torch.zeros(20, 4), torch.full((600, 4), 9.0)
     found, looked_up = torch.zeros(20, 4), torch.full((600, 4), 9.0)
     for first, end in ((0, 7), (7, 15), (15, 20)):
-        rows.look_up(plain, table[first:end], ids, first)
+        rows.look_up(plain, table[first:end], ids, first, 20)
         rows.look_up_without_counting(looked_up, table[first:end], ids, first)
         rows.add_gradient(sums[first:end], gradient, ids, first, padding)
         rows.add_gradient_without_counting(found[first:end], gradient.view(-1, 4), ids, first, padding)
@@ -113,6 +113,23 @@ def test_rows_without_counting_are_those_with(padding: int) -> None:
     if padding >= 0:
         expected[padding] = 0
     assert torch.equal(found, expected)
+
+
+class _Shifted(Tables):
+    """Looks up other ids than it is given."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids * 2)
+
+
+def test_an_id_without_a_row_is_no_row_of_another_step() -> None:
+    """Ids that the module computes are checked against the whole table, and the step is left out."""
+    with Session(_Shifted(100), "sgd", lr=1.0, ram="16MB", largest_tile="640") as session:
+        before = session.state_dict()["table.weight"]
+        with pytest.raises(UsageError, match=r"ids must be from 0 to 99, got 0 to 126"):
+            session.step(ids=torch.arange(64).reshape(8, 8))
+        assert torch.equal(session.state_dict()["table.weight"], before)
+        assert session.step(ids=torch.arange(50).reshape(5, 10)) > 0
 
 
 def test_minibatches_add_to_pieces() -> None:

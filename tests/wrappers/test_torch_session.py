@@ -637,8 +637,11 @@ def test_budgets_that_are_too_small_are_refused_before_anything_runs(tmp_path: P
             session.step(**batches[0])
         short = {name: value[:1, :8] for name, value in batches[0].items()}
         assert session.step(**short) > 0
+    module, _ = make("bert", 0)
+    before = copy.deepcopy(module.state_dict())
     with pytest.raises(DoesNotFit, match=r"data that has nowhere else to go .*raise ram=, or add disk=DIR"):
-        Session(make("bert", 0)[0], ram="600KB")
+        Session(module, ram="600KB")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())  # those that were taken over are back
 
 
 def test_of_many_shapes_the_last_ones_are_kept() -> None:

@@ -201,7 +201,7 @@ def _lookups(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
     if result.storage in cuts or weight.storage not in cuts or not weight.is_whole:
         return None
     parts = _parts(weight, 0, cuts)
-    return [_empty(result), *(Call.of(ops.look_up_rows.default, (result, part, ids, first), ()) for first, part in parts)]
+    return [_empty(result), *(Call.of(ops.look_up_rows.default, (result, part, ids, first, weight.shape[0]), ()) for first, part in parts)]
 
 
 def _rows_gradients(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:

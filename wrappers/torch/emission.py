@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from nntask import UsageError
 from nntask.optim import Optimizer
-from scheduler import Handle, TaskRuntime, Ticket
+from scheduler import Access, Codelet, Handle, R, TaskRuntime, Ticket, W
 from tiles import TileTensor
 
 from .capture import Capture, Ref, Storage, aten
@@ -38,15 +38,46 @@ class StepTasks:
         Returns:
             The handles of the outputs, of each minibatch; and the gradient's sum of squares, None without an update.
         """
-        gradients = self._state.gradients(self._passes[0].captured.gradients)
+        runtime, gradients = self._state.runtime, self._state.gradients(self._passes[0].captured.gradients)
+        copies = {} if optimizer is None else self._copies_of_buffers()
         kept = [
-            each.submit(self._state.runtime, handles, gradients, key.handles[0], minibatch=number)
+            each.submit(runtime, _with_copies(handles, copies), gradients, key.handles[0], minibatch=number)
             for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True))
         ]
         if optimizer is None:
             return kept, None
         optimizer.step()
+        assert optimizer.grad_norm is not None  # step() has just set it
+        if copies:  # only of a step whose whole gradient is there
+            accesses: list[Access] = [(copy.handles[0], R) for copy in copies.values()]
+            accesses += [(self._state.buffers[name].handles[0], W) for name in copies]
+            runtime.submit(_COPY, [*accesses, (optimizer.grad_norm.handles[0], R)])
         return kept, optimizer.grad_norm
+
+    def _copies_of_buffers(self) -> dict[str, TileTensor]:
+        """Copies of the buffers that the passes change, by name, so that a step that fails has changed none."""
+        updated = {s.name: None for each in self._passes for segment in each.segments for s in segment.updates if s.role == "buffer"}
+        copies = {name: self._state.buffers[name].like(data_class="data", name=f"copy of {name}") for name in updated}
+        if copies:
+            accesses: list[Access] = [(self._state.buffers[name].handles[0], R) for name in copies]
+            accesses += [(copy.handles[0], W) for copy in copies.values()]
+            self._state.runtime.submit(_COPY, accesses)
+        return copies
+
+
+def _copy_all(*views: Any) -> None:
+    """The first half of the views are copied to the second half; one more is only waited for."""
+    half = len(views) // 2
+    for source, target in zip(views[:half], views[half : 2 * half], strict=True):
+        target[...] = source
+
+
+_COPY: Final = Codelet("copy buffers", cpu=_copy_all)
+
+
+def _with_copies(handles: Mapping[Storage, Handle], copies: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
+    """The handles with copies in place of the buffers of these names."""
+    return {s: copies[s.name].handles[0] if s.role == "buffer" and s.name in copies else handle for s, handle in handles.items()}
 
 
 def key_of(runtime: TaskRuntime) -> TileTensor:

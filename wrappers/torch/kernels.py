@@ -109,6 +109,14 @@ def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
     return torch._neg_view(found) if ref.is_neg else found
 
 
+class OperationFailed(Exception):
+    """An operation of PyTorch has raised; the message names it, `__cause__` is what it raised."""
+
+    def __init__(self, call: Call, error: Exception) -> None:
+        said = next(iter(str(error).splitlines()), "").rstrip(".;: ")
+        super().__init__(f"{call.func} failed: {said or type(error).__name__}")
+
+
 class Program:
     """The calls of one task, ready to run.
 
@@ -152,6 +160,9 @@ class Program:
             memory: storage -> its bytes, (nbytes,) uint8; a storage that is missing is made by PyTorch and entered.
             random: the argument that a random call takes its numbers from, by name.
             where: the device of the memory.
+
+        Raises:
+            OperationFailed: an operation refuses its values, or finds no memory.
         """
         tensors: dict[Ref, torch.Tensor] = {}
 
@@ -162,7 +173,12 @@ class Program:
             return found
 
         for step, dropped in zip(self._steps, self._dropped, strict=True):
-            step.run(find, memory, random, where)
+            try:
+                step.run(find, memory, random, where)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise  # of a card
+            except Exception as error:
+                raise OperationFailed(step.call, error) from error
             for storage in dropped:
                 memory.pop(storage, None)
                 for ref in [ref for ref in tensors if ref.storage is storage]:

@@ -78,10 +78,14 @@ def first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def let_go(module: torch.nn.Module) -> None:
-    """Let go of a module's values: each tensor keeps its shape and type, over one element."""
+    """Let go of a module's values, as `empty` does."""
     for _, value in named_tensors(module):
-        if value.is_meta:
-            continue
+        empty(value)
+
+
+def empty(value: torch.Tensor) -> None:
+    """Let go of a tensor's values: it keeps its shape and type, over one element."""
+    if not value.is_meta:
         one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
         value.data = one.expand(value.shape)
 

@@ -18,12 +18,12 @@ AT_ONCE: Final = 256
 """Ids that are taken at once."""
 
 _LIBRARY: Final = torch.library.Library("nntask", "DEF")
-_LIBRARY.define("look_up_rows(Tensor(a!) out, Tensor weight, Tensor ids, int first) -> ()")
+_LIBRARY.define("look_up_rows(Tensor(a!) out, Tensor weight, Tensor ids, int first, int total) -> ()")
 _LIBRARY.define("rows_gradient(Tensor gradient, Tensor ids, int first, int rows, int padding) -> Tensor")
 _LIBRARY.define("add_rows_gradient(Tensor(a!) out, Tensor gradient, Tensor ids, int first, int padding) -> ()")
 
 
-def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int) -> None:
+def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int, total: int) -> None:
     """Write the rows of the ids that lie in a piece of the table; other rows of the result stay.
 
     Args:
@@ -31,11 +31,17 @@ def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: i
         weight: (v, C), the piece.
         ids: as many as the result has rows.
         first: number of the piece's first row in the table.
+        total: V.
+
+    Raises:
+        IndexError: an id has no row in the table; on CPUs, where the first piece is looked up.
     """
     flat = out.view(-1, out.shape[-1])
     if ids.is_cuda:
         look_up_without_counting(flat, weight, ids, first)
         return
+    if first == 0 and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= total):
+        raise IndexError(f"ids must be from 0 to {total - 1}, got {int(ids.min())} to {int(ids.max())}")
     for places, rows in _inside(ids, first, weight.shape[0]):
         flat.index_copy_(0, places, weight.index_select(0, rows))  # (n,), (n, C) -> (N, C)
 

@@ -41,6 +41,7 @@ from .devices import as_tensor
 from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .gpus import GpuTerms, check_gpus, machine_with
+from .kernels import OperationFailed
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors
 from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
@@ -56,8 +57,8 @@ LARGEST_TILE: Final = "64MB"
 class StartedStep:
     """A step under way."""
 
-    def __init__(self, session: Session, recorded: RecordedStep, ticket: Ticket) -> None:
-        self._session, self._recorded, self._ticket = session, recorded, ticket
+    def __init__(self, session: Session, recorded: RecordedStep, ticket: Ticket, number: int) -> None:
+        self._session, self._recorded, self._ticket, self._number = session, recorded, ticket, number
         self._outcome: Outcome | Exception | None = None
 
     def result(self) -> Outcome:
@@ -78,7 +79,7 @@ class StartedStep:
             try:
                 self._outcome = self._read()
             except Exception as error:
-                self._outcome = error
+                self._outcome = error if self._ticket.failure is None else self._session.note_failure(error, self._ticket, self._number)
 
     def _read(self) -> Outcome:
         recorded = self._recorded
@@ -178,16 +179,16 @@ class Session:
                 self._gpu_terms = GpuTerms()
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
+                values = first_values(module)
                 if weights is not None:
                     saved = module.state_dict().keys()
                     attach_files(Path(weights), {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
-                    self._state.write({name: value for name, value in first_values(module).items() if name not in saved})
-                else:
-                    self._state.write(first_values(module))
-                self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
-                self._key = key_of(self.runtime)
-                self._key.write(np.array([seed, 0], np.uint64))
-                self.runtime.wait()
+                    values = {name: value for name, value in values.items() if name not in saved}
+                with self._state.take(values):
+                    self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
+                    self._key = key_of(self.runtime)
+                    self._key.write(np.array([seed, 0], np.uint64))
+                    self.runtime.wait()
         except BaseException:
             self.close()
             raise
@@ -201,7 +202,7 @@ class Session:
             lambda state: optimizer_on(self.optimizer, module, state.parameters, max_grad_norm),
             self._machine,
         )
-        self.num_steps = 0
+        self.num_steps, self._half_done = 0, ""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -218,8 +219,12 @@ class Session:
             The loss.
 
         Raises:
-            UsageError: the batch cannot be cut, or the module cannot be captured.
+            UsageError: the batch cannot be cut, the module cannot be captured, or one of its operations refuses the batch's values.
             DoesNotFit: a budget is too small for the step.
+
+        What is raised of a step that was begun has left it out: parameters, buffers, optimizer and `num_steps` are as before it. A failure of the
+        backward pass may come when some parameters have been updated, unless `max_grad_norm` makes them wait for the whole gradient; the message says
+        so, and the session goes on from what was saved.
         """
         return self.start(**batch).result().loss
 
@@ -245,6 +250,7 @@ class Session:
         check_ids(recorded.passes, minibatches)
         while len(self._started) > 1:
             self._started.popleft().wait()
+        self._check_whole()
         with self.user_errors():
             write_inputs(recorded.inputs, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
@@ -252,8 +258,35 @@ class Session:
             ticket = recorded.step.replay()
         self.num_steps += 1
         note_step(self.optimizer)
-        self._started.append(StartedStep(self, recorded, ticket))
+        self._started.append(StartedStep(self, recorded, ticket, self.num_steps))
         return self._started[-1]
+
+    def note_failure(self, error: Exception, ticket: Ticket, number: int) -> Exception:
+        """Note that a step has failed: it is as if it had not been tried, or, if it has changed anything, the session cannot go on.
+
+        Args:
+            error: why.
+            ticket: of its replay, which has ended.
+            number: of the step.
+
+        Returns:
+            The error, which says what has become of the step if an operation of PyTorch has failed.
+        """
+        what = "the step was left out, and parameters, buffers and optimizer are as before it"
+        if not ticket.changed_nothing:
+            what = self._half_done = f"step {number} has updated some parameters and not all; go on with resume() from what save() wrote"
+        elif number == self.num_steps:  # no step was started behind it
+            self.num_steps -= 1
+        return UsageError(f"{error}; {what}") if isinstance(error, UsageError) else error
+
+    def _check_whole(self) -> None:
+        """Refuse to go on from a step that was half done.
+
+        Raises:
+            UsageError: one was.
+        """
+        if self._half_done:
+            raise UsageError(self._half_done)
 
     def evaluate(self, **batch: Any) -> float:
         """The loss of a batch in evaluation mode; changes nothing but buffers that the module itself changes in that mode."""
@@ -308,7 +341,7 @@ class Session:
             frozen: whether frozen parameters are saved; if not, there is no config.json, and a session to `resume` must have their values.
 
         Raises:
-            UsageError: the directory exists already.
+            UsageError: the directory exists already, or a step was half done.
             StorageError: the disk is full or failed.
             Diverged: a weight is not finite.
         """
@@ -319,6 +352,9 @@ class Session:
         write_session(Path(directory), *self._content(frozen=frozen))
 
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
+        while self._started:
+            self._started.popleft().wait()  # one that fails is not counted
+        self._check_whole()
         rate = float(self.optimizer.param_groups[0]["lr"])  # also where a change makes `_rate` refuse to go on
         state = {"step": self.num_steps, "lr": rate, "numerics": self._numerics}
         return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
@@ -334,7 +370,7 @@ class Session:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
         state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
-        self.num_steps = state["step"]
+        self.num_steps, self._half_done = state["step"], ""
         for group in self.optimizer.param_groups:
             group["lr"] = state["lr"]
 
@@ -363,7 +399,7 @@ class Session:
         """
         load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
         self._optimizer.reset()
-        self.num_steps = 0
+        self.num_steps, self._half_done = 0, ""
 
     @property
     def _numerics(self) -> dict[str, Any]:
@@ -408,6 +444,8 @@ class Session:
 
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
     """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
+    if isinstance(error.__cause__, OperationFailed):
+        return UsageError(f"{error.__cause__}; look at the values of this batch")
     if runtime.tier_failure is not None:
         return StorageError(f"{runtime.tier_failure}; make a new session, and resume from what save() wrote last")
     if isinstance(error.__cause__, NntaskError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import ml_dtypes
@@ -11,12 +13,18 @@ import numpy.typing as npt
 import torch
 
 from nntask import Parameter, UsageError
+from nntask.hardware import give_back_freed
 from nntask.nn import ParameterEdge, initializers
-from scheduler import CapturingRuntime, Handle, Runtime, TaskRuntime
+from scheduler import CapturingRuntime, Handle, Runtime, SchedulerError, TaskRuntime
 from tiles import TileTensor
 
 from .capture import Part, Storage
+from .devices import as_tensor
+from .modules import empty
 from .step import numpy_dtype, shape_of
+
+FREED_NBYTES: Final = 32 << 20
+"""Values that are taken over go back to the system in pieces of this size. Bytes."""
 
 
 class ModuleState:
@@ -70,6 +78,30 @@ class ModuleState:
         tensors = self.tensors()
         for name, value in values.items():
             tensors[name].write(array_of(value).reshape(tensors[name].shape))
+
+    @contextmanager
+    def take(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Take over the values of the tensors of these names; each is emptied as soon as its values are here, so that memory holds them once.
+
+        If that fails, or the block does, the tensors get their values back, unless the runtime has lost them.
+        """
+        tensors, taken, freed = self.tensors(), list[str](), 0
+        try:
+            for name, value in values.items():
+                self.write({name: value})
+                taken.append(name)
+                empty(value)
+                freed += tensors[name].nbytes
+                if freed >= FREED_NBYTES:  # what the allocator would keep is memory that the budget does not know
+                    give_back_freed()
+                    freed = 0
+            give_back_freed()
+            yield
+        except BaseException:
+            with suppress(SchedulerError):
+                for name in taken:
+                    values[name].data = as_tensor(tensors[name].read(), values[name].shape)
+            raise
 
     def handles(self, storages: Iterable[Storage], inputs: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
         """The handles of storages that exist before a pass; constants get their values here.

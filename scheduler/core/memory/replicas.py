@@ -221,13 +221,23 @@ class Replicas:
     def release_backing(self, backing: Replica, actions: list[Action]) -> None:
         """Undo `reserve_backing`: that releases nothing which a task could wait for."""
         num_released = self.num_released
+        self._end_backing(backing, actions)
+        self.num_released = num_released
+
+    def forget_write(self, handle: HandleRecord, actions: list[Action]) -> None:
+        """A task that was to write the handle never will: data that is in a file has its backing replica there, as before."""
+        backing = handle.replicas.get(self.last)
+        if FILE in handle.replicas and backing is not None and backing.is_backing:
+            self._end_backing(backing, actions)
+
+    def _end_backing(self, backing: Replica, actions: list[Action]) -> None:
+        """A backing replica of data that has another one is none any more."""
         if backing.state == "reserved" and not backing.pins:
             self.drop(backing, actions)
         else:
             self.reservations.leave(backing)
             if backing.pins == backing.outgoing:
                 self.candidates[self.last].add(backing)
-        self.num_released = num_released
 
     def take_back(self, taken: Sequence[Replica], actions: list[Action]) -> None:
         """Undo a half-made admission, which has pinned these: that releases nothing which a task could wait for."""
