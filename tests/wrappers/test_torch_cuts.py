@@ -17,7 +17,7 @@ from wrappers.torch import Session
 from wrappers.torch.capture import aten, capture
 from wrappers.torch.cuts import cut_parameters, tiles_of
 from wrappers.torch.objectives import loss_of, objective_of
-from wrappers.torch.sums import with_sums_in_place
+from wrappers.torch.sums import with_accumulated_sums
 
 pytest.importorskip("transformers")
 
@@ -150,7 +150,7 @@ def test_sums_of_gradients_make_no_temporary() -> None:
     module = Tables(100)
     batch = {"ids": torch.zeros(1, 8, dtype=torch.int64)}
     captured = capture(module, batch, objective_of(loss_of), backward=True)
-    summed = with_sums_in_place(captured)
+    summed = with_accumulated_sums(captured)
     assert sum(call.func is aten.add.Tensor for call in captured.calls) == 1
     assert not any(call.func is aten.add.Tensor for call in summed.calls)
     size = module.table.weight.nbytes

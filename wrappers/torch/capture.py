@@ -35,7 +35,7 @@ from .modules import unchanged
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 
-Part = tuple[str, int]
+TileKey = tuple[str, int]
 """A parameter's name, and the number of one of its pieces: 0 of one that is not cut."""
 
 Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
@@ -150,7 +150,7 @@ class Capture:
 
     calls: Sequence[Call]
     outputs: Any
-    gradients: Mapping[Part, Ref]
+    gradients: Mapping[TileKey, Ref]
     storages: Sequence[Storage]
 
 

@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .capture import Call, Capture, Part, Ref, Storage, aten
+from .capture import Call, Capture, Ref, Storage, TileKey, aten
 from .rows import ops
 
 _ELEMENTWISE: Final = frozenset({aten.clone.default, aten._to_copy.default})
@@ -72,13 +72,13 @@ def cut_parameters(capture: Capture, tiles: Mapping[str, tuple[int, int]]) -> Ca
         return capture
     cuts = _with_gradients(capture, found)
     calls: list[Call] = []
-    gradients: dict[Part, Ref] = {}
+    gradients: dict[TileKey, Ref] = {}
     behind = _cut_behind(capture, cuts, tiles)
     for number, call in enumerate(capture.calls):
         calls.extend(_pieces_of(call, cuts) or _gathered(call, cuts))
-        for part, copy in behind.get(number, ()):
+        for tile, copy in behind.get(number, ()):
             calls.append(copy)
-            gradients[part] = _result(copy)
+            gradients[tile] = _result(copy)
     for (name, number), ref in capture.gradients.items():
         if ref.storage in cuts:
             gradients.update({(name, piece): _piece(ref, 0, cuts, piece) for piece in range(len(cuts[ref.storage].pieces))})
@@ -127,9 +127,9 @@ def _elementwise_sources(capture: Capture, ref: Ref) -> set[Storage]:
     return found
 
 
-def _cut_behind(capture: Capture, cuts: Mapping[Storage, _Cut], tiles: Mapping[str, tuple[int, int]]) -> dict[int, list[tuple[Part, Call]]]:
+def _cut_behind(capture: Capture, cuts: Mapping[Storage, _Cut], tiles: Mapping[str, tuple[int, int]]) -> dict[int, list[tuple[TileKey, Call]]]:
     """Of gradients that are computed as a whole: number of the last call that writes one -> the copies of its pieces."""
-    found: dict[int, list[tuple[Part, Call]]] = {}
+    found: dict[int, list[tuple[TileKey, Call]]] = {}
     for (name, _), ref in capture.gradients.items():
         if name not in tiles or ref.storage in cuts:
             continue
@@ -169,15 +169,15 @@ def _products(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
         return None
     left, right = call.args[-2:]
     result = _result(call)
-    places = [(left, 0, "rows"), (left, 1, "sum"), (right, 0, "sum"), (right, 1, "columns"), (result, 0, "rows"), (result, 1, "columns")]
+    axes = [(left, 0, "rows"), (left, 1, "sum"), (right, 0, "sum"), (right, 1, "columns"), (result, 0, "rows"), (result, 1, "columns")]
     cut_refs = [ref for ref in (left, right, result) if ref.storage in cuts]
-    found = {(axis, tuple(cuts[ref.storage].ends)) for ref, at, axis in places if ref.storage in cuts and _axis(ref, cuts[ref.storage]) == at}
+    found = {(axis, tuple(cuts[ref.storage].ends)) for ref, at, axis in axes if ref.storage in cuts and _axis(ref, cuts[ref.storage]) == at}
     if len(found) != 1 or any(_axis(ref, cuts[ref.storage]) is None for ref in cut_refs) or (is_sum and is_made and call.args[0].storage in cuts):
         return None
     axis, ends = found.pop()
     bounds = list(zip([0, *ends], ends, strict=False))
     if axis == "sum":
-        operands = [(_part(left, 1, each, number, cuts), _part(right, 0, each, number, cuts)) for number, each in enumerate(bounds)]
+        operands = [(_slice(left, 1, each, number, cuts), _slice(right, 0, each, number, cuts)) for number, each in enumerate(bounds)]
         adding = [Call.of(aten.addmm.out, (result, *each), (result,), kwargs={"out": result}) for each in operands]
         if is_made:  # (M, K) @ (K, N): the first piece of K makes the result, the others are added
             adding[0] = Call.of(call.func, (*call.args[:-2], *operands[0]), (result,), made=call.made)
@@ -185,8 +185,8 @@ def _products(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
     at = 0 if axis == "rows" else 1
     calls = []
     for number, each in enumerate(bounds):
-        operands_of_piece = (_part(left, 0, each, number, cuts), right) if at == 0 else (left, _part(right, 1, each, number, cuts))
-        target = _part(result, at, each, number, cuts)
+        operands_of_piece = (_slice(left, 0, each, number, cuts), right) if at == 0 else (left, _slice(right, 1, each, number, cuts))
+        target = _slice(result, at, each, number, cuts)
         first = [_broadcast(call.args[0], result, at, each, number, cuts)] if is_sum else []
         if is_made and result.storage in cuts:
             calls.append(Call.of(call.func, (*first, *operands_of_piece), (target,), made={target.storage}))
@@ -200,8 +200,8 @@ def _lookups(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
     result = _result(call)
     if result.storage in cuts or weight.storage not in cuts or not weight.is_whole:
         return None
-    parts = _parts(weight, 0, cuts)
-    return [_empty(result), *(Call.of(ops.look_up_rows.default, (result, part, ids, first, weight.shape[0]), ()) for first, part in parts)]
+    pieces = _numbered_pieces(weight, 0, cuts)
+    return [_empty(result), *(Call.of(ops.look_up_rows.default, (result, piece, ids, first, weight.shape[0]), ()) for first, piece in pieces)]
 
 
 def _rows_gradients(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
@@ -210,8 +210,8 @@ def _rows_gradients(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | No
     if by_count or result.storage not in cuts or gradient.storage in cuts:
         return None
     return [
-        Call.of(ops.rows_gradient.default, (gradient, ids, first, part.shape[0], padding), (part,), made={part.storage})
-        for first, part in _parts(result, 0, cuts)
+        Call.of(ops.rows_gradient.default, (gradient, ids, first, piece.shape[0], padding), (piece,), made={piece.storage})
+        for first, piece in _numbered_pieces(result, 0, cuts)
     ]
 
 
@@ -219,7 +219,7 @@ def _added_rows(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
     total, gradient, ids, first, padding = call.args
     if total.storage not in cuts or gradient.storage in cuts or first:
         return None
-    return [Call.of(call.func, (part, gradient, ids, begin, padding), ()) for begin, part in _parts(total, 0, cuts)]
+    return [Call.of(call.func, (piece, gradient, ids, begin, padding), ()) for begin, piece in _numbered_pieces(total, 0, cuts)]
 
 
 def _is_elementwise(call: Call) -> bool:
@@ -273,10 +273,10 @@ def _gathered(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call]:
     """A call on wholes: the pieces are put together before it, and what it changes is cut again behind it."""
     wholes = {each: Storage(each.nbytes, "temporary") for each in call.reads | call.writes if each in cuts}
 
-    def place(ref: Ref) -> Ref:
+    def on_whole(ref: Ref) -> Ref:
         return replace(ref, storage=wholes.get(ref.storage, ref.storage))
 
-    args, kwargs, results = tree_map_only(Ref, place, (call.args, dict(call.kwargs), call.results))
+    args, kwargs, results = tree_map_only(Ref, on_whole, (call.args, dict(call.kwargs), call.results))
     before, behind = [], []
     for storage in sorted(wholes, key=lambda each: each.nbytes):
         whole, pieces = _whole(wholes[storage]), [_whole(piece) for piece in cuts[storage].pieces]
@@ -323,13 +323,13 @@ def _piece(ref: Ref, axis: int, cuts: Mapping[Storage, _Cut], number: int) -> Re
     return replace(ref, storage=cut.pieces[number], shape=(*ref.shape[:axis], end - first, *ref.shape[axis + 1 :]))
 
 
-def _parts(ref: Ref, axis: int, cuts: Mapping[Storage, _Cut]) -> Iterator[tuple[int, Ref]]:
+def _numbered_pieces(ref: Ref, axis: int, cuts: Mapping[Storage, _Cut]) -> Iterator[tuple[int, Ref]]:
     """The pieces of a tensor, each with the number of its first row."""
     for number, (first, _) in enumerate(cuts[ref.storage].bounds):
         yield first, _piece(ref, axis, cuts, number)
 
 
-def _part(ref: Ref, axis: int, bounds: tuple[int, int], number: int, cuts: Mapping[Storage, _Cut]) -> Ref:
+def _slice(ref: Ref, axis: int, bounds: tuple[int, int], number: int, cuts: Mapping[Storage, _Cut]) -> Ref:
     """A piece of a tensor, which is cut or whole."""
     return _piece(ref, axis, cuts, number) if ref.storage in cuts else _narrow(ref, axis, *bounds)
 
@@ -337,7 +337,7 @@ def _part(ref: Ref, axis: int, bounds: tuple[int, int], number: int, cuts: Mappi
 def _broadcast(ref: Ref, result: Ref, axis: int, bounds: tuple[int, int], number: int, cuts: Mapping[Storage, _Cut]) -> Ref:
     """What of a tensor a piece of a result needs that it is broadcast to."""
     at = axis - (len(result.shape) - len(ref.shape))
-    return ref if at < 0 or ref.shape[at] == 1 else _part(ref, at, bounds, number, cuts)
+    return ref if at < 0 or ref.shape[at] == 1 else _slice(ref, at, bounds, number, cuts)
 
 
 def _whole(storage: Storage, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.uint8) -> Ref:

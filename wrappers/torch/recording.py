@@ -29,7 +29,7 @@ from .modules import unchanged
 from .objectives import call
 from .state import ModuleState
 from .step import Pass
-from .sums import with_sums_in_place
+from .sums import with_accumulated_sums
 
 Purpose = Literal["train", "evaluate", "predict"]
 """What a step is for: an update, a loss, or the module's result."""
@@ -97,7 +97,7 @@ class Captures:
                     child.training = is_training and purpose == "train"
                 captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor, on_gpus=self._on_gpus)
             dtypes = {name: self._gradient_dtype(name) for name, _ in captured.gradients}
-            captured, num_rows = cut_parameters(with_sums_in_place(captured), self.tiles), num_rows_of(captured)
+            captured, num_rows = cut_parameters(with_accumulated_sums(captured), self.tiles), num_rows_of(captured)
             self._passes[key] = Pass(captured, dtypes, num_rows, on_gpus=self._on_gpus)
         return self._passes[key]
 

@@ -42,8 +42,8 @@ def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: i
         return
     if first == 0 and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= total):
         raise IndexError(f"ids must be from 0 to {total - 1}, got {int(ids.min())} to {int(ids.max())}")
-    for places, rows in _inside(ids, first, weight.shape[0]):
-        flat.index_copy_(0, places, weight.index_select(0, rows))  # (n,), (n, C) -> (N, C)
+    for positions, rows in _inside(ids, first, weight.shape[0]):
+        flat.index_copy_(0, positions, weight.index_select(0, rows))  # (n,), (n, C) -> (N, C)
 
 
 def look_up_without_counting(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int) -> None:
@@ -68,8 +68,8 @@ def add_gradient(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, f
     if ids.is_cuda:
         add_gradient_without_counting(out, flat, ids, first, padding)
         return
-    for places, rows in _inside(ids, first, out.shape[0], padding):
-        out.index_add_(0, rows, flat.index_select(0, places))  # (n,), (n, C) -> (v, C)
+    for positions, rows in _inside(ids, first, out.shape[0], padding):
+        out.index_add_(0, rows, flat.index_select(0, positions))  # (n,), (n, C) -> (v, C)
 
 
 def add_gradient_without_counting(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
@@ -90,8 +90,8 @@ def _inside(ids: torch.Tensor, first: int, count: int, padding: int = -1) -> Ite
     chosen = (flat >= first) & (flat < first + count)
     if padding >= 0:
         chosen &= flat != padding
-    places = chosen.nonzero().view(-1)
-    for some in places.split(AT_ONCE):
+    positions = chosen.nonzero().view(-1)
+    for some in positions.split(AT_ONCE):
         yield some, flat.index_select(0, some) - first
 
 

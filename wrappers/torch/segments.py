@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from .capture import Call, Capture, Part, Ref, Storage
+from .capture import Call, Capture, Ref, Storage, TileKey
 from .kernels import does_nothing, torch_nbytes
 
 ALIGNMENT: Final = 64
@@ -50,7 +50,7 @@ class Segment:
     ends: Mapping[Storage, int]
     beside_nbytes: int
     scratch_nbytes: int
-    gradients: Sequence[Part]
+    gradients: Sequence[TileKey]
     flops: float
 
     @property
@@ -78,9 +78,9 @@ def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = Non
         for storage in call.writes:
             last_write[storage] = number
     kept = {ref.storage for ref in tree_leaves(capture.outputs) if isinstance(ref, Ref)}
-    finals: dict[int, list[Part]] = {}
-    for part, ref in capture.gradients.items():
-        finals.setdefault(last_write[ref.storage], []).append(part)
+    finals: dict[int, list[TileKey]] = {}
+    for tile, ref in capture.gradients.items():
+        finals.setdefault(last_write[ref.storage], []).append(tile)
     limit = max((_touched(call) for call in calls), default=0)
     found: list[Segment] = []
     start, heavy, touched = 0, False, _Touched()
@@ -119,7 +119,7 @@ def _touched(call: Call) -> int:
 
 
 def _segment(
-    capture: Capture, start: int, end: int, last_use: Mapping[Storage, int], kept: set[Storage], finals: Mapping[int, Sequence[Part]]
+    capture: Capture, start: int, end: int, last_use: Mapping[Storage, int], kept: set[Storage], finals: Mapping[int, Sequence[TileKey]]
 ) -> Segment:
     calls = capture.calls[start:end]
     made: dict[Storage, int] = {}
@@ -130,7 +130,7 @@ def _segment(
             made.setdefault(storage, number)
         used.update(dict.fromkeys(sorted((call.reads | call.writes) - made.keys(), key=_nbytes)))
         written |= call.writes
-    gradients = [part for number in range(start, end) for part in finals.get(number, ())]
+    gradients = [tile for number in range(start, end) for tile in finals.get(number, ())]
     inner = {storage: first for storage, first in made.items() if last_use[storage] < end and storage not in kept}
     last = {storage: max(last_use[storage], *_final_at(capture, storage, finals, start, end)) for storage in inner}
     offsets, nbytes = scratch_layout(inner, last)
@@ -155,10 +155,10 @@ def _nbytes(storage: Storage) -> int:
     return storage.nbytes
 
 
-def _final_at(capture: Capture, storage: Storage, finals: Mapping[int, Sequence[Part]], start: int, end: int) -> list[int]:
+def _final_at(capture: Capture, storage: Storage, finals: Mapping[int, Sequence[TileKey]], start: int, end: int) -> list[int]:
     """The end of the segment if a gradient in the storage is handed over there."""
-    parts = (part for number in range(start, end) for part in finals.get(number, ()))
-    return [end] if any(capture.gradients[part].storage is storage for part in parts) else [start]
+    tiles = (tile for number in range(start, end) for tile in finals.get(number, ()))
+    return [end] if any(capture.gradients[tile].storage is storage for tile in tiles) else [start]
 
 
 def scratch_layout(first: Mapping[Storage, int], last: Mapping[Storage, int]) -> tuple[dict[Storage, int], int]:

@@ -404,7 +404,12 @@ class Session:
     @property
     def _numerics(self) -> dict[str, Any]:
         """What bits depend on, beside module, optimizer and batches."""
-        return {"threads": self._threads.count, "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()}}
+        kind = "cuda" if self._machine.has_gpus else "cpu"
+        return {
+            "kind of device": kind,
+            "threads": self._threads.count,
+            "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()},
+        }
 
     @property
     def _rate(self) -> float:

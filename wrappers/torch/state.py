@@ -18,7 +18,7 @@ from nntask.nn import ParameterEdge, initializers
 from scheduler import CapturingRuntime, Handle, Runtime, SchedulerError, TaskRuntime
 from tiles import TileTensor
 
-from .capture import Part, Storage
+from .capture import Storage, TileKey
 from .devices import as_tensor
 from .modules import empty
 from .step import numpy_dtype, shape_of
@@ -59,10 +59,10 @@ class ModuleState:
         """Parameters and buffers by name."""
         return {**{name: parameter.data for name, parameter in self.parameters.items()}, **self.buffers}
 
-    def gradients(self, parts: Iterable[Part]) -> dict[Part, Handle]:
+    def gradients(self, tiles: Iterable[TileKey]) -> dict[TileKey, Handle]:
         """New gradients of parameters, or of their pieces, which the optimizer will find."""
         found = {}
-        for name, piece in parts:
+        for name, piece in tiles:
             edge = self.parameters[name].edge
             assert isinstance(edge, ParameterEdge)  # a frozen parameter has no gradient
             found[name, piece] = edge.accumulator().handles[piece]

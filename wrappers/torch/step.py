@@ -17,7 +17,7 @@ from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, Mode, R, TaskR
 from tiles import TileView
 from tiles.kernels import kernel
 
-from .capture import Call, Capture, Part, Ref, Storage
+from .capture import Call, Capture, Ref, Storage, TileKey
 from .devices import DTYPES, HOST, as_bytes, as_tensor, compute_on_gpu
 from .draws import num_uniforms, stream_of
 from .kernels import Program, adding_of, draws, generator_of, has_cuda_kernel, tensor_of, torch_nbytes
@@ -58,16 +58,16 @@ class _Task:
         draws: whether it draws random numbers.
         codelet: computes it.
         scratch_nbytes: bytes of its scratch memory.
-        lent: storages that only it uses, and that are in the memory of gradients.
-        parts: gradients that are handed over by copying, or adding, what it has computed elsewhere.
+        borrowed: storages that only it uses, and that are in the memory of gradients.
+        tiles: gradients that are handed over by copying, or adding, what it has computed elsewhere.
     """
 
     segment: Segment
     draws: bool
     codelet: Codelet
     scratch_nbytes: int
-    lent: Sequence[Storage]
-    parts: Sequence[Part]
+    borrowed: Sequence[Storage]
+    tiles: Sequence[TileKey]
 
 
 class Pass:
@@ -99,7 +99,7 @@ class Pass:
         self,
         runtime: TaskRuntime,
         handles: Mapping[Storage, Handle],
-        gradients: Mapping[Part, Handle],
+        gradients: Mapping[TileKey, Handle],
         key: Handle,
         *,
         minibatch: int = 0,
@@ -120,18 +120,18 @@ class Pass:
         contribution: Contribution = "write" if minibatch == 0 else "add"
         kept: dict[Storage, Handle] = {}
         contributes: Mode = W if contribution == "write" else RW
-        lent = {storage: gradients[part] for storage, part in self._lent[contribution].items()}
+        borrowed = {storage: gradients[tile] for storage, tile in self._borrowed[contribution].items()}
         for task in self._of(contribution):
             segment = task.segment
             for storage in segment.makes:
-                made[storage] = lent.get(storage) or _handle(runtime, storage.nbytes, f"{task.codelet.name} result", "activations")
+                made[storage] = borrowed.get(storage) or _handle(runtime, storage.nbytes, f"{task.codelet.name} result", "activations")
                 if storage in outputs:
                     kept[storage] = made[storage]
             accesses: list[Access] = [(handles.get(s) or made[s], R) for s in segment.reads]
             accesses += [(handles.get(s) or made[s], RW) for s in segment.updates]
-            accesses += [(made[s], contributes if s in lent else W) for s in segment.makes]
-            accesses += [(lent[s], contributes) for s in task.lent]
-            accesses += [(gradients[part], contributes) for part in task.parts]
+            accesses += [(made[s], contributes if s in borrowed else W) for s in segment.makes]
+            accesses += [(borrowed[s], contributes) for s in task.borrowed]
+            accesses += [(gradients[tile], contributes) for tile in task.tiles]
             constants: dict[str, Any] = {}
             if task.draws:
                 accesses.append((key, R))
@@ -147,25 +147,25 @@ class Pass:
         return self._tasks[contribution]
 
     def _task(self, segment: Segment, contribution: Contribution) -> _Task:
-        bound = self._lent[contribution]
-        lent = [storage for storage in segment.inner if storage in bound]
-        parts = [part for part in segment.gradients if part not in bound.values()]
+        bound = self._borrowed[contribution]
+        borrowed = [storage for storage in segment.inner if storage in bound]
+        tiles = [tile for tile in segment.gradients if tile not in bound.values()]
         offsets, nbytes = segment.inner, segment.scratch_nbytes
-        if lent:
+        if borrowed:
             offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in bound}, segment.ends)
             nbytes = placed + segment.beside_nbytes
-        targets = {part: self.captured.gradients[part] for part in parts}
-        work = _Work(segment, offsets, nbytes > 0, lent, targets, frozenset(bound) if contribution == "add" else frozenset(), contribution)
+        targets = {tile: self.captured.gradients[tile] for tile in tiles}
+        work = _Work(segment, offsets, nbytes > 0, borrowed, targets, frozenset(bound) if contribution == "add" else frozenset(), contribution)
         cuda = None
         if self._on_gpus and all(map(has_cuda_kernel, segment.calls)):
             uniforms, nbytes = _uniforms_layout(segment.calls, nbytes)
             cuda = _cuda_kernel(work, uniforms)
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
         codelet = Codelet(segment.name, cpu=_cpu_kernel(work), cuda=cuda, cost=lambda views, constants: Cost(flops, moved))
-        return _Task(segment, any(map(draws, segment.calls)), codelet, nbytes, lent, parts)
+        return _Task(segment, any(map(draws, segment.calls)), codelet, nbytes, borrowed, tiles)
 
     @cached_property
-    def _lent(self) -> Mapping[Contribution, Mapping[Storage, Part]]:
+    def _borrowed(self) -> Mapping[Contribution, Mapping[Storage, TileKey]]:
         """Storages in which gradients are computed, and that can be the memory of the gradients from the start, for each contribution.
 
         The first minibatch may compute a gradient there as it likes; the others only if all that they do to it is to add.
@@ -177,13 +177,13 @@ class Pass:
         counts = Counter(ref.storage for ref in self.captured.gradients.values())
         kept = _storages_in(self.captured.outputs)
         writing = {
-            ref.storage: part
-            for part, ref in self.captured.gradients.items()
-            if ref.is_whole and counts[ref.storage] == 1 and ref.storage not in kept and numpy_dtype(ref.dtype, part[0]) == self._dtypes[part[0]]
+            ref.storage: tile
+            for tile, ref in self.captured.gradients.items()
+            if ref.is_whole and counts[ref.storage] == 1 and ref.storage not in kept and numpy_dtype(ref.dtype, tile[0]) == self._dtypes[tile[0]]
         }
         adding = {
-            storage: part
-            for storage, part in writing.items()
+            storage: tile
+            for storage, tile in writing.items()
             if all(adding_of(call) is not None if storage in call.made else only_adds(call, storage) for call in users[storage])
         }
         return {"write": writing, "add": adding}
@@ -215,7 +215,7 @@ class _Work:
         segment: its calls.
         offsets: inner storages -> offset in scratch memory.
         has_scratch: whether the CPU's kernel has scratch memory.
-        lent: storages that only it uses, and that are in the memory of gradients.
+        borrowed: storages that only it uses, and that are in the memory of gradients.
         targets: gradients that are handed over by copying, or adding, what it has computed elsewhere.
         added: storages whose memory holds a sum already, to which what makes them is added.
         contribution: to the gradients.
@@ -224,8 +224,8 @@ class _Work:
     segment: Segment
     offsets: Mapping[Storage, int]
     has_scratch: bool
-    lent: Sequence[Storage]
-    targets: Mapping[Part, Ref]
+    borrowed: Sequence[Storage]
+    targets: Mapping[TileKey, Ref]
     added: Collection[Storage]
     contribution: Contribution
 
@@ -233,7 +233,7 @@ class _Work:
     def num_before_key(self) -> int:
         """How many views come before those of the key and of scratch memory."""
         segment = self.segment
-        return len(segment.reads) + len(segment.updates) + len(segment.makes) + len(self.lent) + len(self.targets)
+        return len(segment.reads) + len(segment.updates) + len(segment.makes) + len(self.borrowed) + len(self.targets)
 
 
 _Compute = Callable[[Sequence[Any], bool, Callable[[Call], Mapping[str, Any]], torch.device], None]
@@ -241,12 +241,12 @@ _Compute = Callable[[Sequence[Any], bool, Callable[[Call], Mapping[str, Any]], t
 
 
 def _compute(work: _Work, *, on_gpu: bool) -> tuple[Program, _Compute]:
-    """The calls of a task, and the function that computes them: views are (reads, updates, makes, lent, targets, key if it draws, scratch)."""
+    """The calls of a task, and the function that computes them: views are (reads, updates, makes, borrowed, targets, key if it draws, scratch)."""
     segment = work.segment
     by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # stays where PyTorch has put it
     ends = {storage: segment.ends[storage] for storage in by_torch if storage in work.offsets}
     program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), work.added, ends, on_gpu=on_gpu)
-    outside = (*segment.reads, *segment.updates, *segment.makes, *work.lent)
+    outside = (*segment.reads, *segment.updates, *segment.makes, *work.borrowed)
     inner = [(storage, offset) for storage, offset in work.offsets.items() if storage not in by_torch]
     refs, num_outside = tuple(work.targets.values()), len(outside)
 

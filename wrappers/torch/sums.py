@@ -17,8 +17,8 @@ from .capture import Call, Capture, Ref, Storage, aten
 from .rows import ops
 
 
-def with_sums_in_place(capture: Capture) -> Capture:
-    """The same pass with the sums that make gradients computed in place, where one summand can be added to the other."""
+def with_accumulated_sums(capture: Capture) -> Capture:
+    """The same pass with the sums that make gradients computed in renamed, where one summand can be added to the other."""
     calls: list[Call | None] = list(capture.calls)
     kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
     moved: dict[Storage, Storage] = {}
@@ -54,7 +54,7 @@ def only_adds(call: Call, storage: Storage) -> bool:
 
 
 def _sum_of(calls: Sequence[Call | None], total: Storage, kept: set[Storage]) -> tuple[int, int, Ref, Call] | None:
-    """How a storage that is a sum can be computed in place.
+    """How a storage that is a sum can be computed in renamed.
 
     Returns:
         Number of the call that adds up; number of the call that makes the later summand; the earlier summand; the call that replaces the later's.
@@ -91,16 +91,16 @@ def _users(calls: Sequence[Call | None], storage: Storage) -> list[int]:
 
 
 def _renamed(capture: Capture, moved: Mapping[Storage, Storage]) -> Capture:
-    """The same pass with other storages in place of some."""
+    """The same pass with other storages in renamed of some."""
 
-    def place(ref: Ref) -> Ref:
+    def renamed(ref: Ref) -> Ref:
         storage = ref.storage
         while storage in moved:
             storage = moved[storage]
         return ref if storage is ref.storage else replace(ref, storage=storage)
 
     def rename(value: Any) -> Any:
-        return tree_map_only(Ref, place, value)
+        return tree_map_only(Ref, renamed, value)
 
     calls = [
         replace(Call.of(call.func, rename(call.args), rename(call.results), kwargs=rename(dict(call.kwargs)), made=call.made), draw=call.draw)
@@ -108,4 +108,4 @@ def _renamed(capture: Capture, moved: Mapping[Storage, Storage]) -> Capture:
         else call
         for call in capture.calls
     ]
-    return replace(capture, calls=calls, gradients={part: rename(ref) for part, ref in capture.gradients.items()})
+    return replace(capture, calls=calls, gradients={tile: rename(ref) for tile, ref in capture.gradients.items()})
