@@ -6,7 +6,7 @@ In order of preference an operation is computed by
 - its own ``out=`` overload, if that is a kernel of the CPU and not one that allocates, computes and copies;
 - itself, on memory of PyTorch, and a copy. That memory is counted as scratch of the task.
 
-All three give the bits of the operation itself. Random operations draw from a generator of their own, whose seed is given with the task, so that the
+All three give the bits of the operation itself. A chain (`chains`) writes where it is told to; what it takes from PyTorch is counted likewise. Random operations draw from a generator of their own, whose seed is given with the task, so that the
 numbers depend neither on the order of tasks nor on the worker.
 """
 
@@ -21,6 +21,7 @@ import torch
 from nntask import UsageError
 
 from .capture import Call, Ref, Storage, aten
+from .chains import Chain
 
 Into = Callable[..., None]
 """Computes ``(results, *args, **kwargs)``: fills the list of result tensors."""
@@ -54,6 +55,8 @@ def into_of(call: Call) -> Into | None:
         if rule is None and not _takes_generator(call.func):
             raise UsageError(f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, bernoulli, uniform_ or normal_ in the model")
         return rule
+    if isinstance(call.func, Chain):
+        return call.func.into
     return _INTO.get(call.func) or _out_overload(call.func)
 
 
@@ -62,6 +65,11 @@ def torch_nbytes(call: Call) -> int:
     if does_nothing(call) or into_of(call) is not None:
         return 0
     return sum(storage.nbytes for storage in call.made)
+
+
+def buffer_nbytes(call: Call) -> int:
+    """Bytes that a call takes from PyTorch's allocator for what is between its loops."""
+    return call.func.compiled.nbytes if isinstance(call.func, Chain) else 0
 
 
 def adds_up(call: Call) -> bool:

@@ -37,8 +37,10 @@ from tiles import TileTensor
 
 from .batches import check_batch, cut, shapes_of, signature_of
 from .capture import Function, Storage, capture
+from .chains import ChainCompiler
 from .emission import StepTasks, check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
+from .inductor import check_compiler
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, unchanged
 from .objectives import Loss, call, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
@@ -134,6 +136,8 @@ class Session:
         gpu_memory: budget of each simulated device.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
             `empty_parameters`. None for those that the module has.
+        compiled: whether chains of elementwise operations and normalisations are compiled, which needs a C++ compiler. Results then differ from those
+            of a session without it by rounding, so a saved session is resumed with the same choice.
         options: further options of an optimizer that is named, such as ``weight_decay``.
 
     Raises:
@@ -163,6 +167,7 @@ class Session:
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
         weights: str | os.PathLike[str] | None = None,
+        compiled: bool = False,
         **options: Any,
     ) -> None:
         if not 0 <= seed < 1 << 63:
@@ -170,6 +175,9 @@ class Session:
         if minibatches < 1:
             raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
         check_module(module, has_weights=weights is not None)
+        if compiled:
+            check_compiler()
+        self._compiler = ChainCompiler() if compiled else None
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
         self._objective = scalar(objective or objective_of(loss or loss_of))
@@ -434,7 +442,7 @@ class Session:
                 for child, is_training in self._modes.items():
                     child.training = is_training and purpose == "train"
                 captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
-            self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
+            self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients}, self._compiler)
         return self._passes[key]
 
     def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:

@@ -16,6 +16,7 @@ from nntask import UsageError
 from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, R, TaskRuntime, W
 
 from .capture import Capture, Ref, Storage, aten
+from .chains import ChainCompiler
 from .kernels import Program, adds_up, draws, tensor_of, torch_nbytes
 from .segments import Segment, scratch_layout, segments_of, storages_of
 
@@ -90,15 +91,16 @@ class Pass:
     Args:
         captured: the pass.
         dtypes: element type of each parameter's gradient, by name of the parameter.
+        compiler: compiles chains of its calls; None if they stay calls of their own.
 
     Attributes:
         segments: the calls of each task.
     """
 
-    def __init__(self, captured: Capture, dtypes: Mapping[str, np.dtype[Any]]) -> None:
-        self.captured = captured
+    def __init__(self, captured: Capture, dtypes: Mapping[str, np.dtype[Any]], compiler: ChainCompiler | None = None) -> None:
+        self.captured = captured if compiler is None else compiler.chained(captured)
         self._dtypes = dtypes
-        self.segments: Sequence[Segment] = segments_of(captured)
+        self.segments: Sequence[Segment] = segments_of(self.captured)
         self._tasks: dict[Contribution, list[_Task]] = {}
 
     @property
