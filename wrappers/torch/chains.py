@@ -37,7 +37,7 @@ _MEMBERS: Final = frozenset(
 )
 """Operations that may be in a chain, besides those that PyTorch tags as pointwise."""
 _MOVES: Final = frozenset({aten.clone.default, aten._to_copy.default})
-"""Operations that are not worth a compilation of their own."""
+"""Copies, which are no faster compiled; a chain has at least two other calls, and not only masks, which compiled loops compute slowly."""
 
 
 class Chain:
@@ -156,7 +156,7 @@ class _Chaining:
     def _chains(self, start: int, end: int) -> list[Call]:
         """The calls of a run, as one chain; in two parts if its function takes too much memory besides."""
         calls = self._calls[start:end]
-        if sum(call.func not in _MOVES for call in calls) < 2:
+        if sum(call.func not in _MOVES for call in calls) < 2 or all(ref.dtype == torch.bool for call in calls for ref in _refs(call.results)):
             return list(calls)
         made = {ref.storage: ref for call in calls for ref in _refs(call.results)}
         used = dict.fromkeys(ref for call in calls for ref in _refs(call.args, call.kwargs))
@@ -179,9 +179,18 @@ def _nbytes(storages: Sequence[Storage] | set[Storage] | frozenset[Storage]) -> 
     return sum(storage.nbytes for storage in storages)
 
 
+def _sums_columns(call: Call) -> bool:
+    """Whether a call sums over other axes than the innermost in memory, at which the loops of PyTorch's own kernels are better than compiled ones."""
+    if call.func is not aten.sum.dim_IntList or not call.args[1]:
+        return False
+    source: Ref = call.args[0]
+    axes = {axis % len(source.shape) for axis in call.args[1] if source.shape}
+    return all(source.strides[axis] != 1 for axis in axes if source.shape[axis] != 1)
+
+
 def _may_join(call: Call) -> bool:
     """Whether a call may be in a chain: it only makes memory, whole, of real numbers, and its operation is one that fuses."""
-    if call.func not in _MEMBERS and torch.Tag.pointwise not in call.func.tags or call.is_random or call.writes != call.made:
+    if call.func not in _MEMBERS and torch.Tag.pointwise not in call.func.tags or call.is_random or call.writes != call.made or _sums_columns(call):
         return False
     if any(ref.is_conj or ref.is_neg or ref.dtype.is_complex or 0 in ref.shape for ref in _refs(call.args, call.kwargs, call.results)):
         return False

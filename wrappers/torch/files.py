@@ -87,14 +87,20 @@ def storage_errors(directory: Path) -> Iterator[None]:
         raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
 
 
-def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> dict[str, Any]:
+def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], *, compiled: bool) -> dict[str, Any]:
     """Fill tensors from a directory.
+
+    Args:
+        directory: what was saved.
+        model, optimizer: as of `save_session`.
+        compiled: whether this session has compiled chains, as the saved one must have had.
 
     Returns:
         The content of session.json: "step" and "lr" among others.
 
     Raises:
         DataError: a file is missing, changed, or has other tensors.
+        UsageError: one session compiles chains, and the other does not.
     """
     file = directory / STATE
     try:
@@ -105,6 +111,11 @@ def load_session(directory: Path, model: Mapping[str, TileTensor], optimizer: Ma
         raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE}); give a directory that save() wrote") from None
     if not known:
         raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
+    if (was := bool(state.get("compiled", False))) != compiled:
+        raise UsageError(
+            f"{directory} is of a session with compiled={was}, and this one has compiled={compiled}, whose results differ by rounding; "
+            f"resume it in a session with compiled={was}"
+        )
     for name, expected in checksums.items():
         if checksum_of(directory / name) != expected:
             raise DataError(f"{directory / name} is corrupt: its checksum changed since it was written; use another one")

@@ -22,7 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nntask import UsageError
 
-_OPTIONS: Final = {"cpp.threads": 1, "size_asserts": False, "alignment_asserts": False, "cpp_wrapper": False, "fx_graph_cache": True}
+_OPTIONS: Final = {
+    **{"cpp.threads": 1, "compile_threads": 1},  # no pool of processes that would stay
+    **{"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": False, "fx_graph_cache": True},
+}
 _CALL: Final = (
     "[](auto... each) {{ struct Unlocked {{ PyThreadState* state = PyEval_SaveThread(); ~Unlocked() {{ PyEval_RestoreThread(state); }} }} unlocked; "
     "kernel(each...); }}({}); Py_RETURN_NONE;"
@@ -105,33 +108,20 @@ def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Se
     return Compiled(compiled, _buffers_of(compiled.source_code))
 
 
-def _nll_loss(scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int) -> Any:
-    """The negative log likelihood loss by masks, not by lookups, so that log probabilities need no memory  # (N, V), (N,) -> (), ()."""
-    if scores.dim() != 2 or weight is not None or not reduction:
-        return NotImplemented
-    counted = target != ignored  # (N,)
-    total = torch.where(_is_target(scores, target) & counted[:, None], -scores, 0).sum()
-    count = counted.sum().to(scores.dtype)
-    return (total / count if reduction == _MEAN else total), count
-
-
 def _nll_loss_backward(
     gradient: torch.Tensor, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int, count: torch.Tensor
 ) -> Any:
-    """The gradient of `_nll_loss`  # (), (N, V), (N,), () -> (N, V)."""
-    if scores.dim() != 2 or weight is not None or not reduction:
+    """The gradient of a loss by a mask, not by a scatter, so that it needs no memory of its own  # (), (N, V), (N,), () -> (N, V)."""
+    if scores.dim() != 2 or weight is not None or not reduction or scores.shape[1] >= 1 << 31:
         return NotImplemented
-    each = -gradient / count if reduction == _MEAN else -gradient
-    return torch.where(_is_target(scores, target) & (target != ignored)[:, None], each, 0)
-
-
-def _is_target(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return torch.arange(scores.shape[1]) == target[:, None]  # (N, V)
+    row = torch.arange(scores.shape[1], dtype=torch.int32)  # (V,)
+    column = torch.where(target == ignored, -1, target).to(torch.int32)  # (N,)
+    return torch.where(row == column[:, None], -gradient / count if reduction == _MEAN else -gradient, 0)
 
 
 _MEAN: Final = 1
 """The reduction of a loss by its mean, as PyTorch numbers them; 0 is none and 2 the sum."""
-_DECOMPOSITIONS: Final = {torch.ops.aten.nll_loss_forward.default: _nll_loss, torch.ops.aten.nll_loss_backward.default: _nll_loss_backward}
+_DECOMPOSITIONS: Final = {torch.ops.aten.nll_loss_backward.default: _nll_loss_backward}
 """Operations that are taken apart otherwise than Inductor does it."""
 
 

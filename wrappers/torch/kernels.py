@@ -279,6 +279,10 @@ def _embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor,
         results[0][padding].zero_()
 
 
+def _nll_loss_backward(results: Sequence[torch.Tensor], *args: Any) -> None:
+    aten.nll_loss_backward.grad_input(*args, grad_input=results[0])
+
+
 _INTO: Final[Mapping[Any, Into]] = {
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
@@ -302,6 +306,7 @@ _INTO: Final[Mapping[Any, Into]] = {
     aten.select_backward.default: _select_backward,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.nll_loss_backward.default: _nll_loss_backward,
 }
 
 

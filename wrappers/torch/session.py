@@ -319,7 +319,8 @@ class Session:
         write_session(Path(directory), *self._content(frozen=frozen))
 
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
-        state = {"step": self.num_steps, "lr": float(self.optimizer.param_groups[0]["lr"])}  # also where a change makes `_rate` refuse to go on
+        rate = float(self.optimizer.param_groups[0]["lr"])  # also where a change makes `_rate` refuse to go on
+        state = {"step": self.num_steps, "lr": rate, "compiled": self._compiler is not None}
         return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
@@ -331,8 +332,9 @@ class Session:
 
         Raises:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
+            UsageError: the directory is of a session with another `compiled`.
         """
-        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors())
+        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), compiled=self._compiler is not None)
         self.num_steps = state["step"]
         for group in self.optimizer.param_groups:
             group["lr"] = state["lr"]

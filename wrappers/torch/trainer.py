@@ -35,6 +35,7 @@ from nntask import UsageError
 from nntask.io import read_object, written_aside
 
 from .files import MODEL, STATE, storage_errors
+from .inductor import check_compiler
 from .modules import check_module
 from .session import Session
 from .trainer_checks import check_arguments, check_trainer, plain_optimizer
@@ -57,6 +58,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         workers: number of CPU workers; None for one for each core.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each simulated device.
+        compiled: whether chains of elementwise operations are compiled, as of `Session`.
         more: further arguments by name.
 
     Raises:
@@ -73,9 +75,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         workers: int | None = None,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
+        compiled: bool = False,
         **more: Any,
     ) -> None:
-        self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
+        resources = {"ram": ram, "disk": disk, "workers": workers, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory}
+        self._terms: dict[str, Any] = {**resources, "compiled": compiled}
         self._session: Session | None = None
         self._learns = False
         self._minibatches: list[dict[str, Any]] = []
@@ -86,6 +90,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         check_arguments(args, named_optimizer=is_named)
         if model is not None:
             check_module(model)
+        if compiled:
+            check_compiler()
         super().__init__(model, args, *others, **more)
         check_trainer(self, Trainer)
 
