@@ -2,8 +2,9 @@
 
 A chain reads what it needs from outside, and writes what is used after it; what only its own calls use has no memory at all. To the rest of the
 package a chain is a call like any other, whose operation is a `Chain`. Random calls, calls in place, products and lookups in tables stay calls of
-their own. Which calls form a chain follows from the pass alone, never from a budget, so the bits do not depend on one either. A chain touches, with
-the buffers of its function, no more memory than the hungriest single call of the pass, so that the least budget does not rise.
+their own. Which calls form a chain follows from the pass alone, never from a budget, so the bits do not depend on one either. A chain touches
+no more memory than the hungriest single call of the pass, and with the buffers of its function a sixteenth more at most, so that the least budget
+hardly rises.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _MEMBERS: Final = frozenset(
     }
 )
 """Operations that may be in a chain, besides those that PyTorch tags as pointwise."""
+_DIVISIONS: Final = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
 _MOVES: Final = frozenset({aten.clone.default, aten._to_copy.default})
 """Copies, which are no faster compiled; a chain has at least two other calls, and not only masks, which compiled loops compute slowly."""
 
@@ -163,7 +165,7 @@ class _Chaining:
         inputs = [ref for ref in used if ref.storage not in made]
         results = [ref for ref in made.values() if self._last_use[ref.storage] >= end]
         chain = self._compile(calls, inputs, results)
-        if self._touched(start, end) + chain.compiled.nbytes > self._limit:
+        if self._touched(start, end) + chain.compiled.nbytes > self._limit * 17 / 16:
             middle = (start + end) // 2
             return [*self._chains(start, middle), *self._chains(middle, end)]
         writes = frozenset(ref.storage for ref in results)
@@ -188,9 +190,15 @@ def _sums_columns(call: Call) -> bool:
     return all(source.strides[axis] != 1 for axis in axes if source.shape[axis] != 1)
 
 
+def _divides_integers(call: Call) -> bool:
+    """Whether a call divides integers: compiled loops note a division by zero in a variable that threads share."""
+    return call.func.overloadpacket in _DIVISIONS and not all(ref.dtype.is_floating_point for ref in _refs(call.results))
+
+
 def _may_join(call: Call) -> bool:
     """Whether a call may be in a chain: it only makes memory, whole, of real numbers, and its operation is one that fuses."""
-    if call.func not in _MEMBERS and torch.Tag.pointwise not in call.func.tags or call.is_random or call.writes != call.made or _sums_columns(call):
+    is_known = call.func in _MEMBERS or torch.Tag.pointwise in call.func.tags
+    if not is_known or call.is_random or call.writes != call.made or _sums_columns(call) or _divides_integers(call):
         return False
     if any(ref.is_conj or ref.is_neg or ref.dtype.is_complex or 0 in ref.shape for ref in _refs(call.args, call.kwargs, call.results)):
         return False
@@ -213,8 +221,8 @@ def _grid(made: Ref, ref: Ref) -> list[tuple[int, int, int, int]] | None:
     """How a tensor is found in a dense one: the memory as a grid of axes, of each of which the tensor has a part.
 
     Returns:
-        For each axis of the grid, the outermost first: its length, first index and length of the part, and the axis of the tensor (-1 for one that the
-        tensor does not have); None if there is no such grid.
+        For each axis of the grid, the outermost first: its length, first index and length of the part, and the axis of the tensor, -1 for one that
+        the tensor does not have; None if there is no such grid.
     """
     if ref.dtype != made.dtype:
         return None

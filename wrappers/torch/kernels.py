@@ -6,8 +6,9 @@ In order of preference an operation is computed by
 - its own ``out=`` overload, if that is a kernel of the CPU and not one that allocates, computes and copies;
 - itself, on memory of PyTorch, and a copy. That memory is counted as scratch of the task.
 
-All three give the bits of the operation itself. A chain (`chains`) writes where it is told to; what it takes from PyTorch is counted likewise. Random operations draw from a generator of their own, whose seed is given with the task, so that the
-numbers depend neither on the order of tasks nor on the worker.
+All three give the bits of the operation itself. A chain (`chains`) writes where it is told to; what it takes from PyTorch is counted likewise.
+Random operations draw from a generator of their own, whose seed is given with the task, so that the numbers depend neither on the order of tasks nor
+on the worker.
 """
 
 from __future__ import annotations
