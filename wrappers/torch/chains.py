@@ -251,9 +251,9 @@ def _view(value: torch.Tensor, made: Ref, ref: Ref) -> torch.Tensor:
     grid = _grid(made, ref)
     assert grid is not None  # `_joins` has looked
     flat = value.permute(_order(made)).reshape([length for length, *_ in grid])
-    for at, (length, first, part, _) in enumerate(grid):
-        if part != length:
-            flat = flat.narrow(at, first, part)
+    for at, (length, first, count, _) in enumerate(grid):
+        if count != length:
+            flat = flat.narrow(at, first, count)
     axes = [axis for *_, axis in grid if axis >= 0]
     flat = flat.squeeze(-1).permute(sorted(range(len(axes)), key=lambda at: axes[at]))
     return flat.reshape([ref.shape[axis] if axis in axes else 1 for axis in range(len(ref.shape))]).expand(ref.shape)
