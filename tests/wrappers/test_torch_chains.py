@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from support.torch_families import make
 
 from nntask import UsageError
-from wrappers.torch import Session
+from wrappers.torch import Session, Trainer
 from wrappers.torch.capture import Capture, Storage, capture
 from wrappers.torch.chains import Chain, ChainCompiler
 from wrappers.torch.inductor import Spec, check_compiler, compile_function
@@ -211,6 +212,28 @@ def test_a_session_is_resumed_with_the_same_choice(tmp_path: Path) -> None:
             session.resume(tmp_path / "other")
         session.resume(tmp_path / "run")
         assert session.step(input=x) == after
+
+
+def test_the_trainer_takes_the_choice(tmp_path: Path) -> None:
+    """A checkpoint of a trainer with compiled chains says so, and is refused by one without."""
+    hf = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    module, batches = make("bert", 2)
+    texts = [{name: value[0] for name, value in batch.items()} for batch in batches]
+    terms = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+
+    def trainer(steps: int, *, compiled: bool) -> Trainer:
+        arguments = hf.TrainingArguments(str(tmp_path), max_steps=steps, save_strategy="steps", save_steps=1, **terms)
+        return Trainer(copy.deepcopy(module), arguments, train_dataset=texts, ram="64MB", compiled=compiled)
+
+    first = trainer(1, compiled=True)
+    first.train()
+    first.close()
+    assert json.loads((tmp_path / "checkpoint-1" / "session.json").read_text())["compiled"] is True
+    second = trainer(2, compiled=False)
+    with pytest.raises(UsageError, match="resume it in a session with compiled=True"):
+        second.train(resume_from_checkpoint=True)
+    second.close()
 
 
 _WITHOUT = """
