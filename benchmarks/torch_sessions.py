@@ -26,6 +26,8 @@ import common
 
 EAGER: Final = "torch, eager"
 COMPILED: Final = "torch, compiled"
+CHAINS: Final = "session, compiled"
+"""A session with compiled chains."""
 WARMUP: Final = 2
 QUARTER: Final = 0.25
 
@@ -85,7 +87,8 @@ def measure(side: str, name: str, steps: int, ram: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
         case = CASES[name]
-        with Session(module, lr=1e-4, minibatches=case.minibatches, ram=ram, disk=folder if side == "quarter" else None) as session:
+        disk = folder if side == "quarter" else None
+        with Session(module, lr=1e-4, minibatches=case.minibatches, ram=ram, disk=disk, compiled=side == CHAINS) as session:
             del module
             found = _timed(lambda: session.step(**batch), steps, began)
             return {**found, "used_bytes": float(session.runtime.stats()["peak_bytes"]["ram"])}
@@ -128,7 +131,10 @@ def rows(name: str, found: dict[str, list[common.Measurement]]) -> list[dict[str
     table = [
         common.compare(f"{case.what}: steps", "steps/s", 1 / fastest["session"], EAGER, 1 / fastest[EAGER], better="more", bar="ratio >= 1.0"),
         common.compare(f"{case.what}: steps", "steps/s", 1 / fastest["session"], COMPILED, 1 / fastest[COMPILED], better="more", bar="ratio >= 0.9"),
+        common.compare(f"{case.what}, compiled chains: steps", "steps/s", 1 / fastest[CHAINS], EAGER, 1 / fastest[EAGER], better="more"),
+        common.compare(f"{case.what}, compiled chains: steps", "steps/s", 1 / fastest[CHAINS], COMPILED, 1 / fastest[COMPILED], better="more"),
         common.compare(f"{case.what}: peak memory", "bytes", memory["session"], EAGER, memory[EAGER], better="less", bar="ratio <= 0.75"),
+        common.compare(f"{case.what}, compiled chains: peak memory", "bytes", memory[CHAINS], EAGER, memory[EAGER], better="less"),
         common.compare(
             f"{case.what}, a quarter of the RAM: steps",
             "steps/s",
@@ -163,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         def side(which: str, ram: str = "", model: str = name) -> common.Side:
             return common.Side(which, common.this_script(__file__, f"--side={which}", f"--model={model}", f"--ram={ram}", f"--steps={asked.steps}"))
 
-        found = common.alternate([side(EAGER), side(COMPILED), side("session", CASES[name].ram)], asked.rounds)
+        found = common.alternate([side(EAGER), side(COMPILED), side("session", CASES[name].ram), side(CHAINS, CASES[name].ram)], asked.rounds)
         used = min(one["used_bytes"] for one in found["session"])
         found |= common.alternate([side("quarter", f"{int(QUARTER * used)}B")], 1)
         kept[name] = found

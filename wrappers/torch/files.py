@@ -25,7 +25,7 @@ MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "session.json"
 FORMAT: Final = 1
-_FIRST: Final[Mapping[str, Any]] = {"kind of device": "cpu", "threads": 1, "rows_of_tiles": {}}
+_FIRST: Final[Mapping[str, Any]] = {"kind of device": "cpu", "threads": 1, "compiled": False, "rows_of_tiles": {}}
 """Numerics of sessions that were saved without them."""
 _ARGUMENTS: Final = {"kind of device": "ngpu", "rows_of_tiles": "largest_tile"}
 """Numerics that follow from an argument of another name."""

@@ -6,8 +6,9 @@ In order of preference an operation is computed by
 - its own ``out=`` overload, if that is a kernel of each kind of device and not one that allocates, computes and copies;
 - itself, on memory of PyTorch, and a copy. That memory is counted as scratch of the task.
 
-All three give the bits of the operation itself. Random operations draw from a generator of their own, whose seed is given with the task, so that the
-numbers depend neither on the order of tasks nor on the worker; on a GPU by rules of `draws`.
+All three give the bits of the operation itself. A chain (`chains`) writes where it is told to; what it takes from PyTorch is counted likewise.
+Random operations draw from a generator of their own, whose seed is given with the task, so that the numbers depend neither on the order of tasks nor
+on the worker; on a GPU by rules of `draws`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nntask import UsageError
 
 from . import rows
 from .capture import Call, Ref, Storage, aten
+from .chains import Chain
 from .devices import HOST, KEYS, has_kernel, runs_on_gpu
 from .draws import rule_of
 
@@ -57,6 +59,8 @@ def into_of(call: Call) -> Into | None:
         if rule is None and not _takes_generator(call.func):
             raise UsageError(f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, bernoulli, uniform_ or normal_ in the model")
         return rule
+    if isinstance(call.func, Chain):
+        return call.func.into
     return _INTO.get(call.func) or _out_overload(call.func)
 
 
@@ -79,6 +83,11 @@ def adding_of(call: Call) -> Into | None:
     if call.func is aten.embedding_dense_backward.default and call.args[4]:
         return None
     return _ADDING.get(call.func)
+
+
+def buffer_nbytes(call: Call) -> int:
+    """Bytes that a call takes from PyTorch's allocator for what is between its loops."""
+    return call.func.compiled.nbytes if isinstance(call.func, Chain) else 0
 
 
 def _add_product(results: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
@@ -339,6 +348,10 @@ def _rows_gradient(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids:
     rows.gradient_into(results[0], gradient, ids, first, padding)
 
 
+def _nll_loss_backward(results: Sequence[torch.Tensor], *args: Any) -> None:
+    aten.nll_loss_backward.grad_input(*args, grad_input=results[0])
+
+
 _INTO: Final[Mapping[Any, Into]] = {
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
@@ -363,6 +376,7 @@ _INTO: Final[Mapping[Any, Into]] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     rows.ops.rows_gradient.default: _rows_gradient,
+    aten.nll_loss_backward.default: _nll_loss_backward,
 }
 
 

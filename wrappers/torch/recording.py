@@ -22,6 +22,7 @@ from tiles import TileTensor
 
 from .batches import check_batch, shapes_of, signature_of
 from .capture import Function, Storage, capture
+from .chains import ChainCompiler
 from .cuts import cut_parameters
 from .emission import StepTasks, key_of, num_rows_of
 from .gpus import fallbacks_of
@@ -70,6 +71,7 @@ class Captures:
         modes: which of the module's parts are in training mode while it trains.
         gradient_dtype: name of a parameter -> element type of its gradient.
         tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
+        compiler: compiles chains of calls; None if they stay calls of their own.
         on_gpus: whether GPUs compute.
     """
 
@@ -80,10 +82,11 @@ class Captures:
         modes: Mapping[torch.nn.Module, bool],
         gradient_dtype: Callable[[str], np.dtype[np.generic]],
         tiles: Mapping[str, tuple[int, int]],
+        compiler: ChainCompiler | None,
         *,
         on_gpus: bool,
     ) -> None:
-        self.module, self.tiles, self._on_gpus = module, tiles, on_gpus
+        self.module, self.tiles, self._compiler, self._on_gpus = module, tiles, compiler, on_gpus
         self._objective, self._modes, self._gradient_dtype = objective, modes, gradient_dtype
         self._passes: dict[tuple[Any, ...], Pass] = {}
 
@@ -97,7 +100,10 @@ class Captures:
                     child.training = is_training and purpose == "train"
                 captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor, on_gpus=self._on_gpus)
             dtypes = {name: self._gradient_dtype(name) for name, _ in captured.gradients}
-            captured, num_rows = cut_parameters(with_accumulated_sums(captured), self.tiles), num_rows_of(captured)
+            num_rows = num_rows_of(captured)
+            captured = cut_parameters(with_accumulated_sums(captured), self.tiles)
+            if self._compiler is not None:
+                captured = self._compiler.chained(captured)
             self._passes[key] = Pass(captured, dtypes, num_rows, on_gpus=self._on_gpus)
         return self._passes[key]
 

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from .capture import Call, Capture, Ref, Storage, TileKey
-from .kernels import does_nothing, torch_nbytes
+from .chains import Chain
+from .kernels import buffer_nbytes, does_nothing, torch_nbytes
 
 ALIGNMENT: Final = 64
 """Offsets in scratch memory are multiples of this; bytes."""
@@ -34,7 +35,7 @@ class Segment:
         inner: storages that only it uses -> offset in its scratch memory.
         lives: inner storages -> number of the call that makes each.
         ends: inner storages -> number of the last call that uses each.
-        beside_nbytes: most bytes that PyTorch allocates for one call's results, which are then copied.
+        beside_nbytes: most bytes that PyTorch allocates for one call: results, which are then copied, and the buffers of a chain.
         scratch_nbytes: bytes of scratch memory, those that PyTorch allocates included.
         gradients: those that are final after it.
         flops: floating-point operations.
@@ -57,8 +58,9 @@ class Segment:
     def name(self) -> str:
         """The operation that takes longest, for traces: that with most flops, else that with the largest result."""
         work = [(flops_of(call), sum(s.nbytes for s in call.writes), -at) for at, call in enumerate(self.calls)]
-        name: str = self.calls[-max(work)[2]].func.overloadpacket._qualified_op_name.partition("::")[2]
-        return name.strip("_") if len(self.calls) == 1 else f"{name.strip('_')} and {len(self.calls) - 1}"
+        func = self.calls[-max(work)[2]].func
+        name: str = func.name if isinstance(func, Chain) else func.overloadpacket._qualified_op_name.partition("::")[2].strip("_")
+        return name if len(self.calls) == 1 else f"{name} and {len(self.calls) - 1}"
 
 
 def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = None) -> list[Segment]:
@@ -134,7 +136,7 @@ def _segment(
     inner = {storage: first for storage, first in made.items() if last_use[storage] < end and storage not in kept}
     last = {storage: max(last_use[storage], *_final_at(capture, storage, finals, start, end)) for storage in inner}
     offsets, nbytes = scratch_layout(inner, last)
-    beside = max((sum(s.nbytes for s in call.made if s not in inner) for call in calls if torch_nbytes(call)), default=0)
+    beside = max((sum(s.nbytes for s in call.made if s not in inner) if torch_nbytes(call) else buffer_nbytes(call) for call in calls), default=0)
     return Segment(
         start,
         calls,
@@ -175,7 +177,7 @@ def scratch_layout(first: Mapping[Storage, int], last: Mapping[Storage, int]) ->
 
 def flops_of(call: Call) -> float:
     """Floating-point operations of a call; 0 of one without products, by PyTorch's own table."""
-    count = flop_registry.get(call.func.overloadpacket)
+    count = None if isinstance(call.func, Chain) else flop_registry.get(call.func.overloadpacket)
     if count is None or does_nothing(call):
         return 0.0
     args, kwargs = tree_map_only(Ref, _on_meta, (call.args, dict(call.kwargs)))

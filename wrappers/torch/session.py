@@ -36,11 +36,13 @@ from tiles import TileTensor
 
 from .batches import check_batch, cut
 from .capture import Function
+from .chains import ChainCompiler
 from .cuts import tiles_of
 from .devices import as_tensor
 from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .gpus import GpuTerms, check_gpus, machine_with
+from .inductor import check_compiler
 from .kernels import OperationFailed
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors
 from .objectives import Loss, loss_of, objective_of, scalar
@@ -116,6 +118,8 @@ class Session:
             none need fit the budget as a whole. Part of the numerics: a product that is cut rounds otherwise.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
             `empty_parameters`. None for those that the module has.
+        compiled: whether chains of elementwise operations and normalisations are compiled, which needs a C++ compiler. Results then differ from those
+            of a session without it by rounding, so a saved session is resumed with the same choice.
         options: further options of an optimizer that is named, such as ``weight_decay``.
 
     Raises:
@@ -148,6 +152,7 @@ class Session:
         gpu_memory: str | None = None,
         largest_tile: str = LARGEST_TILE,
         weights: str | os.PathLike[str] | None = None,
+        compiled: bool = False,
         **options: Any,
     ) -> None:
         if not 0 <= seed < 1 << 63:
@@ -157,6 +162,11 @@ class Session:
         if minibatches < 1:
             raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
         check_module(module, has_weights=weights is not None)
+        if compiled:
+            check_compiler()
+            if ngpu != 0:
+                raise UsageError(f"compiled chains are of CPUs, got compiled=True with ngpu={ngpu}; leave one of them out")
+        self._compiler = ChainCompiler() if compiled else None
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
         limit = parse_size(largest_tile, "largest_tile")
@@ -195,7 +205,9 @@ class Session:
         let_go(module)
         function = scalar(objective or objective_of(loss or loss_of))
         self._steps = StepRecorder(
-            Captures(module, function, modes_of(module), self._state.gradient_dtype, self._state.tiles, on_gpus=self._machine.has_gpus),
+            Captures(
+                module, function, modes_of(module), self._state.gradient_dtype, self._state.tiles, self._compiler, on_gpus=self._machine.has_gpus
+            ),
             self._state,
             self._key,
             self._optimizer,
@@ -404,10 +416,10 @@ class Session:
     @property
     def _numerics(self) -> dict[str, Any]:
         """What bits depend on, beside module, optimizer and batches."""
-        kind = "cuda" if self._machine.has_gpus else "cpu"
         return {
-            "kind of device": kind,
+            "kind of device": "cuda" if self._machine.has_gpus else "cpu",
             "threads": self._threads.count,
+            "compiled": self._compiler is not None,
             "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()},
         }
 

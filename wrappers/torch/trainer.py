@@ -35,6 +35,7 @@ from nntask import UsageError
 from nntask.io import read_object, written_aside
 
 from .files import MODEL, STATE, storage_errors
+from .inductor import check_compiler
 from .modules import check_module
 from .session import Session
 from .trainer_checks import check_arguments, check_trainer, plain_optimizer
@@ -59,6 +60,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session brings it to them in pieces.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each GPU or simulated device.
+        compiled: whether chains of elementwise operations are compiled, as of `Session`.
         more: further arguments by name.
 
     Raises:
@@ -77,10 +79,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ngpu: int | None = 0,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
+        compiled: bool = False,
         **more: Any,
     ) -> None:
         self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "threads": threads, "ngpu": ngpu, "sim_gpu": sim_gpu}
-        self._terms["gpu_memory"] = gpu_memory
+        self._terms |= {"gpu_memory": gpu_memory, "compiled": compiled}
         self._session: Session | None = None
         self._learns = False
         self._minibatches: list[dict[str, Any]] = []
@@ -91,6 +94,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         check_arguments(args, named_optimizer=is_named)
         if model is not None:
             check_module(model)
+        if compiled:
+            check_compiler()
         super().__init__(model, args, *others, **more)
         check_trainer(self, Trainer)
 

@@ -1,0 +1,279 @@
+"""Chains: runs of elementwise calls, reductions and normalisations that become one compiled call each.
+
+A chain reads what it needs from outside, and writes what is used after it; what only its own calls use has no memory at all. To the rest of the
+package a chain is a call like any other, whose operation is a `Chain`. Random calls, calls in place, products and lookups in tables stay calls of
+their own. Which calls form a chain follows from the pass alone, never from a budget, so the bits do not depend on one either. A chain touches
+no more memory than the hungriest single call of the pass, and with the buffers of its function a sixteenth more at most, so that the least budget
+hardly rises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .capture import Call, Capture, Ref, Storage, aten
+from .inductor import Compiled, Spec, compile_function
+
+_MEMBERS: Final = frozenset(
+    {
+        *(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default),
+        *(aten.var.correction, aten.var_mean.correction, aten.linalg_vector_norm.default),
+        *(aten._softmax.default, aten._softmax_backward_data.default, aten._log_softmax.default, aten._log_softmax_backward_data.default),
+        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
+        *(aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default),
+        *(aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.mse_loss.default, aten.mse_loss_backward.default),
+        *(aten.cat.default, aten.stack.default, aten.clone.default, aten._to_copy.default, aten.slice_backward.default, aten.select_backward.default),
+        *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.ones.default, aten.ones_like.default, aten.new_ones.default),
+        *(aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default),
+        *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.constant_pad_nd.default, aten.gelu_backward.default),
+        *(aten.silu_backward.default, aten.tanh_backward.default, aten.sigmoid_backward.default, aten.threshold_backward.default),
+        *(aten.repeat.default, aten.flip.default, aten.roll.default, aten.unsafe_split.Tensor, aten.split_with_sizes_copy.default),
+    }
+)
+"""Operations that may be in a chain, besides those that PyTorch tags as pointwise."""
+_DIVISIONS: Final = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
+_MOVES: Final = frozenset({aten.clone.default, aten._to_copy.default})
+"""Copies, which are no faster compiled; a chain has at least two other calls, and not only masks, which compiled loops compute slowly."""
+
+
+class Chain:
+    """What a chain computes, in place of an operation of PyTorch in a call: its arguments are the inputs, its results are written where they belong.
+
+    Attributes:
+        name: its operations, for traces.
+        tags: none; as of an operation.
+        compiled: computes it.
+    """
+
+    tags: frozenset[Any] = frozenset()
+
+    def __init__(self, name: str, compiled: Compiled) -> None:
+        self.name, self.compiled = name, compiled
+
+    def __str__(self) -> str:
+        return self.name
+
+    def into(self, results: Sequence[torch.Tensor], *inputs: torch.Tensor) -> None:
+        """Compute the results from the inputs."""
+        self.compiled.run([*inputs, *results])
+
+
+class ChainCompiler:
+    """Makes chains of passes; equal ones are compiled once.
+
+    Attributes:
+        num_compiled: functions compiled so far.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, Compiled] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of functions that were compiled."""
+        return len(self._compiled)
+
+    def chained(self, capture: Capture) -> Capture:
+        """A pass with its chains as single calls."""
+        return replace(capture, calls=_Chaining(capture, self._compile).calls())
+
+    def _compile(self, calls: Sequence[Call], inputs: Sequence[Ref], results: Sequence[Ref]) -> Chain:
+        numbers: dict[Storage, int] = {}
+
+        def placed(ref: Ref) -> Any:
+            return (numbers.setdefault(ref.storage, len(numbers)), *_layout(ref))
+
+        kept = tree_map_only(Ref, placed, [(str(call.func), call.args, dict(call.kwargs), call.results) for call in calls])
+        key = repr((kept, [placed(ref) for ref in inputs], [placed(ref) for ref in results]))
+        name = _name_of(calls)
+        if key not in self._compiled:
+            function = _function_of(calls, inputs, results)
+            self._compiled[key] = compile_function(function, [_spec(ref) for ref in inputs], [_spec(ref) for ref in results], name)
+        return Chain(name, self._compiled[key])
+
+
+def _layout(ref: Ref) -> tuple[Any, ...]:
+    return ref.dtype, ref.shape, ref.strides, ref.offset
+
+
+def _spec(ref: Ref) -> Spec:
+    return Spec(ref.dtype, ref.shape, ref.strides)
+
+
+def _name_of(calls: Sequence[Call]) -> str:
+    names = dict.fromkeys(call.func.overloadpacket._qualified_op_name.partition("::")[2].strip("_") for call in calls)
+    return " ".join([*names][:4]) + (" ..." if len(names) > 4 else "")
+
+
+class _Chaining:
+    """The search for the chains of one pass."""
+
+    def __init__(self, capture: Capture, compiler: Callable[[Sequence[Call], Sequence[Ref], Sequence[Ref]], Chain]) -> None:
+        self._calls, self._compile = capture.calls, compiler
+        self._last_use: dict[Storage, int] = {}
+        for number, call in enumerate(capture.calls):
+            self._last_use.update(dict.fromkeys(call.reads | call.writes, number))
+        self._last_use.update({ref.storage: len(capture.calls) for ref in _refs(capture.outputs, capture.gradients)})
+        self._limit = max((_nbytes(call.reads | call.writes) for call in capture.calls), default=0)
+
+    def calls(self) -> list[Call]:
+        """The calls of the pass, those of each chain in one."""
+        found: list[Call] = []
+        at = 0
+        while at < len(self._calls):
+            if _may_join(self._calls[at]):
+                end = self._end_of_run(at)
+                while end > at + 1 and self._touched(at, end) > self._limit:
+                    end -= 1
+                found += self._chains(at, end)
+            else:
+                end = at + 1
+                found.append(self._calls[at])
+            at = end
+        return found
+
+    def _end_of_run(self, start: int) -> int:
+        """The first call after a start that can be in no chain, or uses a tensor of the calls before in a way that cannot be told as a view."""
+        made: dict[Storage, Ref] = {}
+        for number in range(start, len(self._calls)):
+            call = self._calls[number]
+            used = [ref for ref in _refs(call.args, call.kwargs) if ref.storage in made]
+            if not _may_join(call) or any(_grid(made[ref.storage], ref) is None for ref in used):
+                return number
+            made.update((ref.storage, ref) for ref in _refs(call.results))
+        return len(self._calls)
+
+    def _touched(self, start: int, end: int) -> int:
+        """Bytes that some calls read and write as a chain."""
+        calls = self._calls[start:end]
+        made = {storage for call in calls for storage in call.made}
+        return _nbytes({s for call in calls for s in call.reads} - made) + _nbytes({s for s in made if self._last_use[s] >= end})
+
+    def _chains(self, start: int, end: int) -> list[Call]:
+        """The calls of a run, as one chain; in two parts if its function takes too much memory besides."""
+        calls = self._calls[start:end]
+        if sum(call.func not in _MOVES for call in calls) < 2 or all(ref.dtype == torch.bool for call in calls for ref in _refs(call.results)):
+            return list(calls)
+        made = {ref.storage: ref for call in calls for ref in _refs(call.results)}
+        used = dict.fromkeys(ref for call in calls for ref in _refs(call.args, call.kwargs))
+        inputs = [ref for ref in used if ref.storage not in made]
+        results = [ref for ref in made.values() if self._last_use[ref.storage] >= end]
+        chain = self._compile(calls, inputs, results)
+        if self._touched(start, end) + chain.compiled.nbytes > self._limit * 17 / 16:
+            middle = (start + end) // 2
+            return [*self._chains(start, middle), *self._chains(middle, end)]
+        writes = frozenset(ref.storage for ref in results)
+        return [Call(chain, tuple(inputs), {}, tuple(results), frozenset(ref.storage for ref in inputs), writes, writes)]
+
+
+def _refs(*values: Any) -> list[Ref]:
+    """The references in some values, in order."""
+    return [leaf for value in values for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value) if isinstance(leaf, Ref)]
+
+
+def _nbytes(storages: Sequence[Storage] | set[Storage] | frozenset[Storage]) -> int:
+    return sum(storage.nbytes for storage in storages)
+
+
+def _sums_columns(call: Call) -> bool:
+    """Whether a call sums over other axes than the innermost in memory, at which the loops of PyTorch's own kernels are better than compiled ones."""
+    if call.func is not aten.sum.dim_IntList or not call.args[1]:
+        return False
+    source: Ref = call.args[0]
+    axes = {axis % len(source.shape) for axis in call.args[1] if source.shape}
+    return all(source.strides[axis] != 1 for axis in axes if source.shape[axis] != 1)
+
+
+def _divides_integers(call: Call) -> bool:
+    """Whether a call divides integers: compiled loops note a division by zero in a variable that threads share."""
+    return call.func.overloadpacket in _DIVISIONS and not all(ref.dtype.is_floating_point for ref in _refs(call.results))
+
+
+def _may_join(call: Call) -> bool:
+    """Whether a call may be in a chain: it only makes memory, whole, of real numbers, and its operation is one that fuses."""
+    is_known = call.func in _MEMBERS or torch.Tag.pointwise in call.func.tags
+    if not is_known or call.is_random or call.writes != call.made or _sums_columns(call) or _divides_integers(call):
+        return False
+    if any(ref.is_conj or ref.is_neg or ref.dtype.is_complex or 0 in ref.shape for ref in _refs(call.args, call.kwargs, call.results)):
+        return False
+    results = _refs(call.results)
+    return len({ref.storage for ref in results}) == len(results) and all(ref.storage in call.made and _is_dense(ref) for ref in results)
+
+
+def _order(ref: Ref) -> list[int]:
+    """The axes of a tensor from the outermost in memory to the innermost."""
+    return sorted(range(len(ref.shape)), key=lambda axis: (-ref.strides[axis], ref.shape[axis] == 1))
+
+
+def _is_dense(ref: Ref) -> bool:
+    """Whether a tensor is its storage, its axes in any order."""
+    order = _order(ref)
+    return replace(ref, shape=tuple(ref.shape[a] for a in order), strides=tuple(ref.strides[a] for a in order)).is_whole
+
+
+def _grid(made: Ref, ref: Ref) -> list[tuple[int, int, int, int]] | None:
+    """How a tensor is found in a dense one: the memory as a grid of axes, of each of which the tensor has a part.
+
+    Returns:
+        For each axis of the grid, the outermost first: its length, first index and length of the part, and the axis of the tensor, -1 for one that
+        the tensor does not have; None if there is no such grid.
+    """
+    if ref.dtype != made.dtype:
+        return None
+    total, rest, inner = prod(made.shape), ref.offset, prod(made.shape)
+    found = []
+    for axis in _order(ref):
+        length, stride = ref.shape[axis], ref.strides[axis]
+        if length == 1 or stride == 0:
+            continue
+        if inner % stride:
+            return None
+        first, rest = divmod(rest, stride)
+        if first + length > inner // stride:
+            return None
+        found.append((inner // stride, first, length, axis))
+        inner = stride
+    if rest >= inner or total == 0:
+        return None
+    return [*found, (inner, rest, 1, -1)]
+
+
+def _view(value: torch.Tensor, made: Ref, ref: Ref) -> torch.Tensor:
+    """A tensor as a view of the value of a dense one over the same storage, by operations on shapes and slices."""
+    if made == ref:
+        return value
+    grid = _grid(made, ref)
+    assert grid is not None  # `_joins` has looked
+    flat = value.permute(_order(made)).reshape([length for length, *_ in grid])
+    for at, (length, first, count, _) in enumerate(grid):
+        if count != length:
+            flat = flat.narrow(at, first, count)
+    axes = [axis for *_, axis in grid if axis >= 0]
+    flat = flat.squeeze(-1).permute(sorted(range(len(axes)), key=lambda at: axes[at]))
+    return flat.reshape([ref.shape[axis] if axis in axes else 1 for axis in range(len(ref.shape))]).expand(ref.shape)
+
+
+def _function_of(calls: Sequence[Call], inputs: Sequence[Ref], results: Sequence[Ref]) -> Callable[..., list[torch.Tensor]]:
+    """The function that a chain is, for tracing."""
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        given: Mapping[Ref, torch.Tensor] = dict(zip(inputs, tensors, strict=True))
+        made: dict[Storage, tuple[Ref, torch.Tensor]] = {}
+
+        def find(ref: Ref) -> torch.Tensor:
+            return _view(made[ref.storage][1], made[ref.storage][0], ref) if ref.storage in made else given[ref]
+
+        for call in calls:
+            args, kwargs = tree_map_only(Ref, find, (call.args, dict(call.kwargs)))
+            found = call.func(*args, **kwargs)
+            leaves = list(found) if isinstance(found, tuple | list) else [found]
+            made.update({ref.storage: (ref, value) for ref, value in zip(call.results, leaves, strict=True) if ref is not None})
+        return [made[ref.storage][1] for ref in results]
+
+    return function
