@@ -35,6 +35,7 @@ from ..models.registry import config_from_dict
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "state.json"
+CONFIG: Final = "config.json"
 RUN_CONFIG: Final = "config.toml"
 """In a run directory: all settings of the run."""
 FORMAT: Final = 1
@@ -110,6 +111,7 @@ def save_checkpoint(
     optimizer: Mapping[str, TileTensor],
     *,
     tokenizer: Tokenizer | None = None,
+    config: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
     """Write the checkpoint of ``state["step"]`` and remove all but the newest `keep`; a checkpoint of this step that exists is left alone.
@@ -120,6 +122,7 @@ def save_checkpoint(
         model: name -> tensor of the model.
         optimizer: name -> tensor of the optimizer's state.
         tokenizer: the tokenizer whose files are saved too.
+        config: content of a config.json that is saved too, where the model's tensors have the names of its module in transformers.
         keep: number of checkpoints that remain.
 
     Returns:
@@ -139,6 +142,8 @@ def save_checkpoint(
                 checksums = {name: save_tensors(new / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
                 if tokenizer is not None:
                     tokenizer.save(new)
+                if config is not None:
+                    _write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
                 _write_text(new / STATE, json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
         except Diverged as error:
             raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
