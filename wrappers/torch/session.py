@@ -28,18 +28,19 @@ import scheduler
 from nntask import DoesNotFit, StorageError, UsageError
 from nntask.config import ResourceSettings
 from nntask.engine import Outcome
-from nntask.hardware import FAILURES, machine_of, open_runtime, reuse_freed_memory, this_machine
+from nntask.hardware import FAILURES, MachineSpec, machine_of, open_runtime, reuse_freed_memory, this_machine
 from nntask.io import load_tensors
 from nntask.optim import norm_of
 from nntask.planning import needs_of, shortage
-from scheduler import CapturingRuntime, Handle, Runtime, Step, Ticket
+from scheduler import Handle, Runtime, Step, Ticket
 from tiles import TileTensor
 
 from .batches import check_batch, cut, shapes_of, signature_of
-from .capture import Function, Storage, capture
+from .capture import Function, Storage
+from .dry import captured_step, pass_of
 from .emission import StepTasks, check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
-from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, unchanged
+from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors
 from .objectives import Loss, call, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .state import ModuleState
@@ -132,6 +133,9 @@ class Session:
         workers: number of CPU workers; None for one for each core.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each simulated device.
+        on: a machine and its runtime, which the caller has opened and will close, in place of `ram` to `gpu_memory`. Failures are then the caller's
+            to explain, and so is a step that does not fit.
+        order: in which a training step executes when memory is short, a name of `Runtime.record`.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
             `empty_parameters`. None for those that the module has.
         options: further options of an optimizer that is named, such as ``weight_decay``.
@@ -162,6 +166,8 @@ class Session:
         workers: int | None = None,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
+        on: tuple[MachineSpec, Runtime] | None = None,
+        order: str = "auto",
         weights: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
@@ -176,10 +182,13 @@ class Session:
         self._max_norm, self._seed = max_grad_norm, seed
         self._modes, self._terms = modes_of(module), terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
-        resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
-        self._machine = machine_of(resources)
-        reuse_freed_memory()
-        self.runtime: Runtime = open_runtime(self._machine)
+        self._order, self._is_lent = order, on is not None
+        if on is None:
+            resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
+            machine = machine_of(resources)
+            reuse_freed_memory()
+            on = machine, open_runtime(machine)
+        self._machine, self.runtime = on
         self._thread = SingleThread()  # of each worker
         try:
             with self.user_errors():
@@ -285,9 +294,22 @@ class Session:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
         give(module, self._values())
 
+    def model_tensors(self) -> dict[str, TileTensor]:
+        """The tensors of the module's `state_dict` by name, tied ones once."""
+        return self._saved(frozen=True)
+
     def optimizer_tensors(self) -> dict[str, TileTensor]:
         """The optimizer's state by name, such as "m.layer.weight"."""
         return self._optimizer.tensors()
+
+    def reset_optimizer(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self._optimizer.reset()
+        self.num_steps = 0
+
+    def training_step(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> Step:
+        """The step that `start_minibatches` replays for minibatches of these shapes, recorded if it is not yet; their values do not matter."""
+        return self._step_for("train", minibatches, divisor or len(minibatches)).step
 
     def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
@@ -353,8 +375,7 @@ class Session:
             DataError: the file is missing, corrupt, or of another module.
         """
         load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
-        self._optimizer.reset()
-        self.num_steps = 0
+        self.reset_optimizer()
 
     @property
     def _rate(self) -> float:
@@ -372,7 +393,8 @@ class Session:
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
-        self.runtime.close()
+        if not self._is_lent:
+            self.runtime.close()
         self._thread.end()
 
     def __enter__(self) -> Session:
@@ -387,6 +409,8 @@ class Session:
         try:
             yield
         except FAILURES as error:
+            if self._is_lent:
+                raise
             raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
 
     def _step_for(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> _Recorded:
@@ -418,10 +442,11 @@ class Session:
                 f"{shapes_of(minibatches)} differ; pad them to one shape"
             )
         is_training = purpose == "train"
-        self._check_fit(passes, minibatches, training=is_training)
+        if not self._is_lent:
+            self._check_fit(passes, minibatches, training=is_training)
         with self.user_errors():
             emission = StepTasks(passes, self._state, minibatches)
-            with self.runtime.record() as step:
+            with self.runtime.record(self._order if is_training else "auto") as step:
                 kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
         return _Recorded(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
 
@@ -430,11 +455,8 @@ class Session:
         key = (purpose, divisor, signature_of(minibatch))
         if key not in self._passes:
             function = call if purpose == "predict" else self._objective
-            with unchanged(self.module):
-                for child, is_training in self._modes.items():
-                    child.training = is_training and purpose == "train"
-                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor)
-            self._passes[key] = Pass(captured, {name: self._state.gradient_dtype(name) for name in captured.gradients})
+            modes = {child: is_training and purpose == "train" for child, is_training in self._modes.items()}
+            self._passes[key] = pass_of(self.module, modes, minibatch, function, backward=purpose == "train", divisor=divisor)
         return self._passes[key]
 
     def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
@@ -443,14 +465,8 @@ class Session:
         Raises:
             DoesNotFit: says which budget is too small, and by how much.
         """
-        dry = CapturingRuntime()
-        state, key = ModuleState(self.module, dry), key_of(dry)
-        optimizer = optimizer_on(self.optimizer, self.module, state.parameters, self._max_norm) if training else None
-        emission = StepTasks(passes, state, minibatches)
-        with dry.record():
-            outputs = emission.submit(key, optimizer)
-        del outputs
-        needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
+        found = captured_step(self.module, self.optimizer if training else None, passes, minibatches, max_norm=self._max_norm)
+        needs, machine = needs_of(found.plan, thrifty=True), this_machine(self._machine)
         if not needs.fit(machine):
             changes = ["raise ram=", "use more and smaller minibatches" if training else "predict smaller batches"]
             if self._machine.disk is None:
