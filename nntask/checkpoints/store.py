@@ -30,7 +30,7 @@ from ..errors import DataError, Diverged, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
 from ..io.safetensors_file import checksum_of, load_tensors, save_tensors
 from ..models.interface import ModelConfig
-from ..models.registry import config_from_dict
+from ..models.registry import config_from_dict, untiled_type
 
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
@@ -60,9 +60,14 @@ class Checkpoint:
         """The configuration of the checkpoint's model.
 
         Raises:
-            DataError: state.json describes no valid model.
+            DataError: state.json describes no valid model, or one without tiles.
         """
         file = self.path / STATE
+        if kind := untiled_type(self.state["model"]):
+            raise DataError(
+                f"{self.path} holds a {kind}, for which nntask has no tiles: nntask train and plan take it, and nothing else does; "
+                f"use transformers, which reads it as a model directory: from_pretrained({str(self.path)!r})"
+            )
         try:
             return config_from_dict(self.state["model"], f"model in {file}")
         except UsageError as error:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, SUBMISSION, PlannedOrder
-from tiles.kernels import kernel_versions
 
 from ..config.run_config import Run, RunConfig
 from ..config.toml import to_toml
@@ -28,7 +27,7 @@ from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
 from ..telemetry.metrics import StepPrinter
 from .initial_weights import load_weights
-from .run_directory import CONFIG, write_file
+from .run_directory import CONFIG, computing_versions, write_file
 from .run_lock import RunLock
 from .signals import Interrupts
 
@@ -209,7 +208,7 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:
-        for name, version in kernel_versions().items():
+        for name, version in computing_versions().items():
             was = resumed.state.get("versions", {}).get(name, version)
             if was != version:
                 say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")

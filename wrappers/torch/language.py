@@ -103,7 +103,7 @@ class LanguageModelConfig:
         """
         if not self.module.supports_gradient_checkpointing:
             raise UsageError(f"--recompute block is not implemented by transformers for {self.model_type}; drop it, or add --disk DIR")
-        self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.module.activation_checkpointing_enable({"use_reentrant": False})
 
     def to_dict(self) -> dict[str, Any]:
         """The config as Hugging Face's JSON object, with its model_type and the class of the module."""
