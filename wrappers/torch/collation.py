@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+import nntask.data
 from nntask import DataError, UsageError
 
 from .language import Kind
@@ -28,18 +29,22 @@ _TRIES: Final = 64
 
 
 def load_tokenizer(directory: str) -> Any:
-    """transformers' tokenizer in a directory, or beside a tokenizer.json; None without a directory.
+    """transformers' tokenizer in a directory, or beside a tokenizer.json; None without a directory. It has a mask if its files have.
 
     Raises:
-        DataError: transformers cannot read it.
+        DataError: it cannot be read.
     """
     if not directory:
         return None
-    place = Path(directory)
+    place, known = Path(directory), nntask.data.load_tokenizer(directory)
     try:
-        return transformers.AutoTokenizer.from_pretrained(place if place.is_dir() else place.parent, local_files_only=True, trust_remote_code=False)
+        place = place if place.is_dir() else place.parent
+        found = transformers.AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any type, by what is broken
         raise DataError(f"transformers cannot read the tokenizer in {directory}: {error}; copy its files from the model's directory again") from None
+    if found.mask_token is not None and found.mask_token_id >= known.vocab_size:  # transformers has added it
+        found.mask_token = None
+    return found
 
 
 class Collator:
@@ -64,12 +69,20 @@ class Collator:
         """Refuse data that the model cannot learn from.
 
         Raises:
-            UsageError: tokens are to be masked, and the tokenizer has no mask.
+            UsageError: tokens are to be masked, and the tokenizer has no mask, or more ids than the model.
         """
-        if self._kind == "masked" and getattr(self._tokenizer, "mask_token", None) is None:
+        if self._kind != "masked":
+            return
+        if getattr(self._tokenizer, "mask_token", None) is None:
             raise UsageError(
                 "a masked language model learns what is behind the mask token, and the tokenizer of the data has none; "
                 "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json beside its tokenizer.json"
+            )
+        num_ids, most = len(self._tokenizer), int(self._module.config.get_text_config().vocab_size)
+        if num_ids > most:  # random ones replace some tokens
+            raise UsageError(
+                f"the tokenizer has {num_ids} ids with the special tokens that transformers adds to it, and the model's vocabulary {most}; "
+                "use the tokenizer that belongs to the model"
             )
 
     def training(self, tokens: Tokens, step: int, number: int) -> dict[str, Any]:
