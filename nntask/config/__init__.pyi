@@ -2,7 +2,7 @@ from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
 from .resolution import TINY, model_spec, open_tiles, resolve, resolve_untiled, retiled, sized
-from .run_config import ModelSpec, OptimizerSpec, Run, RunConfig
+from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
 from .settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointSettings",
     "ClusterSettings",
     "ClusterSpec",
+    "LanguageRun",
     "MachineSettings",
     "ModelSettings",
     "ModelSpec",
@@ -31,7 +32,6 @@ __all__ = [
     "OptimizerSettings",
     "OptimizerSpec",
     "ResourceSettings",
-    "Run",
     "RunConfig",
     "TilingSettings",
     "TrainSettings",

@@ -25,7 +25,7 @@ from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
 from .cluster import cluster_of
-from .run_config import LanguageSpec, Length, ModelSpec, OptimizerSpec, Run, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
+from .run_config import LanguageRun, LanguageSpec, Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
 from .settings import TrainSettings, differences, from_dict
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
@@ -67,18 +67,18 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     )
 
 
-def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> Run:
+def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> LanguageRun:
     """What a run of a model without tiles does; arguments and errors as of `resolve`. Settings about tiles must be unset."""
     with _differing_first(settings, resumed):
         settings = with_tokenizer(filled(settings, config))
     if resumed is not None and (found := _differences(settings, resumed)):
         raise _differs(resumed, found)
     model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
-    return Run(**_terms(settings, config, resumed, machine), model=model)
+    return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
 
 
 def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> dict[str, Any]:
-    """What `Run` has of any model, by field."""
+    """What `LanguageRun` has of any model, by field."""
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
     is_continued = resumed is not None or bool(begin.resume)

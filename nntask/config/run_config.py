@@ -206,7 +206,7 @@ class TileChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LanguageRun:
     """A run of any language model.
 
     Args:
@@ -239,7 +239,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class RunConfig(Run):
+class RunConfig(LanguageRun):
     """A run of a model that is made of tiles.
 
     Args:

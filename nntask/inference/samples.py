@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
-from ..config.run_config import Run
+from ..config.run_config import LanguageRun
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..models.language import LanguageModel
@@ -21,7 +21,7 @@ HOW: Final = Sampling(temperature=0.8, top_k=40)
 """How its tokens are chosen."""
 
 
-def sample_prompt(run: Run, tokenizer: Tokenizer | None, length: int) -> list[int]:
+def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) -> list[int]:
     """Ids that the sample begins with: what stands before a text, and those of --prompt.
 
     Args:
@@ -38,7 +38,9 @@ def sample_prompt(run: Run, tokenizer: Tokenizer | None, length: int) -> list[in
     return ids
 
 
-def sample_text(run: Run, model: LanguageModel, runtime: Runtime, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool]) -> str:
+def sample_text(
+    run: LanguageRun, model: LanguageModel, runtime: Runtime, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool]
+) -> str:
     """Text (or ids, without a tokenizer) from a trained model.
 
     Args:

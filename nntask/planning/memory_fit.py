@@ -18,7 +18,7 @@ from scheduler.planning import AUTO, SUBMISSION, PlannedOrder, arrange, last_tie
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase
-from ..config.run_config import Run, RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.units import flag_size, rounded_up
 from ..engine.recorded import build_model, build_optimizer, emit_training_step
 from ..errors import DoesNotFit, UsageError
@@ -80,7 +80,7 @@ def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
         return found, fitting_order(found, run, lambda target, needs: advice(run, target, needs))
 
 
-def fitting_order(found: CapturedStep, run: Run, changes: Callable[[MachineModel, Needs], Sequence[str]]) -> PlannedOrder:
+def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[MachineModel, Needs], Sequence[str]]) -> PlannedOrder:
     """The order in which a captured step will run within the budgets of its machine.
 
     Args:
@@ -161,7 +161,7 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
     return Needs(task, tile, total, passive, persistent, hungriest, least, reading)
 
 
-def least_needs(plan: StepPlan, run: Run, target: MachineModel, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
+def least_needs(plan: StepPlan, run: LanguageRun, target: MachineModel, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
     """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or early updates.
 
     Args:
@@ -198,7 +198,7 @@ def work_of(run: RunConfig) -> int:
     return tokens * width * (config.n_layer * (config.num_inner_matrices * inner + 4 * heads) + 2 * vocab)
 
 
-def choose_order(plan: StepPlan, run: Run, target: MachineModel) -> PlannedOrder:
+def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:
     """As `Runtime.plan_order`."""
     try:
         return order_on(plan, run.step.order, target, target.policy)

@@ -19,7 +19,7 @@ from scheduler.simulation import Simulation, simulate
 
 from ..adapters.lora import largest_rank
 from ..config.resolution import resolve, retiled
-from ..config.run_config import Run, RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
@@ -86,7 +86,7 @@ def plan_run(
     return figures
 
 
-def plan_step(found: CapturedStep, run: Run, target: MachineModel, changes: Callable[[Needs, str], Sequence[str]]) -> dict[str, Any]:
+def plan_step(found: CapturedStep, run: LanguageRun, target: MachineModel, changes: Callable[[Needs, str], Sequence[str]]) -> dict[str, Any]:
     """The figures of a captured step on a machine.
 
     Args:
@@ -142,7 +142,7 @@ def _in_coarse_tiles(run: RunConfig, target: MachineModel, factor: int = 1) -> R
     return retiled(run, coarse_tiling(run.model.config, run.step.minibatch, run.model.seq_len, target, factor))
 
 
-def _simulate(order: PlannedOrder, run: Run, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
+def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
     """What the step costs, the memory of file readers beside it; or why it cannot run, and the node without free bytes if it has the least."""
     if not needs.fit(target):
         return None, shortage(target, needs), ""
@@ -193,7 +193,7 @@ def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> N
     by_class[data_class] = by_class.get(data_class, 0) + nbytes
 
 
-def _figures(run: Run, target: MachineModel, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
+def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
     """Everything that is known before virtual time."""
     last = target.nodes[target.last][0]
     names = Counter(task.name for task in order.plan.tasks)
@@ -253,7 +253,7 @@ def _by_class(plan: StepPlan) -> dict[str, int]:
     return found
 
 
-def _costs(found: Simulation, run: Run) -> dict[str, Any]:
+def _costs(found: Simulation, run: LanguageRun) -> dict[str, Any]:
     """What virtual time says."""
     tokens = run.step.batch * run.model.seq_len
     return {

@@ -13,7 +13,7 @@ from scheduler import Runtime
 from scheduler.planning import PlannedOrder
 
 from ..checkpoints.store import find_checkpoint, step_directories
-from ..config.run_config import Run, RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
 from ..data.dataset import Dataset, open_dataset
 from ..engine.interface import Cluster, NodesChanged
@@ -82,16 +82,16 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     known = foreseen
     lower = None if run.start.resumed is None else ""  # which has model and tiling of its checkpoint
 
-    def open_parts(runtime: Runtime) -> Opened:
+    def open_on(runtime: Runtime) -> Opened:
         engine = RecordedEngine(run.in_order(known.order.name), runtime, model_to_start_from(run, runtime))
         counts = counts_of(run, engine)
         about, timed = partial(about_tiled, run, engine, runtime.gpus), partial(print_timing, engine, run, counts)
         return Opened(engine, counts, about, timed_loops=timed)
 
-    return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_parts, lower, lock, printer, interrupts))
+    return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts))
 
 
-def train_untiled(run: Run, model: UntiledModel) -> int:
+def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     """As `train`, of a model that is not made of tiles, on this machine."""
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
@@ -104,10 +104,10 @@ def train_untiled(run: Run, model: UntiledModel) -> int:
     check_files(run.start, step)
     foreseen, lower = _Foreseen(order, _explained(run.settings.observe.explain, step), {}), "--minibatch" if run.start.resumed is None else ""
 
-    def open_parts(runtime: Runtime) -> Opened:
+    def open_on(runtime: Runtime) -> Opened:
         return model.open(run.in_order(order.name), runtime)
 
-    return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_parts, lower, lock, printer, interrupts))
+    return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
 
 
 def _explained(asked: str, step: CapturedStep) -> Collection[str]:
@@ -115,7 +115,7 @@ def _explained(asked: str, step: CapturedStep) -> Collection[str]:
     return matching(asked, {task.name for task in step.plan.tasks})
 
 
-def _begun(run: Run, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:
+def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:
     """Let a run that has passed all checks go on, with its directory locked; or say what it would do, if that is all that is asked for."""
     if run.settings.run.dry_run:
         stream_of(run, open_dataset(run.data, printer.say))
@@ -128,9 +128,9 @@ def _begun(run: Run, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts]
 
 
 def _here(
-    run: Run,
+    run: LanguageRun,
     foreseen: _Foreseen,
-    open_parts: Callable[[Runtime], Opened],
+    open_on: Callable[[Runtime], Opened],
     lower: str | None,
     lock: RunLock,
     printer: StepPrinter,
@@ -144,13 +144,13 @@ def _here(
     runtime = runtime_for(run)
     try:
         with runtime:  # in the try: it waits at its end for tasks that may have failed
-            parts = open_parts(runtime)
-            engine, dataset = parts.engine, open_dataset(run.data, printer.say)
-            stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if parts.says_bits else None
-            session = Session(run, dataset, stream, runtime, engine, parts.counts, printer, interrupts, foreseen.fallbacks, lengths, parts.config)
-            begin(session, lock, parts.about, foreseen.order)
+            opened = open_on(runtime)
+            engine, dataset = opened.engine, open_dataset(run.data, printer.say)
+            stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
+            session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)
+            begin(session, lock, opened.about, foreseen.order)
             if run.start.resumed is None:
-                parts.timed_loops(printer, interrupts.pending)
+                opened.timed_loops(printer, interrupts.pending)
             tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, printer.say)
 
             def on_step(step: int | None) -> None:

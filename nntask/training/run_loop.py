@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ..config.run_config import Run
+from ..config.run_config import LanguageRun
 from ..data.dataset import Dataset
 from ..errors import DataError
 from ..telemetry.metrics import Journal
@@ -84,7 +84,7 @@ def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flo
     )
 
 
-def _state_of(run: Run, dataset: Dataset) -> dict[str, Any]:
+def _state_of(run: LanguageRun, dataset: Dataset) -> dict[str, Any]:
     """What state.json holds besides step and cursor."""
     return {
         "seed": run.model.seed,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, SUBMISSION, PlannedOrder
 
-from ..config.run_config import Run, RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
 from ..config.units import format_size
 from ..data.dataset import Dataset
@@ -50,7 +50,7 @@ class Session:
         config: see `Opened`.
     """
 
-    run: Run
+    run: LanguageRun
     dataset: Dataset
     stream: BatchStream
     runtime: Counters
@@ -90,32 +90,32 @@ class Opened:
 class UntiledModel(Protocol):
     """The model of a run that is not made of tiles: another package captures its step, and makes its engine."""
 
-    def check(self, run: Run) -> None:
+    def check(self, run: LanguageRun) -> None:
         """Refuse data that the model cannot learn from.
 
         Raises:
             UsageError: says what it lacks.
         """
 
-    def capture(self, run: Run) -> CapturedStep:
+    def capture(self, run: LanguageRun) -> CapturedStep:
         """The run's step, from shapes; weights that begin in files are attached, and their names and shapes checked.
 
         Raises:
             DataError: a file of weights is missing or broken, or holds another model.
         """
 
-    def changes(self, run: Run, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
+    def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
         """Changes of flags of which each would make the step fit.
 
         Args:
             full: the memory that was too small all the same, where the machine has what the step needs at least.
         """
 
-    def open(self, run: Run, runtime: Runtime) -> Opened:
+    def open(self, run: LanguageRun, runtime: Runtime) -> Opened:
         """The engine on the runtime of the run, and what is said of it."""
 
 
-def stream_of(run: Run, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:
+def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:
     """Batches from where the run begins.
 
     Args:

@@ -36,10 +36,9 @@ def load_tokenizer(directory: str) -> Any:
     """
     if not directory:
         return None
-    place, known = Path(directory), nntask.data.load_tokenizer(directory)
+    known, path = nntask.data.load_tokenizer(directory), Path(directory)
     try:
-        place = place if place.is_dir() else place.parent
-        found = transformers.AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        found = transformers.AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any type, by what is broken
         raise DataError(f"transformers cannot read the tokenizer in {directory}: {error}; copy its files from the model's directory again") from None
     if found.mask_token is not None and found.mask_token_id >= known.vocab_size:  # transformers has added it

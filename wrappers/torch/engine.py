@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nntask.config import Run
+from nntask.config import LanguageRun
 from nntask.data import Batch, Dataset
 from nntask.hardware import known_gemm_peak
 from scheduler import Step
@@ -27,7 +27,7 @@ class TorchEngine:
         collator: makes arguments of the model from tokens.
     """
 
-    def __init__(self, run: Run, session: Session, collator: Collator) -> None:
+    def __init__(self, run: LanguageRun, session: Session, collator: Collator) -> None:
         self._run, self._session, self._collator = run, session, collator
 
     @property

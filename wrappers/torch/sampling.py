@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from nntask.config import Run
+from nntask.config import LanguageRun
 from nntask.data import Tokenizer
 from nntask.inference import HOW, choose, sample_prompt
 
 from .session import Session
 
 
-def sample(run: Run, session: Session, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool], fixed: Mapping[str, Any]) -> str:
+def sample(
+    run: LanguageRun, session: Session, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool], fixed: Mapping[str, Any]
+) -> str:
     """Text, or ids without a tokenizer, from a model that predicts the next token.
 
     Args:

@@ -182,7 +182,7 @@ class Session:
         self._max_norm, self._seed = max_grad_norm, seed
         self._modes, self._terms = modes_of(module), terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
-        self._order, self._is_lent = order, on is not None
+        self._order, self._is_borrowed = order, on is not None
         if on is None:
             resources = ResourceSettings(ncpu=workers, sim_gpu=sim_gpu, gpu_memory=gpu_memory or "", ram=ram or "", disk=disk or "", restrict="cpu")
             machine = machine_of(resources)
@@ -393,7 +393,7 @@ class Session:
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
-        if not self._is_lent:
+        if not self._is_borrowed:
             self.runtime.close()
         self._thread.end()
 
@@ -409,7 +409,7 @@ class Session:
         try:
             yield
         except FAILURES as error:
-            if self._is_lent:
+            if self._is_borrowed:
                 raise
             raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
 
@@ -442,7 +442,7 @@ class Session:
                 f"{shapes_of(minibatches)} differ; pad them to one shape"
             )
         is_training = purpose == "train"
-        if not self._is_lent:
+        if not self._is_borrowed:
             self._check_fit(passes, minibatches, training=is_training)
         with self.user_errors():
             emission = StepTasks(passes, self._state, minibatches)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nntask.checkpoints import Checkpoint
-from nntask.config import OptimizerSpec, ResourceSettings, Run, TrainSettings, resolve_untiled
+from nntask.config import LanguageRun, OptimizerSpec, ResourceSettings, TrainSettings, resolve_untiled
 from nntask.hardware import FlopCounts, MachineModel, check_budgets, devices_of, reuse_freed_memory, this_machine, with_budgets
 from nntask.planning import CapturedStep, Needs, more_memory, needs_of, no_collections, plan_step
 from nntask.training import Opened, check_disk, train_untiled
@@ -49,7 +49,7 @@ def train(settings: TrainSettings, stated: Mapping[str, Any], values: Mapping[st
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     machine = with_budgets(devices_of(on_cpus(settings.resources), "fp32"), settings.resources)
-    return train_untiled(resolve_untiled(settings, config, resumed, machine), LanguageModel(config, settings))
+    return train_untiled(resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings))
 
 
 def plan(
@@ -76,7 +76,7 @@ def plan(
         check_budgets(machine)
         check_disk(machine.disk)
         target = this_machine(machine)
-    run, model = resolve_untiled(settings, config, resumed, machine), LanguageModel(config, settings)
+    run, model = resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings)
     with no_collections():
         figures = plan_step(model.capture(run), run, target, partial(model.changes, run, target))
     return {**figures, "trained_parameters": config.num_parameters}
@@ -87,7 +87,7 @@ def on_cpus(resources: ResourceSettings) -> ResourceSettings:
     return replace(resources, restrict="cpu", ngpu=None)
 
 
-class LanguageModel:
+class TorchModel:
     """A language model of transformers, as an `UntiledModel` of nntask.
 
     Args:
@@ -101,7 +101,7 @@ class LanguageModel:
         if settings.model.recompute == "block":
             config.recompute_blocks()
 
-    def check(self, run: Run) -> None:
+    def check(self, run: LanguageRun) -> None:
         """Refuse data that the model cannot learn from.
 
         Raises:
@@ -110,7 +110,7 @@ class LanguageModel:
         """
         self._collator(run).check()
 
-    def capture(self, run: Run) -> CapturedStep:
+    def capture(self, run: LanguageRun) -> CapturedStep:
         """The run's step, from shapes; weights of a new run are attached.
 
         Raises:
@@ -123,7 +123,7 @@ class LanguageModel:
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
         return captured_step(module, optimizer, passes, [example] * count, max_norm=clip, weights=run.start.directory)
 
-    def changes(self, run: Run, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
+    def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
         """Changes of flags of which each would make the step fit."""
         found = more_memory(target, needs, full=full)
         if run.start.is_continued or run.step.minibatch == 1:
@@ -134,7 +134,7 @@ class LanguageModel:
             found.append("--minibatch 1")
         return found
 
-    def open(self, run: Run, runtime: Runtime) -> Opened:
+    def open(self, run: LanguageRun, runtime: Runtime) -> Opened:
         """The engine on the runtime of the run; a checkpoint's weights are attached as well, and replaced when it is loaded."""
         reuse_freed_memory()
         module, counts, start = self._config.module, self._counts(run), run.start
@@ -145,19 +145,19 @@ class LanguageModel:
         engine = TorchEngine(run, session, self._collator(run))
         return Opened(engine, counts, partial(self._about, run, engine), says_bits=self._config.kind == "causal", config=self._config.to_dict())
 
-    def _about(self, run: Run, engine: TorchEngine) -> Sequence[str]:
+    def _about(self, run: LanguageRun, engine: TorchEngine) -> Sequence[str]:
         size = f"{self._config.num_parameters / 1e6:.1f} M parameters; {run.step.batch} x {run.model.seq_len} tokens a step"
         return [f"{run.name}: {TITLES[self._config.kind]}, {size}", f"tiles: each tensor is one; {engine.num_tasks} tasks a step"]
 
-    def _collator(self, run: Run) -> Collator:
+    def _collator(self, run: LanguageRun) -> Collator:
         if self._made is None:
             self._made = Collator(self._config.kind, load_tokenizer(run.data.tokenizer_path), self._config.module, run.model.seed)
         return self._made
 
-    def _example(self, run: Run) -> dict[str, Any]:
+    def _example(self, run: LanguageRun) -> dict[str, Any]:
         return self._collator(run).example(run.step.minibatch, run.model.seq_len)
 
-    def _pass(self, run: Run) -> Pass:
+    def _pass(self, run: LanguageRun) -> Pass:
         """The pass over a minibatch, captured once for each size of minibatches."""
         key = run.step.minibatch, run.step.num_minibatches
         if key not in self._passes:
@@ -166,7 +166,7 @@ class LanguageModel:
             self._passes[key] = pass_of(module, modes_of(module), self._example(run), scalar(objective_of(loss_of)), **terms)
         return self._passes[key]
 
-    def _counts(self, run: Run) -> FlopCounts:
+    def _counts(self, run: LanguageRun) -> FlopCounts:
         """Floating-point operations of one sequence, as the captured calls have them."""
         forward, both = flops_in(self._pass(run).captured)
         each = 1 / run.step.minibatch

@@ -18,7 +18,7 @@ PROGRAM = "nntask train"
 
 @dataclass(frozen=True, slots=True)
 class TrainHelp:
-    """Train a GPT-2, a LLaMA, with --init-from any language model of transformers. Without flags: a small one on this machine's Python library."""
+    """Train a GPT-2, a LLaMA, or with --init-from another language model of transformers. Without flags: a small one on Python's library."""
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
