@@ -175,7 +175,7 @@ class CheckpointSettings:
     keep_checkpoints: int = 3
     """how many checkpoints to keep"""
     init_from: str = ""
-    """start from the model in this directory, as transformers writes it; instead of --model. Other families than GPT-2 and LLaMA go through PyTorch"""
+    """start from the model in this directory, as transformers writes it; instead of --model. Families other than GPT-2, LLaMA go through PyTorch"""
     load_checkpoint: str = ""
     """start from these weights (safetensors)"""
     save_checkpoint: str = ""
