@@ -30,11 +30,12 @@ from ..errors import DataError, Diverged, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
 from ..io.safetensors_file import checksum_of, load_tensors, save_tensors
 from ..models.interface import ModelConfig
-from ..models.registry import config_from_dict
+from ..models.registry import config_from_dict, untiled_type
 
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "state.json"
+CONFIG: Final = "config.json"
 RUN_CONFIG: Final = "config.toml"
 """In a run directory: all settings of the run."""
 FORMAT: Final = 1
@@ -59,9 +60,14 @@ class Checkpoint:
         """The configuration of the checkpoint's model.
 
         Raises:
-            DataError: state.json describes no valid model.
+            DataError: state.json describes no valid model, or one without tiles.
         """
         file = self.path / STATE
+        if kind := untiled_type(self.state["model"]):
+            raise DataError(
+                f"{self.path} holds a {kind}, for which nntask has no tiles: nntask train and plan take it, and nothing else does; "
+                f"use transformers, which reads it as a model directory: from_pretrained({str(self.path)!r})"
+            )
         try:
             return config_from_dict(self.state["model"], f"model in {file}")
         except UsageError as error:
@@ -110,6 +116,7 @@ def save_checkpoint(
     optimizer: Mapping[str, TileTensor],
     *,
     tokenizer: Tokenizer | None = None,
+    config: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
     """Write the checkpoint of ``state["step"]`` and remove all but the newest `keep`; a checkpoint of this step that exists is left alone.
@@ -120,6 +127,7 @@ def save_checkpoint(
         model: name -> tensor of the model.
         optimizer: name -> tensor of the optimizer's state.
         tokenizer: the tokenizer whose files are saved too.
+        config: content of a config.json that is saved too, where the model's tensors have the names of its module in transformers.
         keep: number of checkpoints that remain.
 
     Returns:
@@ -139,6 +147,8 @@ def save_checkpoint(
                 checksums = {name: save_tensors(new / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
                 if tokenizer is not None:
                     tokenizer.save(new)
+                if config is not None:
+                    _write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
                 _write_text(new / STATE, json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
         except Diverged as error:
             raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None

@@ -1,8 +1,8 @@
 from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
-from .resolution import TINY, model_spec, open_tiles, resolve, retiled, sized
-from .run_config import ModelSpec, RunConfig
+from .resolution import TINY, model_spec, open_tiles, resolve, resolve_untiled, retiled, sized
+from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
 from .settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -24,11 +24,13 @@ __all__ = [
     "CheckpointSettings",
     "ClusterSettings",
     "ClusterSpec",
+    "LanguageRun",
     "MachineSettings",
     "ModelSettings",
     "ModelSpec",
     "ObserveSettings",
     "OptimizerSettings",
+    "OptimizerSpec",
     "ResourceSettings",
     "RunConfig",
     "TilingSettings",
@@ -52,6 +54,7 @@ __all__ = [
     "parse_rate",
     "parse_size",
     "resolve",
+    "resolve_untiled",
     "retiled",
     "sized",
     "trace_range",

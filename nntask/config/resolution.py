@@ -8,7 +8,8 @@ refuse, and budgets that are not to be had, come after the rules of settings (`t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
@@ -20,11 +21,11 @@ from ..data.dataset import DataSpec
 from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets
-from ..models.interface import ModelConfig
+from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
 from .cluster import cluster_of
-from .run_config import Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
+from .run_config import LanguageRun, LanguageSpec, Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
 from .settings import TrainSettings, differences, from_dict
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None, machine: MachineSpec | None = None) -> RunConfig:
-    """What a run does.
+    """What a run of a model of tiles does.
 
     Args:
         config: of the model.
@@ -55,15 +56,37 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     there = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources) if machine is None else machine
     asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
     check_rank(settings, largest_rank(config))
+    return RunConfig(
+        **_terms(settings, config, resumed, there),
+        model=model_spec(settings, config, tiling),
+        tiles=TileChoice(
+            {name: getattr(asked.tiling, name) for name in TILE_FLAGS if getattr(asked.tiling, name) is not None},
+            asked.tiling.auto_tile == "measured",
+            asked.tiling.tile_table,
+        ),
+    )
+
+
+def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> LanguageRun:
+    """What a run of a model without tiles does; arguments and errors as of `resolve`. Settings about tiles must be unset."""
+    with _differing_first(settings, resumed):
+        settings = with_tokenizer(filled(settings, config))
+    if resumed is not None and (found := _differences(settings, resumed)):
+        raise _differs(resumed, found)
+    model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
+    return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
+
+
+def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> dict[str, Any]:
+    """What `LanguageRun` has of any model, by field."""
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
     is_continued = resumed is not None or bool(begin.resume)
-    return RunConfig(
-        name=name_of(settings),
-        directory=directory_of(settings, resumed),
-        model=model_spec(settings, config, tiling),
-        step=StepSpec(known(settings.tiling.batch), settings.tiling.minibatch, known(settings.tiling.lanes), settings.resources.order),
-        optimizer=OptimizerSpec(
+    return {
+        "name": name_of(settings),
+        "directory": directory_of(settings, resumed),
+        "step": StepSpec(known(settings.tiling.batch), settings.tiling.minibatch, known(settings.tiling.lanes), settings.resources.order),
+        "optimizer": OptimizerSpec(
             cast(Literal["adamw", "adam", "sgd"], optimizer.optimizer),  # the other name of adamw is gone
             lr,
             optimizer.weight_decay,
@@ -73,13 +96,13 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
             optimizer.momentum,
             optimizer.grad_clip,
         ),
-        schedule=ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
-        length=Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
-        saving=Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
-        data=data_spec(settings, config),
-        machine=there,
-        cluster=cluster_of(settings.cluster),
-        start=Start(
+        "schedule": ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
+        "length": Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
+        "saving": Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
+        "data": data_spec(settings, config),
+        "machine": machine,
+        "cluster": cluster_of(settings.cluster),
+        "start": Start(
             is_continued,
             resumed,
             frozen_base_to_start_from(settings, resumed),
@@ -87,14 +110,9 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
             Path(begin.load_checkpoint) if begin.load_checkpoint and resumed is None else None,
             Path(begin.load_optimizer) if begin.load_optimizer and resumed is None else None,
         ),
-        traced=trace_range(settings.observe.trace_steps),
-        tiles=TileChoice(
-            {name: getattr(asked.tiling, name) for name in TILE_FLAGS if getattr(asked.tiling, name) is not None},
-            asked.tiling.auto_tile == "measured",
-            asked.tiling.tile_table,
-        ),
-        settings=settings,
-    )
+        "traced": trace_range(settings.observe.trace_steps),
+        "settings": settings,
+    }
 
 
 def sized(
@@ -109,14 +127,9 @@ def sized(
         UsageError: a rule is broken, or the run differs from the one it continues, which is said first.
         DataError: --tile-table is no such table.
     """
-    asked = settings
-    try:
+    with _differing_first(settings, resumed):
         asked = with_tokenizer(filled(settings, config))
         settings, tiling = in_tiles(asked, table_tiling(asked, config, device_class()), config)
-    except UsageError:
-        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
-            raise _differs(resumed, found) from None
-        raise
     if resumed is not None:
         _check_same(settings, config, resumed)
     return asked, settings, tiling
@@ -128,7 +141,7 @@ def known(value: T | None) -> T:
     return value
 
 
-def filled(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
+def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     """Fill in what was left open, except tile sizes, and check the values against each other and the model; repeating it changes nothing.
 
     Raises:
@@ -196,7 +209,7 @@ def adapters_of(settings: TrainSettings) -> LoRA | None:
     return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout)
 
 
-def data_spec(settings: TrainSettings, config: ModelConfig) -> DataSpec:
+def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
     """The data part of the settings."""
     data = settings.data
     return DataSpec(
@@ -295,6 +308,21 @@ def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoin
     found += _differences(settings, resumed)
     if found:
         raise _differs(resumed, found)
+
+
+@contextmanager
+def _differing_first(settings: TrainSettings, resumed: Checkpoint | None) -> Iterator[None]:
+    """Where a rule is broken in the block, say first in what settings differ from those of the run that is continued.
+
+    Raises:
+        UsageError: names every difference.
+    """
+    try:
+        yield
+    except UsageError:
+        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
+            raise _differs(resumed, found) from None
+        raise
 
 
 def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:

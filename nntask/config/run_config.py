@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA
 from ..checkpoints.store import Checkpoint
 from ..data.dataset import DataSpec
 from ..hardware.machine_spec import MachineSpec
-from ..models.interface import ModelConfig
+from ..models.interface import LanguageConfig, ModelConfig
 from ..optim.lr_schedule import Schedule, make_schedule
 from ..tiling.model_tiling import ModelTiling
 from .cluster import ClusterSpec
@@ -27,14 +27,27 @@ from .settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """A model as it is built on a runtime.
+class LanguageSpec:
+    """A language model that is trained, whatever it is made of.
+
+    Args:
+        seq_len: tokens per sequence.
+        seed: of its weights, dropout and data.
+        dtype: arithmetic, a value of --dtype but not auto.
+    """
+
+    config: LanguageConfig
+    seq_len: int
+    seed: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec(LanguageSpec):
+    """A model of tiles as it is built on a runtime.
 
     Args:
         tiling: sizes between 1 and the dimension.
-        seq_len: tokens per sequence.
-        dtype: arithmetic, a value of --dtype but not auto.
-        seed: of its weights.
         flash: whether attention does without the full score matrix.
         recomputes: whether blocks keep only their input for the backward pass.
         adapters: what is trained beside frozen weights; None where all weights are trained.
@@ -42,9 +55,6 @@ class ModelSpec:
 
     config: ModelConfig
     tiling: ModelTiling
-    seq_len: int
-    dtype: str
-    seed: int
     flash: bool
     recomputes: bool
     adapters: LoRA | None
@@ -196,8 +206,8 @@ class TileChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class RunConfig:
-    """A run.
+class LanguageRun:
+    """A run of any language model.
 
     Args:
         name: of the model, after which the run is called.
@@ -205,13 +215,12 @@ class RunConfig:
         machine: of this process; each node of a cluster has its own.
         cluster: whose nodes train; None for this machine alone.
         traced: the first and the last step that are traced; None for all, if any are.
-        tiles: how tile sizes were chosen.
         settings: as typed, with every default filled in.
     """
 
     name: str
     directory: Path
-    model: ModelSpec
+    model: LanguageSpec
     step: StepSpec
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
@@ -222,8 +231,23 @@ class RunConfig:
     cluster: ClusterSpec | None
     start: Start
     traced: tuple[int, int] | None
-    tiles: TileChoice
     settings: TrainSettings
+
+    def in_order(self, order: str) -> Self:
+        """The run with its steps in another order."""
+        return replace(self, step=replace(self.step, order=order))
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig(LanguageRun):
+    """A run of a model that is made of tiles.
+
+    Args:
+        tiles: how tile sizes were chosen.
+    """
+
+    model: ModelSpec
+    tiles: TileChoice
 
     def after(self, checkpoint: Checkpoint) -> RunConfig:
         """The same run, going on from a checkpoint of its own."""
@@ -245,7 +269,3 @@ class RunConfig:
     def with_model(self, **changes: object) -> RunConfig:
         """The run of a model that differs in some fields of its `ModelSpec`; what it writes down stays as it was."""
         return replace(self, model=replace(self.model, **changes))  # type: ignore[arg-type]
-
-    def in_order(self, order: str) -> RunConfig:
-        """The run with its steps in another order."""
-        return replace(self, step=replace(self.step, order=order))

@@ -175,7 +175,7 @@ class CheckpointSettings:
     keep_checkpoints: int = 3
     """how many checkpoints to keep"""
     init_from: str = ""
-    """start from the model in this directory, config, weights and tokenizer, as transformers writes it; instead of --model"""
+    """start from the model in this directory, as transformers writes it; instead of --model. Families other than GPT-2, LLaMA go through PyTorch"""
     load_checkpoint: str = ""
     """start from these weights (safetensors)"""
     save_checkpoint: str = ""
@@ -262,7 +262,7 @@ class ObserveSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """Train a GPT-2 or a LLaMA. Without flags: a small model on this machine's Python library."""
+    """Train a GPT-2, a LLaMA, or with --init-from another language model of transformers. Without flags: a small one on Python's library."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     tiling: TilingSettings = field(default_factory=TilingSettings)

@@ -12,7 +12,7 @@ from typing import Final
 from scheduler.drivers import MOST_PARTITIONS
 
 from ..errors import UsageError
-from ..models.interface import ModelConfig
+from ..models.interface import LanguageConfig
 from .cluster import check_cluster
 from .disk import disk_of
 from .settings import TrainSettings
@@ -254,7 +254,7 @@ def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | Non
     return int(match[1]), int(match[2])
 
 
-def checked_length(seq_len: int | None, config: ModelConfig, usual: int) -> int:
+def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> int:
     """--seq-len, or where it is not given the `usual` length, at most `DEFAULT_LENGTH`.
 
     Raises:

@@ -25,8 +25,8 @@ _WORDS: Final = (TOKENIZER_CONFIG, "special_tokens_map.json")
 _KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
 SPECIAL_FILES: Final = (*_KEPT, _CONFIG)
 """Names of the files beside tokenizer.json that are read."""
-_PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
-"""(begin, end) of a text as words: GPT-2, Llama 3, Llama 2."""
+_PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"), ("[CLS]", "[SEP]"))
+"""(begin, end) of a text as words: GPT-2, Llama 3, Llama 2, BERT."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from ..data.dataset import Dataset
 from ..data.sampler import Batch
 
 if TYPE_CHECKING:
+    from scheduler import Step
+
     from ..config.run_config import RunConfig
 
 
@@ -83,6 +85,14 @@ class Trained(Engine, Protocol):
             length: tokens of a sequence.
             stopped: asked after each token.
         """
+
+
+class StepEngine(Trained, Protocol):
+    """An engine of this process, whose step can be looked at."""
+
+    @property
+    def step(self) -> Step:
+        """The recorded optimizer step."""
 
 
 class Counters(Protocol):

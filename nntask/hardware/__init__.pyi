@@ -1,5 +1,5 @@
 from .allocator import give_back_freed, reuse_freed_memory
-from .flops import flop_counts_of, gemm_peak
+from .flops import FlopCounts, flop_counts_of, gemm_peak, known_gemm_peak
 from .gpus import GpuPlan, cards, gpus_of, open_nccl, without_nccl
 from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
 from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth, open_store, this_machine
@@ -12,6 +12,7 @@ __all__ = [
     "FAILURES",
     "RAM",
     "Budget",
+    "FlopCounts",
     "GpuPlan",
     "MachineModel",
     "MachineSpec",
@@ -27,6 +28,7 @@ __all__ = [
     "give_back_freed",
     "gpus_of",
     "imaginary_machine",
+    "known_gemm_peak",
     "machine_of",
     "memory_bandwidth",
     "open_nccl",

@@ -32,11 +32,13 @@ class FlopCounts:
         backward: of a backward pass: twice the products with weights, (14 flash | 8) n^2 a.
         model: 6N + 12Lan per token (Chowdhery et al., PaLM, 2022, appendix B), times n: forward and backward, nothing recomputed. Beside adapters
             the N are frozen and have no gradient, which leaves 4N + 6A + 12Lan, and one of the two products with each weight in `backward`.
+        formula: how `model` was counted, for people.
     """
 
     forward: float
     backward: float
     model: float
+    formula: str
 
 
 def flop_counts(
@@ -60,7 +62,8 @@ def flop_counts(
     forward = products + beside + layers * (6 if flash else 4) * n**2 * a
     backward = (products if num_adapter_weights else 2 * products) + 2 * beside + layers * (14 if flash else 8) * n**2 * a
     weights = (4 if num_adapter_weights else 6) * num_parameters + 6 * num_adapter_weights
-    return FlopCounts(float(forward), float(backward), float(n * (weights + 12 * layers * a * n)))
+    formula = f"{'4N + 6A' if num_adapter_weights else '6N'} + 12Ldn"
+    return FlopCounts(float(forward), float(backward), float(n * (weights + 12 * layers * a * n)), formula)
 
 
 def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapter_weights: int = 0) -> FlopCounts:

@@ -12,7 +12,7 @@ from scheduler import DeviceFailed, FinishedTask, HandleLost, RunStopped, Runtim
 from scheduler import DoesNotFit as NoRoom
 from tiles.kernels import KernelBuildError, kernel_versions
 
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun
 from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
 from .gpus import close_gpus, open_gpus
 from .machine_model import DISK
@@ -40,7 +40,7 @@ def check_finite(task: FinishedTask) -> None:
                 raise FoundNaN(f"task {task.name!r} wrote the first NaN, to tile {tile.name or '(unnamed)'} at element {where}")
 
 
-def runtime_for(run: RunConfig, trace: Trace | None = None) -> Runtime:
+def runtime_for(run: LanguageRun, trace: Trace | None = None) -> Runtime:
     """The runtime of a run on its machine.
 
     Args:

@@ -22,10 +22,12 @@ from ..io.finite import first_not_finite
 from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.strided_ranges import FileRange, windows
+from ..models.config_checks import config_values
 from ..models.registry import Family, config_from_json, family_of
 from .layout import FileLayout, blanks, shapes_of, ties_of
 
 CONFIG: Final = "config.json"
+_ADVICE: Final = "give a directory as transformers' save_pretrained writes it"
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "model.pt", "pytorch_model.pt")
@@ -41,7 +43,17 @@ def read_config(directory: Path) -> Any:
         UsageError: the model family is unknown, or the config breaks a rule.
     """
     _check_directory(directory)
-    return config_from_json(directory, "give a directory as transformers' save_pretrained writes it")
+    return config_from_json(directory, _ADVICE)
+
+
+def read_values(directory: Path) -> tuple[Any, str]:
+    """The decoded config.json of a model directory, of any family, and the file's name for error messages.
+
+    Raises:
+        DataError: as of `read_config`.
+    """
+    _check_directory(directory)
+    return config_values(directory, _ADVICE)
 
 
 def _check_directory(directory: Path) -> None:

@@ -1,8 +1,20 @@
 from .generator import Generator
 from .memory_check import check_memory, check_scoring
 from .pretrained import ModelSource, TextIds
-from .samples import sample_text
-from .sampling import Sampling
+from .samples import HOW, sample_prompt, sample_text
+from .sampling import Sampling, choose
 from .scoring import perplexity
 
-__all__ = ["Generator", "ModelSource", "Sampling", "TextIds", "check_memory", "check_scoring", "perplexity", "sample_text"]
+__all__ = [
+    "HOW",
+    "Generator",
+    "ModelSource",
+    "Sampling",
+    "TextIds",
+    "check_memory",
+    "check_scoring",
+    "choose",
+    "perplexity",
+    "sample_prompt",
+    "sample_text",
+]

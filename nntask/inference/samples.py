@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..models.language import LanguageModel
@@ -17,10 +17,11 @@ from .sampling import Sampling
 if TYPE_CHECKING:
     from scheduler import Runtime
 
-_HOW: Final = Sampling(temperature=0.8, top_k=40)
+HOW: Final = Sampling(temperature=0.8, top_k=40)
+"""How its tokens are chosen."""
 
 
-def sample_prompt(run: RunConfig, tokenizer: Tokenizer | None, length: int) -> list[int]:
+def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) -> list[int]:
     """Ids that the sample begins with: what stands before a text, and those of --prompt.
 
     Args:
@@ -37,7 +38,9 @@ def sample_prompt(run: RunConfig, tokenizer: Tokenizer | None, length: int) -> l
     return ids
 
 
-def sample_text(run: RunConfig, model: LanguageModel, runtime: Runtime, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool]) -> str:
+def sample_text(
+    run: LanguageRun, model: LanguageModel, runtime: Runtime, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool]
+) -> str:
     """Text (or ids, without a tokenizer) from a trained model.
 
     Args:
@@ -48,7 +51,7 @@ def sample_text(run: RunConfig, model: LanguageModel, runtime: Runtime, tokenize
     drawn = Generator(model, runtime, length).stream(
         [prompt],
         run.settings.run.sample_tokens,
-        replace(_HOW, seed=run.model.seed),
+        replace(HOW, seed=run.model.seed),
         vocab_size=tokenizer.vocab_size if tokenizer else None,
         stop=tokenizer.special.eos if tokenizer else (),
     )

@@ -4,7 +4,7 @@ from .interface import ModelConfig
 from .language import LanguageModel
 from .llama import Llama
 from .llama_config import LlamaConfig, RopeScaling
-from .registry import FAMILIES, build, config_from_json, family_of
+from .registry import FAMILIES, build, config_from_json, family_of, untiled_type
 
 __all__ = [
     "FAMILIES",
@@ -19,4 +19,5 @@ __all__ = [
     "build",
     "config_from_json",
     "family_of",
+    "untiled_type",
 ]

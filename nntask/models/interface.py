@@ -1,19 +1,19 @@
-"""The interface of model configs that tiling, training and planning use. `registry` lists the classes that implement it."""
+"""The interfaces of model configs: what a run needs of any language model, and what tiling and planning need of one that is made of tiles besides.
+
+`registry` lists the classes of the latter. Models without tiles come from other packages, with configs of their own.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, Self
 
 
-class ModelConfig(Protocol):
-    """Shape of a model of blocks with an attention and a feed-forward layer each; implementations are frozen dataclasses with Hugging Face's fields.
-
-    Letters: V vocabulary, P longest sequence, C width of the residual stream, H heads, D width of a head, I width of the feed-forward layer.
-    """
+class LanguageConfig(Protocol):
+    """A language model as its data, its settings and its checkpoints see it."""
 
     @property
     def model_type(self) -> str:
-        """Hugging Face's name of the family, the key of `registry.FAMILIES`."""
+        """Hugging Face's name of the family."""
 
     @property
     def positions_key(self) -> str:
@@ -26,6 +26,20 @@ class ModelConfig(Protocol):
     @property
     def n_positions(self) -> int:
         """P: longest sequence."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; a tied head counts once."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as Hugging Face's JSON object, with its model_type."""
+
+
+class ModelConfig(LanguageConfig, Protocol):
+    """Shape of a model of blocks with an attention and a feed-forward layer each; implementations are frozen dataclasses with Hugging Face's fields.
+
+    Letters: V vocabulary, P longest sequence, C width of the residual stream, H heads, D width of a head, I width of the feed-forward layer.
+    """
 
     @property
     def n_embd(self) -> int:
@@ -55,15 +69,8 @@ class ModelConfig(Protocol):
     def num_inner_matrices(self) -> int:
         """Number of matrices (C, I) or (I, C) in one feed-forward layer."""
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights; a tied head counts once."""
-
     def with_dropout(self, p: float) -> Self:
         """The same config with every dropout probability `p`."""
 
     def with_layers(self, count: int) -> Self:
         """The same config with `count` blocks."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object, with its model_type."""

@@ -77,6 +77,12 @@ def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> M
     return config
 
 
+def untiled_type(values: Mapping[str, Any]) -> str:
+    """The model_type of a config whose family is not here; "" for one of a family that is, and for what is no model_type."""
+    kind = values.get("model_type", _UNNAMED) if isinstance(values, Mapping) else _UNNAMED
+    return kind if isinstance(kind, str) and kind not in FAMILIES else ""
+
+
 def config_from_json(path: str | os.PathLike[str], advice: str = "check --config-path") -> ModelConfig:
     """A config from a file in Hugging Face's format.
 

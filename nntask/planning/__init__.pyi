@@ -1,5 +1,17 @@
-from .memory_fit import CapturedStep, capture, needs_of, order_on
-from .needs import shortage
-from .simulate import plan_run
+from .memory_fit import CapturedStep, capture, more_memory, needs_of, no_collections, order_on, untouched
+from .needs import Needs, shortage
+from .simulate import plan_run, plan_step
 
-__all__ = ["CapturedStep", "capture", "needs_of", "order_on", "plan_run", "shortage"]
+__all__ = [
+    "CapturedStep",
+    "Needs",
+    "capture",
+    "more_memory",
+    "needs_of",
+    "no_collections",
+    "order_on",
+    "plan_run",
+    "plan_step",
+    "shortage",
+    "untouched",
+]

@@ -18,7 +18,7 @@ from scheduler.planning import AUTO, SUBMISSION, PlannedOrder, arrange, last_tie
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.units import flag_size, rounded_up
 from ..engine.recorded import build_model, build_optimizer, emit_training_step
 from ..errors import DoesNotFit, UsageError
@@ -77,13 +77,24 @@ def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
     """
     with no_collections():
         found = capture(run, frozen_base=run.start.frozen_base)
-        check_budgets(run.machine)
-        target = this_machine(run.machine)
-        needs = least_needs(found.plan, run, target, reading=found.reading)
-        if not needs.fit(target):
-            changes = advice(run, target, needs)
-            raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
-        return found, choose_order(found.plan, run, target.without(found.reading))
+        return found, fitting_order(found, run, lambda target, needs: advice(run, target, needs))
+
+
+def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[MachineModel, Needs], Sequence[str]]) -> PlannedOrder:
+    """The order in which a captured step will run within the budgets of its machine.
+
+    Args:
+        changes: of a machine and what the step needs: what would make it fit.
+
+    Raises:
+        DoesNotFit, UsageError: as of `check_fit`.
+    """
+    check_budgets(run.machine)
+    target = this_machine(run.machine)
+    needs = least_needs(found.plan, run, target, reading=found.reading)
+    if not needs.fit(target):
+        raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes(target, needs))}")
+    return choose_order(found.plan, run, target.without(found.reading))
 
 
 def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:
@@ -150,7 +161,7 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
     return Needs(task, tile, total, passive, persistent, hungriest, least, reading)
 
 
-def least_needs(plan: StepPlan, run: RunConfig, target: MachineModel, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
+def least_needs(plan: StepPlan, run: LanguageRun, target: MachineModel, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
     """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or early updates.
 
     Args:
@@ -187,7 +198,7 @@ def work_of(run: RunConfig) -> int:
     return tokens * width * (config.n_layer * (config.num_inner_matrices * inner + 4 * heads) + 2 * vocab)
 
 
-def choose_order(plan: StepPlan, run: RunConfig, target: MachineModel) -> PlannedOrder:
+def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:
     """As `Runtime.plan_order`."""
     try:
         return order_on(plan, run.step.order, target, target.policy)
@@ -229,24 +240,30 @@ def advice(
         full: the memory that was too small all the same, where the machine has what the step needs at least.
         anew: the run on a machine with larger devices, if its tiles follow them.
     """
-    is_fixed, is_given_room = run.start.is_continued, not (short := needs.short(target))
-    if is_given_room:
-        at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
-        short = [(at, int(1.1 * target.budgets[target.nodes[at][0]]))]
-    found = [_raised(target, _enough(short, target, anew))]
-    is_last_short = not is_given_room and any(at == target.last for at, _ in short)
-    if is_last_short and not target.storage:
-        other = target.with_empty_disk()
-        follow = None if anew is None else lambda larger: with_free_order(anew(larger))  # nothing is known of the links of that disk
-        found.append(_raised(other, _enough(needs.short(other), other, follow), is_new=True))
-    if is_fixed:
+    found = more_memory(target, needs, full=full, anew=anew)
+    if run.start.is_continued:
         return found
+    is_last_short = any(at == target.last for at, _ in needs.short(target))
     if not needs.fits_task(target):
         found += filter(None, [_smaller_tile(run, target, needs)])
     if is_last_short:
         found += filter(None, [_smaller_minibatch(run, target)])
     if is_last_short and not run.model.recomputes and not _short(with_free_order(run.with_model(recomputes=True)), target):
         found.append("--recompute block")
+    return found
+
+
+def more_memory(target: MachineModel, needs: Needs, *, full: str = "", anew: Callable[[MachineModel], RunConfig] | None = None) -> list[str]:
+    """Budgets of which each would make a step fit; arguments as of `advice`."""
+    is_given_room = not (short := needs.short(target))
+    if is_given_room:
+        at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
+        short = [(at, int(1.1 * target.budgets[target.nodes[at][0]]))]
+    found = [_raised(target, _enough(short, target, anew))]
+    if not is_given_room and any(at == target.last for at, _ in short) and not target.storage:
+        other = target.with_empty_disk()
+        follow = None if anew is None else lambda larger: with_free_order(anew(larger))  # nothing is known of the links of that disk
+        found.append(_raised(other, _enough(needs.short(other), other, follow), is_new=True))
     return found
 
 

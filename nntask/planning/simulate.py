@@ -7,6 +7,7 @@ durations and links of `hardware.machine_model`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from scheduler.simulation import Simulation, simulate
 
 from ..adapters.lora import largest_rank
 from ..config.resolution import resolve, retiled
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
@@ -29,6 +30,7 @@ from ..models.interface import ModelConfig
 from ..tiling.model_tiling import default_tiling
 from .memory_fit import (
     MOST_TASKS,
+    CapturedStep,
     advice,
     capture,
     choose_order,
@@ -74,25 +76,39 @@ def plan_run(
         target = this_machine(run.machine)
     else:
         run = _with_few_tasks(asked, target)
+    anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
     with no_collections():
         found = capture(run, frozen_base=run.start.frozen_base)
-        plan = found.plan
-        order = choose_order(plan, run, target.without(found.reading))
-        needs = least_needs(plan, run, target, order, reading=found.reading)
-        simulation, refusal, full = _simulate(order, run, target, needs)
-        num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
-        figures = _figures(run, target, order, needs, num_trained)
-        figures["submission_needed_bytes"] = plan.needed_bytes()
-        if simulation is not None:
-            figures.update(_costs(simulation, run))
-        else:  # nothing is moved, and nothing takes any time
-            figures.update(forecast_bytes=None, forecast_seconds=None)
-        figures["feasible"] = simulation is not None
-        figures["refusal"] = refusal
-        anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
-        figures["advice"] = [] if simulation is not None else advice(run, target, needs, full=full, anew=anew)
+        figures = plan_step(found, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew))
+        figures["tiles"] = {name: getattr(run.model.tiling, name) for name in run.model.tiling.__slots__}
         if reach:
-            figures.update(_reach(run, target, len(plan.tasks)))
+            figures.update(_reach(run, target, len(found.plan.tasks)))
+    return figures
+
+
+def plan_step(found: CapturedStep, run: LanguageRun, target: MachineModel, changes: Callable[[Needs, str], Sequence[str]]) -> dict[str, Any]:
+    """The figures of a captured step on a machine.
+
+    Args:
+        changes: of what the step needs, and the memory that was too small all the same ("" for none): what would make it fit.
+
+    Raises:
+        UsageError: the step has no order of the name that was asked for.
+    """
+    plan = found.plan
+    order = choose_order(plan, run, target.without(found.reading))
+    needs = least_needs(plan, run, target, order, reading=found.reading)
+    simulation, refusal, full = _simulate(order, run, target, needs)
+    num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
+    figures = _figures(run, target, order, needs, num_trained)
+    figures["submission_needed_bytes"] = plan.needed_bytes()
+    if simulation is not None:
+        figures.update(_costs(simulation, run))
+    else:  # nothing is moved, and nothing takes any time
+        figures.update(forecast_bytes=None, forecast_seconds=None)
+    figures["feasible"] = simulation is not None
+    figures["refusal"] = refusal
+    figures["advice"] = [] if simulation is not None else list(changes(needs, full))
     return figures
 
 
@@ -126,7 +142,7 @@ def _in_coarse_tiles(run: RunConfig, target: MachineModel, factor: int = 1) -> R
     return retiled(run, coarse_tiling(run.model.config, run.step.minibatch, run.model.seq_len, target, factor))
 
 
-def _simulate(order: PlannedOrder, run: RunConfig, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
+def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
     """What the step costs, the memory of file readers beside it; or why it cannot run, and the node without free bytes if it has the least."""
     if not needs.fit(target):
         return None, shortage(target, needs), ""
@@ -177,9 +193,8 @@ def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> N
     by_class[data_class] = by_class.get(data_class, 0) + nbytes
 
 
-def _figures(run: RunConfig, target: MachineModel, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
+def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
     """Everything that is known before virtual time."""
-    tiling = run.model.tiling
     last = target.nodes[target.last][0]
     names = Counter(task.name for task in order.plan.tasks)
     return {
@@ -208,7 +223,7 @@ def _figures(run: RunConfig, target: MachineModel, order: PlannedOrder, needs: N
         "evict": run.machine.scheduling.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "tasks_by_name": dict(names.most_common()),
-        "tiles": {name: getattr(tiling, name) for name in tiling.__slots__},
+        "tiles": {},
         "largest_model": None,
         "largest_minibatch": None,
         "largest_minibatch_is_of_tasks": False,
@@ -238,7 +253,7 @@ def _by_class(plan: StepPlan) -> dict[str, int]:
     return found
 
 
-def _costs(found: Simulation, run: RunConfig) -> dict[str, Any]:
+def _costs(found: Simulation, run: LanguageRun) -> dict[str, Any]:
     """What virtual time says."""
     tokens = run.step.batch * run.model.seq_len
     return {

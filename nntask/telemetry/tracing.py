@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler import Ran, SchedulerError
 from scheduler.machine import StepPlan
 
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun
 from ..errors import StorageError
 from ..training.run_directory import TRACE
 
@@ -39,7 +39,7 @@ class Tracer:
     A range holds the tasks of its steps and nothing else: at its edges only one step is in flight, and what happens between steps is left out.
     """
 
-    def __init__(self, runtime: Runtime, run: RunConfig) -> None:
+    def __init__(self, runtime: Runtime, run: LanguageRun) -> None:
         self._runtime, self._first = runtime, run.start.step
         self.path = Path(run.settings.observe.trace or run.directory / TRACE)
         self._range = run.traced

@@ -2,8 +2,9 @@ from .autotune import measure
 from .compare import Comparison, run_side_by_side
 from .initial_weights import model_to_start_from
 from .preflight import check_disk, check_start, check_tier_directory, warn_of_disk
-from .run import train
+from .run import train, train_untiled
 from .run_directory import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE, machine_of, newest_run, write_machine
+from .session import Opened, UntiledModel
 from .signals import Interrupts
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "TRACE",
     "Comparison",
     "Interrupts",
+    "Opened",
+    "UntiledModel",
     "check_disk",
     "check_start",
     "check_tier_directory",
@@ -24,6 +27,7 @@ __all__ = [
     "newest_run",
     "run_side_by_side",
     "train",
+    "train_untiled",
     "warn_of_disk",
     "write_machine",
 ]

@@ -28,8 +28,7 @@ def validate(session: Session, step: int) -> None:
     if not batches:
         session.printer.say(f"{validation.path} is shorter than one sequence of {session.stream.length} tokens; nothing to validate on")
         return
-    tokenizer = session.dataset.tokenizer
-    result = evaluate(session.engine, batches, tokenizer.byte_lengths() if tokenizer else None, session.interrupts.pending)
+    result = evaluate(session.engine, batches, session.byte_lengths, session.interrupts.pending)
     if result is not None:
         session.printer.say(f"step {step}: validation {result.line()}")
 
@@ -51,8 +50,7 @@ def close(session: Session, journal: Journal, step: int) -> None:
         printer.say(f"Training time: {seconds} seconds")
         printer.say(f"Training throughput tokens/sec: {tokens / seconds}")
         printer.say(f"Training performance: {flops / seconds / 1e12} Tflops/s")
-        formula = "6N" if session.run.start.frozen_base is None else "4N + 6A"
-        printer.say(f"Model flops utilisation ({formula} + 12Ldn): {timed.mfu_seconds / seconds:.1%} of gemm peak")
+        printer.say(f"Model flops utilisation ({session.counts.formula}): {timed.mfu_seconds / seconds:.1%} of gemm peak")
         printer.say(f"Loss on the last batch: {timed.loss_last}")
     stats = session.runtime.stats()
     if is_worth_telling(journal.own, stats):

@@ -7,23 +7,23 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..checkpoints.store import step_directories
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun
 from ..config.settings import ClusterSettings
 
 
-def interrupted(run: RunConfig, step: int | None) -> str:
+def interrupted(run: LanguageRun, step: int | None) -> str:
     """What a signal before the last step has left behind; None for a step that was not saved."""
     if not step_directories(run.directory):
         return "interrupted before the first checkpoint; nothing was saved yet, so there is nothing to continue"
     return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {_command(run)}"
 
 
-def all_there(run: RunConfig, step: int, steps: int) -> str:
+def all_there(run: LanguageRun, step: int, steps: int) -> str:
     """What a run has left behind that had nothing more to save when it was stopped."""
     return f"all {steps} steps were done" if step == steps else interrupted(run, step)
 
 
-def until_restored(run: RunConfig) -> str:
+def until_restored(run: LanguageRun) -> str:
     """What a run whose data can no longer be read has left behind."""
     steps = step_directories(run.directory)
     if not steps:
@@ -39,7 +39,7 @@ def left_behind(run: Path) -> str:
     return f"nothing more was saved, the newest checkpoint is {steps[-1]}; continue with: nntask train --resume {shlex.quote(str(run))}"
 
 
-def _command(run: RunConfig) -> str:
+def _command(run: LanguageRun) -> str:
     """What continues a run."""
     return f"nntask train --resume {shlex.quote(str(run.directory))}{_on(run.settings.cluster)}"
 

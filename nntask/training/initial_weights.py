@@ -36,15 +36,20 @@ def check_weights(run: RunConfig, captured: CapturedStep) -> None:
         DataError: one is missing or broken, or holds weights of another model.
     """
     start = run.start
+    check_files(start, captured)
+    if start.frozen_base is not None:
+        start.frozen_base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in captured.frozen.items()})
+    elif start.directory is not None:
+        ModelDirectory.open(start.directory).check({name: tensor.shape for name, tensor in captured.trained.items()})
+
+
+def check_files(start: Start, captured: CapturedStep) -> None:
+    """`check_weights` of a checkpoint and of single files; those of a model directory and of frozen weights are looked at where they are attached."""
     if start.resumed is not None:
         start.resumed.verify(MODEL, OPTIMIZER)
     for path, tensors, exact in _files(start, captured.trained, captured.optimizer):
         with TensorFile(path) as file:
             file.check({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, exact=exact)
-    if start.frozen_base is not None:
-        start.frozen_base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in captured.frozen.items()})
-    elif start.directory is not None:
-        ModelDirectory.open(start.directory).check({name: tensor.shape for name, tensor in captured.trained.items()})
 
 
 def load_weights(start: Start, engine: Trained) -> None:

@@ -59,6 +59,7 @@ class Saver:
         state: what every state.json holds besides step and cursor.
         keep: checkpoints kept.
         tokenizer: kept with them; None for none.
+        config: content of a config.json that is kept with them; None for none.
     """
 
     directory: Path
@@ -66,12 +67,13 @@ class Saver:
     state: Mapping[str, Any]
     keep: int
     tokenizer: Tokenizer | None = None
+    config: Mapping[str, Any] | None = None
 
     def save(self, step: int, cursor: Cursor) -> Path:
         """Write a checkpoint of the state after a step."""
         state = {"step": step, "cursor": [cursor.epoch, cursor.position], **self.state}
         model, optimizer = self.engine.model_tensors(), self.engine.optimizer_tensors()
-        return save_checkpoint(self.directory, state, model, optimizer, tokenizer=self.tokenizer, keep=self.keep)
+        return save_checkpoint(self.directory, state, model, optimizer, tokenizer=self.tokenizer, config=self.config, keep=self.keep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ..checkpoints.store import Checkpoint, run_of, step_directories
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..data.dataset import check_spec
 from ..data.tokenizer import TOKENIZER_FILE
@@ -24,7 +24,7 @@ from .run_lock import check_unlocked
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 
 
-def check_start(run: RunConfig) -> None:
+def check_start(run: LanguageRun) -> None:
     """Check the schedule, and the places that a run reads and writes; reads files, writes none.
 
     Raises:
@@ -59,7 +59,7 @@ def with_known_base(run: RunConfig) -> RunConfig:
     return run.beside(base.with_fingerprints())
 
 
-def check_directory(run: RunConfig) -> None:
+def check_directory(run: LanguageRun) -> None:
     """Check that a run may begin or go on in its directory, creating nothing.
 
     Raises:
@@ -88,7 +88,7 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
     check_writable(run, "--run-dir")
 
 
-def _check_files(run: RunConfig) -> None:
+def _check_files(run: LanguageRun) -> None:
     """Check files that are read or written beside the run directory."""
     settings = run.settings
     files = settings.checkpoints

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import Runtime
 from scheduler.planning import PlannedOrder
 
 from ..checkpoints.store import find_checkpoint, step_directories
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
-from ..data.dataset import open_dataset
+from ..data.dataset import Dataset, open_dataset
 from ..engine.interface import Cluster, NodesChanged
 from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
-from ..planning.memory_fit import capture, check_fit
+from ..planning.memory_fit import CapturedStep, capture, check_fit, fitting_order
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
 from ..telemetry.tensorboard import check_installed
@@ -25,12 +29,12 @@ from ..telemetry.tracing import Tracer
 from .autotune import in_best_tiles
 from .closing import validate
 from .continuation import interrupted, left_behind
-from .initial_weights import check_weights, model_to_start_from
+from .initial_weights import check_files, check_weights, model_to_start_from
 from .loop import Hooks
 from .preflight import check_directory, check_start, warn_of_disk, with_known_base
 from .run_lock import RunLock
 from .run_loop import run_loop
-from .session import Session, begin, counts_of, stream_of
+from .session import Opened, Session, UntiledModel, about_tiled, begin, counts_of, stream_of
 from .signals import Interrupts
 
 
@@ -68,10 +72,51 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         warn_of_disk(run.machine.disk)
         step, order = check_fit(run)
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
-        foreseen = _Foreseen(order, matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}), fallbacks)
+        foreseen = _Foreseen(order, _explained(run.settings.observe.explain, step), fallbacks)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)
+    if cluster is not None:
+        return _begun(run, printer, lambda lock, interrupts: _on_cluster(run, cluster, lock, printer, interrupts))
+    assert foreseen is not None  # there is no cluster
+    known = foreseen
+    lower = None if run.start.resumed is None else ""  # which has model and tiling of its checkpoint
+
+    def open_on(runtime: Runtime) -> Opened:
+        engine = RecordedEngine(run.in_order(known.order.name), runtime, model_to_start_from(run, runtime))
+        counts = counts_of(run, engine)
+        about, timed = partial(about_tiled, run, engine, runtime.gpus), partial(print_timing, engine, run, counts)
+        return Opened(engine, counts, about, timed_loops=timed)
+
+    return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts))
+
+
+def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
+    """As `train`, of a model that is not made of tiles, on this machine."""
+    printer = StepPrinter()
+    if run.settings.observe.report_to == "tensorboard":
+        check_installed()
+    check_start(run)
+    model.check(run)
+    warn_of_disk(run.machine.disk)
+    step = model.capture(run)
+    order = fitting_order(step, run, partial(model.changes, run))
+    check_files(run.start, step)
+    foreseen, lower = _Foreseen(order, _explained(run.settings.observe.explain, step), {}), "--minibatch" if run.start.resumed is None else ""
+
+    def open_on(runtime: Runtime) -> Opened:
+        return model.open(run.in_order(order.name), runtime)
+
+    return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
+
+
+def _explained(asked: str, step: CapturedStep) -> Collection[str]:
+    """The names of tasks that --explain asks for."""
+    return matching(asked, {task.name for task in step.plan.tasks})
+
+
+def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:
+    """Let a run that has passed all checks go on, with its directory locked; or say what it would do, if that is all that is asked for."""
     if run.settings.run.dry_run:
         stream_of(run, open_dataset(run.data, printer.say))
         printer.say(to_toml(run.settings))
@@ -79,23 +124,33 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     interrupts = Interrupts()
     interrupts.say_what_is_left = partial(left_behind, run.directory)
     with RunLock(run.directory, run.start.flag, partial(check_directory, run)) as lock, interrupts:
-        if cluster is not None:
-            return _on_cluster(run, cluster, lock, printer, interrupts)
-        assert foreseen is not None  # there is no cluster
-        return _here(run, foreseen, lock, printer, interrupts)
+        return go_on(lock, interrupts)
 
 
-def _here(run: RunConfig, foreseen: _Foreseen, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:
-    """Train on this machine."""
+def _here(
+    run: LanguageRun,
+    foreseen: _Foreseen,
+    open_on: Callable[[Runtime], Opened],
+    lower: str | None,
+    lock: RunLock,
+    printer: StepPrinter,
+    interrupts: Interrupts,
+) -> int:
+    """Train on this machine.
+
+    Args:
+        lower: see `as_user_error`.
+    """
     runtime = runtime_for(run)
     try:
         with runtime:  # in the try: it waits at its end for tasks that may have failed
-            engine = RecordedEngine(run.in_order(foreseen.order.name), runtime, model_to_start_from(run, runtime))
-            dataset = open_dataset(run.data, printer.say)
-            session = Session(run, dataset, stream_of(run, dataset), runtime, engine, counts_of(run, engine), printer, interrupts, foreseen.fallbacks)
-            begin(session, lock, foreseen.order)
+            opened = open_on(runtime)
+            engine, dataset = opened.engine, open_dataset(run.data, printer.say)
+            stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
+            session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)
+            begin(session, lock, opened.about, foreseen.order)
             if run.start.resumed is None:
-                print_timing(engine, run, session.counts, printer, interrupts.pending)
+                opened.timed_loops(printer, interrupts.pending)
             tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, printer.say)
 
             def on_step(step: int | None) -> None:
@@ -104,8 +159,11 @@ def _here(run: RunConfig, foreseen: _Foreseen, lock: RunLock, printer: StepPrint
 
             return run_loop(session, Hooks(on_step, tracer.is_edge, partial(validate, session), at_end=lambda: tracer.write(engine.step)))
     except FAILURES as error:
-        lower = None if run.start.resumed is None else ""  # which has model and tiling of its checkpoint
         raise as_user_error(error, runtime, run.machine, left_behind(run.directory), lower=lower) from error
+
+
+def _byte_lengths(dataset: Dataset) -> npt.NDArray[np.int64] | None:
+    return dataset.tokenizer.byte_lengths() if dataset.tokenizer else None
 
 
 def _on_cluster(run: RunConfig, cluster: Cluster, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:
@@ -115,8 +173,9 @@ def _on_cluster(run: RunConfig, cluster: Cluster, lock: RunLock, printer: StepPr
         try:
             with cluster.open(run, dataset, printer.say) as (counters, engine):
                 stream = stream_of(run, dataset, rows=())  # nodes read what they need
-                session = Session(run, dataset, stream, counters, engine, counts_of(run, engine), printer, interrupts, {})
-                begin(session, lock, None)
+                counts, lengths = counts_of(run, engine), _byte_lengths(dataset)
+                session = Session(run, dataset, stream, counters, engine, counts, printer, interrupts, {}, lengths)
+                begin(session, lock, partial(about_tiled, run, engine, counters.gpus), None)
                 return run_loop(session, Hooks(validate=partial(validate, session), on_saved=cluster.check_members))
         except NodesChanged as change:
             if interrupts.pending():

@@ -6,6 +6,7 @@ Nothing that is there already is overwritten: a new run wants a directory of its
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ CONFIG: Final = RUN_CONFIG
 METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
 MACHINE: Final = "machine.json"
+_OF_TORCH: Final = ("torch", "transformers")
 NODES: Final = "nodes"
 """Of a run on a cluster: a directory for each node, with its own metrics.jsonl and machine.json."""
 TRACE: Final = "trace.json.gz"
@@ -83,12 +85,22 @@ def write_file(path: Path, text: str) -> None:
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in ("nntask", "ml_dtypes", "tokenizers"):
+    return found | _installed("nntask", "ml_dtypes", "tokenizers") | computing_versions()
+
+
+def computing_versions() -> dict[str, str]:
+    """Versions of what computes: the kernels, and PyTorch in a process that has loaded it."""
+    return kernel_versions() | _installed(*(name for name in _OF_TORCH if name in sys.modules))
+
+
+def _installed(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found | kernel_versions()
+    return found
 
 
 def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int]) -> dict[str, Any]:

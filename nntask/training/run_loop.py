@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun
 from ..data.dataset import Dataset
 from ..errors import DataError
 from ..telemetry.metrics import Journal
@@ -76,7 +76,7 @@ def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flo
         engine,
         session.stream,
         session.runtime,
-        saver=Saver(run.directory, engine, _state_of(run, dataset), run.saving.keep, dataset.tokenizer),
+        saver=Saver(run.directory, engine, _state_of(run, dataset), run.saving.keep, dataset.tokenizer, session.config),
         journal=journal,
         printer=session.printer,
         interrupts=session.interrupts,
@@ -84,7 +84,7 @@ def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flo
     )
 
 
-def _state_of(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
+def _state_of(run: LanguageRun, dataset: Dataset) -> dict[str, Any]:
     """What state.json holds besides step and cursor."""
     return {
         "seed": run.model.seed,

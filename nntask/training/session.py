@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, SUBMISSION, PlannedOrder
-from tiles.kernels import kernel_versions
 
-from ..config.run_config import RunConfig
+from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
 from ..config.units import format_size
 from ..data.dataset import Dataset
 from ..data.sampler import BatchStream, Cursor
-from ..engine.interface import Counters, Trained
+from ..engine.interface import Counters, StepEngine, Trained
 from ..errors import DataError, UsageError
 from ..hardware.flops import FlopCounts, flop_counts_of
+from ..hardware.machine_model import MachineModel
 from ..inference.samples import sample_prompt
+from ..planning.memory_fit import CapturedStep
+from ..planning.needs import Needs
 from ..telemetry.metrics import StepPrinter
 from .initial_weights import load_weights
-from .run_directory import CONFIG, write_file
+from .run_directory import CONFIG, computing_versions, write_file
 from .run_lock import RunLock
 from .signals import Interrupts
+
+if TYPE_CHECKING:
+    from scheduler import Runtime
 
 MOST_NAMES: Final = 8
 """Workers that are named one by one."""
@@ -38,9 +46,11 @@ class Session:
         runtime: counters of the workers.
         counts: floating-point operations of one sequence.
         fallbacks: tasks of a step that run on the CPU because they have no CUDA kernel, by name.
+        byte_lengths: (V,) bytes of text that each id stands for, where validation says bits per byte.
+        config: see `Opened`.
     """
 
-    run: RunConfig
+    run: LanguageRun
     dataset: Dataset
     stream: BatchStream
     runtime: Counters
@@ -49,9 +59,63 @@ class Session:
     printer: StepPrinter
     interrupts: Interrupts
     fallbacks: Mapping[str, int]
+    byte_lengths: npt.NDArray[np.int64] | None
+    config: Mapping[str, Any] | None = None
 
 
-def stream_of(run: RunConfig, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:
+TimedLoops = Callable[[StepPrinter, Callable[[], bool]], None]
+"""Runs the loops that are timed before the training of a new run, and prints their lines, until the second argument says yes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The parts of a training that depend on what the model is made of.
+
+    Args:
+        counts: floating-point operations of one sequence.
+        about: makes the lines about the model; the step may be recorded for them.
+        says_bits: whether the loss is that of all of a text, so that validation may say bits per byte.
+        config: content of a config.json beside the weights of each checkpoint, which makes it a model directory; None for none.
+        timed_loops: see `TimedLoops`.
+    """
+
+    engine: StepEngine
+    counts: FlopCounts
+    about: Callable[[], Sequence[str]]
+    says_bits: bool = True
+    config: Mapping[str, Any] | None = None
+    timed_loops: TimedLoops = lambda printer, stopped: None
+
+
+class UntiledModel(Protocol):
+    """The model of a run that is not made of tiles: another package captures its step, and makes its engine."""
+
+    def check(self, run: LanguageRun) -> None:
+        """Refuse data that the model cannot learn from.
+
+        Raises:
+            UsageError: says what it lacks.
+        """
+
+    def capture(self, run: LanguageRun) -> CapturedStep:
+        """The run's step, from shapes; weights that begin in files are attached, and their names and shapes checked.
+
+        Raises:
+            DataError: a file of weights is missing or broken, or holds another model.
+        """
+
+    def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
+        """Changes of flags of which each would make the step fit.
+
+        Args:
+            full: the memory that was too small all the same, where the machine has what the step needs at least.
+        """
+
+    def open(self, run: LanguageRun, runtime: Runtime) -> Opened:
+        """The engine on the runtime of the run, and what is said of it."""
+
+
+def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:
     """Batches from where the run begins.
 
     Args:
@@ -86,37 +150,49 @@ def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
     return flop_counts_of(model.config, model.seq_len, flash=model.flash, num_adapter_weights=num_adapter_weights)
 
 
-def begin(session: Session, lock: RunLock, order: PlannedOrder | None) -> None:
-    """Take the directory, say what is trained, write down how, and load the weights that it begins with."""
+def begin(session: Session, lock: RunLock, about: Callable[[], Sequence[str]], order: PlannedOrder | None) -> None:
+    """Take the directory, say what is trained, write down how, and load the weights that it begins with.
+
+    Args:
+        about: see `Opened`.
+        order: in which a step executes; None where it is not known here.
+    """
     run = session.run
     if run.settings.run.sample_tokens:
         sample_prompt(run, session.dataset.tokenizer, session.stream.length)  # refused now rather than after the training
     lock.take()
-    print_header(session, order)
+    print_header(session, about, order)
     write_file(run.directory / CONFIG, to_toml(run.settings))
     load_weights(run.start, session.engine)
 
 
-def print_header(session: Session, order: PlannedOrder | None) -> None:
-    """What is trained, on what, where."""
-    run, stats = session.run, session.runtime.stats()
-    config, cut, settings, say = run.model.config, run.model.tiling, run.settings, session.printer.say
-    say(
+def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any]) -> Sequence[str]:
+    """What is trained: a model of tiles."""
+    config, cut, settings = run.model.config, run.model.tiling, run.settings
+    lines = [
         f"{run.name}: {config.num_parameters / 1e6:.1f} M parameters, {config.n_layer} layers, width {config.n_embd}; "
         f"{run.step.batch} x {run.model.seq_len} tokens a step"
-    )
+    ]
     if run.start.frozen_base is not None:
         chosen, place = settings.optimizer, run.start.frozen_base.path or "the seed"
-        say(
-            f"{chosen.train}: {session.engine.num_trained / 1e6:.2f} M weights of adapters are trained, alpha {chosen.lora_alpha:g}; "
+        lines.append(
+            f"{chosen.train}: {engine.num_trained / 1e6:.2f} M weights of adapters are trained, alpha {chosen.lora_alpha:g}; "
             f"the others are frozen and come from {place}"
         )
-    if run.model.dtype == "tf32" and not session.runtime.gpus:
-        say("tf32 on a CPU computes in fp32")
-    say(
+    if run.model.dtype == "tf32" and not gpus:
+        lines.append("tf32 on a CPU computes in fp32")
+    lines.append(
         f"tiles: minibatch {cut.minibatch_tile}, seq {cut.seq_tile}, embd {cut.embd_tile}, inner {cut.inner_tile}, head {cut.head_tile}, "
-        f"vocab {cut.vocab_tile}; {session.engine.num_tasks} tasks a step; {run.step.lanes} lane{'' if run.step.lanes == 1 else 's'}"
+        f"vocab {cut.vocab_tile}; {engine.num_tasks} tasks a step; {run.step.lanes} lane{'' if run.step.lanes == 1 else 's'}"
     )
+    return lines
+
+
+def print_header(session: Session, about: Callable[[], Sequence[str]], order: PlannedOrder | None) -> None:
+    """What is trained, on what, where."""
+    run, stats, say = session.run, session.runtime.stats(), session.printer.say
+    for line in about():
+        say(line)
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
     say(f"workers: {', '.join(in_ranges(list(stats['busy_seconds'])))}; policy {stats['policy']}; budgets: {budgets}")
     if session.fallbacks:
@@ -132,7 +208,7 @@ def print_header(session: Session, order: PlannedOrder | None) -> None:
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:
-        for name, version in kernel_versions().items():
+        for name, version in computing_versions().items():
             was = resumed.state.get("versions", {}).get(name, version)
             if was != version:
                 say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")

@@ -176,6 +176,15 @@ def test_the_model_in_a_state_is_checked_when_asked_for(tmp_path):
         _ = find_checkpoint(tmp_path).config
 
 
+def test_a_model_without_tiles_is_named(tmp_path):
+    """Its config stands beside the weights, and what asks for a config of tiles hears what the checkpoint is for."""
+    config = {"model_type": "bert", "vocab_size": 30}
+    path = save_checkpoint(tmp_path, {"step": 1, "cursor": [0, 0], "model": config}, {}, {}, config=config)
+    assert json.loads((path / "config.json").read_text()) == config
+    with pytest.raises(DataError, match="holds a bert, for which nntask has no tiles: nntask train and plan take it"):
+        _ = find_checkpoint(tmp_path).config
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("where", ["model", "optimizer"])

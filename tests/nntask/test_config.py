@@ -7,7 +7,7 @@ import pytest
 from nntask.errors import DataError, UsageError
 from nntask.models.gpt2_config import PRESETS, GPT2Config
 from nntask.models.llama_config import LlamaConfig
-from nntask.models.registry import FAMILIES, config_from_dict, config_from_json
+from nntask.models.registry import FAMILIES, config_from_dict, config_from_json, untiled_type
 
 GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 LLAMA_SMALL = {
@@ -151,6 +151,8 @@ def test_the_model_type_names_the_family():
     for kind in ("mistral", 5, None, ["llama"]):
         with pytest.raises(UsageError, match=r"model_type in x\.json must be one of gpt2, llama, got"):
             config_from_dict({**LLAMA_SMALL, "model_type": kind}, "x.json")
+    assert [untiled_type({"model_type": kind}) for kind in ("mistral", "llama", 5, None)] == ["mistral", "", "", ""]
+    assert untiled_type({}) == untiled_type([1]) == ""  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="JSON object"):
         config_from_dict([1])  # type: ignore[arg-type]
 

@@ -471,7 +471,7 @@ def test_timing_loops_that_are_stopped_print_nothing_more():
     stream = io.StringIO()
     settings = TrainSettings(tiling=TilingSettings(minibatch=1), run=RunSettings(nforward=2, nbackward=9), model=ModelSettings(seq_len=4))
     run = resolve(settings, PRESETS["tiny"])
-    counts = FlopCounts(1.0, 1.0, 1.0)
+    counts = FlopCounts(1.0, 1.0, 1.0, "6N")
     print_timing(Passes(), run, counts, StepPrinter(stream), lambda: len(passes) == 4)
     assert passes == ["f", "f", "b", "b"]
     assert "forward time" in stream.getvalue()

@@ -15,7 +15,10 @@ from support.torch_families import FAMILIES, Batch, make
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import scheduler
 from nntask import DataError, DoesNotFit, UsageError
+from nntask.config import ResourceSettings
+from nntask.hardware import machine_of, open_runtime
 from wrappers.torch import Session, empty_parameters
 
 pytest.importorskip("transformers")
@@ -48,6 +51,23 @@ def train(module: torch.nn.Module, batches: Sequence[Batch], **terms: Any) -> tu
     with Session(copy.deepcopy(module), lr=1e-3, **terms) as session:
         losses = [session.step(**batch) for batch in batches]
         return losses, session.state_dict(), session.runtime.stats()
+
+
+def test_a_runtime_may_be_lent() -> None:
+    """The same bits on a runtime of the caller, which stays open; a recorded step is the one that is replayed; failures are the caller's."""
+    module, batches = make("bert", 2)
+    expected, _, _ = train(module, batches, ram="64MB", workers=1)
+    machine = machine_of(ResourceSettings(ncpu=1, ram="64MB", restrict="cpu"))
+    with open_runtime(machine) as runtime:
+        with Session(copy.deepcopy(module), lr=1e-3, on=(machine, runtime)) as session:
+            step = session.training_step([batches[0]])
+            assert [session.step(**batch) for batch in batches] == expected
+            assert step is session.training_step([batches[1]])
+            assert set(session.model_tensors()) < set(module.state_dict())  # a tied head once
+        runtime.wait()
+    small = machine_of(ResourceSettings(ncpu=1, ram="400KB", restrict="cpu"))
+    with pytest.raises(scheduler.DoesNotFit), open_runtime(small) as runtime, Session(copy.deepcopy(module), lr=1e-3, on=(small, runtime)) as session:
+        session.step(**batches[0])
 
 
 @pytest.mark.parametrize("family", ALL)

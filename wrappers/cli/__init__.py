@@ -17,7 +17,7 @@ from .output import Output, complain, open_missing
 __all__ = ["COMMANDS", "exit_code", "main"]
 
 COMMANDS: Final = {
-    "train": "train a GPT-2 or a LLaMA, or continue a run",
+    "train": "train a language model, or continue a run",
     "generate": "continue prompts with a run, a checkpoint or a model directory",
     "perplexity": "score a text with a run, a checkpoint or a model directory",
     "data": "prepare train.bin and val.bin from a dataset",

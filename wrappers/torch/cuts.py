@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .capture import Call, Capture, Ref, Storage, TileKey, aten
 from .rows import ops
 
+LARGEST_TILE: Final = "64MB"
+"""Parameters above this are cut unless another size is asked for."""
 _ELEMENTWISE: Final = frozenset({aten.clone.default, aten._to_copy.default})
 """Elementwise operations that PyTorch does not tag as such."""
 

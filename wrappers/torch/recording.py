@@ -6,31 +6,27 @@ budgets hold it. Of many shapes the steps that were used last are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
 
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, this_machine
 from nntask.optim import Optimizer
 from nntask.planning import needs_of, shortage
-from scheduler import CapturingRuntime, Handle, Runtime, Step
+from scheduler import Handle, Runtime, Step
 from tiles import TileTensor
 
 from .batches import check_batch, shapes_of, signature_of
-from .capture import Function, Storage, capture
-from .chains import ChainCompiler
-from .cuts import cut_parameters
-from .emission import StepTasks, key_of, num_rows_of
+from .capture import Function, Storage
+from .dry import PassTerms, captured_step, pass_of
+from .emission import StepTasks
 from .gpus import fallbacks_of
-from .modules import unchanged
 from .objectives import call
 from .state import ModuleState
 from .step import Pass
-from .sums import with_accumulated_sums
 
 Purpose = Literal["train", "evaluate", "predict"]
 """What a step is for: an update, a loss, or the module's result."""
@@ -69,25 +65,12 @@ class Captures:
         module: the module, whose values are not used.
         objective: from the module and a batch to the loss.
         modes: which of the module's parts are in training mode while it trains.
-        gradient_dtype: name of a parameter -> element type of its gradient.
-        tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
-        compiler: compiles chains of calls; None if they stay calls of their own.
-        on_gpus: whether GPUs compute.
+        terms: what the passes are for.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        objective: Function,
-        modes: Mapping[torch.nn.Module, bool],
-        gradient_dtype: Callable[[str], np.dtype[np.generic]],
-        tiles: Mapping[str, tuple[int, int]],
-        compiler: ChainCompiler | None,
-        *,
-        on_gpus: bool,
-    ) -> None:
-        self.module, self.tiles, self._compiler, self._on_gpus = module, tiles, compiler, on_gpus
-        self._objective, self._modes, self._gradient_dtype = objective, modes, gradient_dtype
+    def __init__(self, module: torch.nn.Module, objective: Function, modes: Mapping[torch.nn.Module, bool], terms: PassTerms) -> None:
+        self.module, self.terms = module, terms
+        self._objective, self._modes = objective, modes
         self._passes: dict[tuple[Any, ...], Pass] = {}
 
     def pass_over(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int) -> Pass:
@@ -95,16 +78,8 @@ class Captures:
         key = (purpose, divisor, signature_of(minibatch))
         if key not in self._passes:
             function = call if purpose == "predict" else self._objective
-            with unchanged(self.module):
-                for child, is_training in self._modes.items():
-                    child.training = is_training and purpose == "train"
-                captured = capture(self.module, minibatch, function, backward=purpose == "train", divisor=divisor, on_gpus=self._on_gpus)
-            dtypes = {name: self._gradient_dtype(name) for name, _ in captured.gradients}
-            num_rows = num_rows_of(captured)
-            captured = cut_parameters(with_accumulated_sums(captured), self.tiles)
-            if self._compiler is not None:
-                captured = self._compiler.chained(captured)
-            self._passes[key] = Pass(captured, dtypes, num_rows, on_gpus=self._on_gpus)
+            modes = {child: is_training and purpose == "train" for child, is_training in self._modes.items()}
+            self._passes[key] = pass_of(self.module, modes, minibatch, function, self.terms, backward=purpose == "train", divisor=divisor)
         return self._passes[key]
 
     def keep(self, passes: Collection[Pass]) -> None:
@@ -120,8 +95,10 @@ class StepRecorder:
         state: the module's tensors.
         key: what random numbers follow from.
         optimizer: updates the parameters.
-        dry_optimizer: from a state of shapes alone to an optimizer over it.
-        machine: the budgets.
+        options: the optimizer of torch.optim that it follows.
+        max_norm: norm to which the gradient is clipped; 0 is off.
+        machine: the budgets, within which a step is checked to fit; None where the caller has done so.
+        order: in which a training step executes when memory is short, a name of `Runtime.record`.
 
     Attributes:
         fallbacks: of the steps so far, tasks that CPU workers run although there are GPUs: name -> how many in a step.
@@ -133,11 +110,14 @@ class StepRecorder:
         state: ModuleState,
         key: TileTensor,
         optimizer: Optimizer,
-        dry_optimizer: Callable[[ModuleState], Optimizer],
-        machine: MachineSpec,
+        options: torch.optim.Optimizer,
+        *,
+        max_norm: float,
+        machine: MachineSpec | None,
+        order: str,
     ) -> None:
         self._captures, self._state, self._key, self._optimizer = captures, state, key, optimizer
-        self._dry_optimizer, self._machine = dry_optimizer, machine
+        self._options, self._max_norm, self._machine, self._order = options, max_norm, machine, order
         self.fallbacks: dict[str, int] = {}
         self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # those used last come last
 
@@ -174,36 +154,32 @@ class StepRecorder:
                 f"{shapes_of(minibatches)} differ; pad them to one shape"
             )
         is_training = purpose == "train"
-        self._check_fit(passes, minibatches, training=is_training)
+        if self._machine is not None:
+            self._check_fit(self._machine, passes, minibatches, training=is_training)
         emission = StepTasks(passes, self._state, minibatches)
         runtime = self._state.runtime
         assert isinstance(runtime, Runtime)  # a dry state is never recorded for replays
-        with runtime.record() as step:
+        with runtime.record(self._order if is_training else "auto") as step:
             kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
         return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
 
-    def _check_fit(self, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
+    def _check_fit(self, spec: MachineSpec, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
         """Refuse a step that cannot run within the budgets, before memory is taken for it.
 
         Raises:
             DoesNotFit: says which budget is too small, and by how much.
         """
-        dry = CapturingRuntime(has_gpus=self._machine.has_gpus)
-        state, key = ModuleState(self._captures.module, dry, self._captures.tiles), key_of(dry)
-        emission = StepTasks(passes, state, minibatches)
-        optimizer = self._dry_optimizer(state) if training else None
-        with dry.record():
-            outputs = emission.submit(key, optimizer)
-        del outputs
-        self.fallbacks.update(fallbacks_of(dry.plan.tasks, self._machine))
-        needs, machine = needs_of(dry.plan, thrifty=True), this_machine(self._machine)
+        terms, module = self._captures.terms, self._captures.module
+        plan = captured_step(module, self._options if training else None, passes, minibatches, terms, max_norm=self._max_norm).plan
+        self.fallbacks.update(fallbacks_of(plan.tasks, spec))
+        needs, machine = needs_of(plan, thrifty=True), this_machine(spec)
         if not needs.fit(machine):
             story = shortage(machine, needs)
-            is_of_device = " of cuda:" in story or " of sim:" in story or (self._machine.has_gpus and "largest memory" in story)
+            is_of_device = " of cuda:" in story or " of sim:" in story or (spec.has_gpus and "largest memory" in story)
             changes = [
                 f"raise {'gpu_memory=' if is_of_device else 'ram='}",
                 "use more and smaller minibatches" if training else "predict smaller batches",
             ]
-            if self._machine.disk is None and not is_of_device:
+            if spec.disk is None and not is_of_device:
                 changes.append("add disk=DIR")
             raise DoesNotFit(f"{story}; {', '.join(changes[:-1])}{',' if len(changes) > 2 else ''} or {changes[-1]}")

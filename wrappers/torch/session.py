@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +28,18 @@ import scheduler
 from nntask import DoesNotFit, NntaskError, StorageError, UsageError
 from nntask.config import parse_size
 from nntask.engine import Outcome
-from nntask.hardware import FAILURES, open_runtime, reuse_freed_memory
+from nntask.hardware import FAILURES, MachineSpec, open_runtime, reuse_freed_memory
 from nntask.io import load_tensors
 from nntask.optim import norm_of
-from scheduler import Runtime, Ticket
+from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
 from .batches import check_batch, cut
 from .capture import Function
 from .chains import ChainCompiler
-from .cuts import tiles_of
+from .cuts import LARGEST_TILE, tiles_of
 from .devices import as_tensor
+from .dry import PassTerms
 from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .gpus import GpuTerms, check_gpus, machine_with
@@ -51,9 +52,6 @@ from .recording import Captures, Purpose, RecordedStep, StepRecorder
 from .state import ModuleState
 from .threads import Threads
 from .weights import attach_files
-
-LARGEST_TILE: Final = "64MB"
-"""Parameters above this are cut unless the session is told another size."""
 
 
 class StartedStep:
@@ -114,6 +112,9 @@ class Session:
         ngpu: number of GPUs, the first ones that CUDA shows; None for all. What has a CUDA kernel runs on them and nowhere else.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each GPU or simulated device, e.g. "16GiB", or of GPUs a share, e.g. "0.5"; None for 0.9 of what is free.
+        on: a machine and its runtime, which the caller has opened and will close, in place of `ram` to `gpu_memory`. Failures are then the caller's
+            to explain, and so is a step that does not fit.
+        order: in which a training step executes when memory is short, a name of `Runtime.record`.
         largest_tile: parameters above this size are cut along their first axis into tiles, with their gradients and the optimizer's state, so that
             none need fit the budget as a whole. Part of the numerics: a product that is cut rounds otherwise.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
@@ -150,6 +151,8 @@ class Session:
         ngpu: int | None = 0,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
+        on: tuple[MachineSpec, Runtime] | None = None,
+        order: str = "auto",
         largest_tile: str = LARGEST_TILE,
         weights: str | os.PathLike[str] | None = None,
         compiled: bool = False,
@@ -166,23 +169,26 @@ class Session:
             check_compiler()
             if ngpu != 0:
                 raise UsageError(f"compiled chains are of CPUs, got compiled=True with ngpu={ngpu}; leave one of them out")
-        self._compiler = ChainCompiler() if compiled else None
+        self._is_compiled = compiled
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
         limit = parse_size(largest_tile, "largest_tile")
         self._seed, self._terms = seed, terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
-        self._machine = machine_with(ngpu=ngpu, sim_gpu=sim_gpu, gpu_memory=gpu_memory, workers=workers, ram=ram, disk=disk)
-        if workers is None and self._machine.num_cpu:
-            self._machine = replace(self._machine, num_cpu=max(1, self._machine.num_cpu // threads))
-        reuse_freed_memory()
+        self._is_borrowed = on is not None
         self._threads = Threads(threads)
         self._gpu_terms: GpuTerms | None = None
         try:
-            self.runtime: Runtime = open_runtime(self._machine)
+            if on is None:
+                machine = machine_with(ngpu=ngpu, sim_gpu=sim_gpu, gpu_memory=gpu_memory, workers=workers, ram=ram, disk=disk)
+                if workers is None and machine.num_cpu:
+                    machine = replace(machine, num_cpu=max(1, machine.num_cpu // threads))
+                reuse_freed_memory()
+                on = machine, open_runtime(machine)
         except BaseException:
             self._threads.end()
             raise
+        self._machine, self.runtime = on
         try:
             check_gpus(self.runtime.gpus, module)
             if self.runtime.has_gpus:
@@ -203,16 +209,16 @@ class Session:
             self.close()
             raise
         let_go(module)
-        function = scalar(objective or objective_of(loss or loss_of))
+        function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
         self._steps = StepRecorder(
-            Captures(
-                module, function, modes_of(module), self._state.gradient_dtype, self._state.tiles, self._compiler, on_gpus=self._machine.has_gpus
-            ),
+            Captures(module, function, modes_of(module), PassTerms(self._state.tiles, compiler, self._machine.has_gpus)),
             self._state,
             self._key,
             self._optimizer,
-            lambda state: optimizer_on(self.optimizer, module, state.parameters, max_grad_norm),
-            self._machine,
+            self.optimizer,
+            max_norm=max_grad_norm,
+            machine=None if self._is_borrowed else self._machine,
+            order=order,
         )
         self.num_steps, self._half_done = 0, ""
 
@@ -338,9 +344,22 @@ class Session:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
         give(module, self._values())
 
+    def model_tensors(self) -> dict[str, TileTensor]:
+        """The tensors of the module's `state_dict` by name, tied ones once."""
+        return self._saved(frozen=True)
+
     def optimizer_tensors(self) -> dict[str, TileTensor]:
         """The optimizer's state by name, such as "m.layer.weight"."""
         return self._optimizer.tensors()
+
+    def reset_optimizer(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self._optimizer.reset()
+        self.num_steps, self._half_done = 0, ""
+
+    def training_step(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> Step:
+        """The step that `start_minibatches` replays for minibatches of these shapes, recorded if it is not yet; their values do not matter."""
+        return self._steps.step_for("train", minibatches, divisor or len(minibatches)).step
 
     def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
@@ -410,8 +429,7 @@ class Session:
             DataError: the file is missing, corrupt, or of another module.
         """
         load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
-        self._optimizer.reset()
-        self.num_steps, self._half_done = 0, ""
+        self.reset_optimizer()
 
     @property
     def _numerics(self) -> dict[str, Any]:
@@ -419,7 +437,7 @@ class Session:
         return {
             "kind of device": "cuda" if self._machine.has_gpus else "cpu",
             "threads": self._threads.count,
-            "compiled": self._compiler is not None,
+            "compiled": self._is_compiled,
             "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()},
         }
 
@@ -439,7 +457,8 @@ class Session:
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
-        self.runtime.close()
+        if not self._is_borrowed:
+            self.runtime.close()
         self._threads.end()
         if self._gpu_terms is not None:
             self._gpu_terms.end()
@@ -456,6 +475,8 @@ class Session:
         try:
             yield
         except FAILURES as error:
+            if self._is_borrowed:
+                raise
             raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
 
 

@@ -68,11 +68,6 @@ class ModuleState:
             found[name, piece] = edge.accumulator().handles[piece]
         return found
 
-    def gradient_dtype(self, name: str) -> np.dtype[np.generic]:
-        """Element type of a parameter's gradient: fp32 where the parameter is narrower."""
-        dtype = self.parameters[name].data.dtype
-        return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
-
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Overwrite tensors with the values of these names."""
         tensors = self.tensors()
@@ -127,6 +122,12 @@ class ModuleState:
             tensor.write(values)
             self._constants[storage] = tensor
         return self._constants[storage]
+
+
+def gradient_dtype_of(parameter: torch.Tensor, name: str) -> np.dtype[np.generic]:
+    """Element type of a parameter's gradient: fp32 where the parameter is narrower."""
+    dtype = numpy_dtype(parameter.dtype, name)
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 def tensor_of_one_tile(runtime: TaskRuntime, like: torch.Tensor, name: str, *, kind: str = "persistent", data_class: str = "data") -> TileTensor:

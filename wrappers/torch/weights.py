@@ -11,6 +11,7 @@ import torch
 
 from nntask import DataError
 from nntask.hf import attach_weights, weight_ranges
+from nntask.io import FileRange
 from tiles import TileTensor
 
 
@@ -38,6 +39,27 @@ def empty_parameters() -> Iterator[None]:
         torch.nn.Module.register_parameter = register
 
 
+def _renamed(ranges: Mapping[str, FileRange], module: torch.nn.Module) -> tuple[dict[str, FileRange], list[str]]:
+    """Tensors in files by the names that a module of transformers gives them, and the names of those that it has in another layout."""
+    if not hasattr(module, "base_model_prefix"):
+        return dict(ranges), []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(module)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    own = module.state_dict()
+    found, converted = {}, []
+    for stored in sorted(ranges):
+        name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, own)
+        if pattern is not None and stored not in own:
+            converted.append(stored)
+        else:
+            found[stored if stored in own else name] = ranges[stored]
+    return found, converted
+
+
 def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: torch.nn.Module) -> None:
     """Attach the tensors of a module to the safetensors files of a model directory; no value is read yet.
 
@@ -46,10 +68,12 @@ def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: tor
         tensors: name -> tensor, of all parameters and of the buffers that are saved.
         module: knows the other names of tied tensors, and its prefix (`base_model_prefix`), with or without which names in the files may be.
 
+    Names are first what transformers would make of them for this module: some families had others when their files were written.
+
     Raises:
-        DataError: a file is missing or broken, or a tensor is missing, or has another shape.
+        DataError: a file is missing or broken, or a tensor is missing, or has another shape or layout.
     """
-    ranges = weight_ranges(directory)
+    ranges, converted = _renamed(weight_ranges(directory), module)
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     aliases: dict[int, list[str]] = {}
     for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
@@ -58,6 +82,12 @@ def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: tor
     found = {}
     for name, tensor in tensors.items():
         stored = next((alias for alias in by_name[name] if alias in ranges), None)
+        if stored is None and converted:
+            raise DataError(
+                f"{directory} stores {name} in another layout than the module has ({converted[0]} is a part of such a tensor); write it anew: "
+                f'python -c "from transformers import {type(module).__name__} as M; '
+                f'M.from_pretrained({str(directory)!r}).save_pretrained({f"{directory}-plain"!r}, save_original_format=False)"'
+            )
         if stored is None:
             raise DataError(f"{directory} has no tensor {name} of shape {tensor.shape}, which the module needs; use the weights of this module")
         where = ranges[stored]

@@ -14,7 +14,8 @@ from typing import Any, Final
 from nntask.config import ResourceSettings, TrainSettings
 
 from ..options.help import show_help
-from ..options.sources import naming, request
+from ..options.sources import Request, naming, request
+from ..options.torch_extra import load_torch, through_torch
 
 OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str}
 """Flags of ``nntask plan`` beside those of ``nntask train``, with their types."""
@@ -50,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         show_help(PlanHelp, "nntask plan")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     asked = request(argv, os.environ, extra=OWN_FLAGS)
-    from nntask import DoesNotFit, UsageError
+    from nntask import UsageError
     from nntask.config import open_tiles, sized
     from nntask.hardware import devices_of, imaginary_machine, with_budgets
     from nntask.planning import plan_run
@@ -68,6 +69,9 @@ def run(argv: Sequence[str]) -> int:
             f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
         )
     settings = asked.settings
+    if asked.untiled is not None:
+        return _print(_figures_through_torch(asked), asked)
+    assert asked.config is not None  # it has tiles
     with naming(asked.sources):
         machine = asked.devices
         if asked.resumed is not None:  # the figures are of the settings alone, and the checkpoint's weights are not asked for
@@ -90,10 +94,41 @@ def run(argv: Sequence[str]) -> int:
             )
         target = imaginary_machine(devices, settings.resources, link, disk_rate) if devices else None
         figures = plan_run(settings, asked.config, target, machine=machine)
+    return _print(figures, asked)
+
+
+def _print(figures: Mapping[str, Any], asked: Request) -> int:
+    """Print a plan; returns 0.
+
+    Raises:
+        DoesNotFit: the run would not fit.
+    """
+    from nntask import DoesNotFit
+
+    if asked.untiled is not None and not asked.extra["json"]:
+        print(through_torch(asked.untiled))
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
     if not figures["feasible"]:
         raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")
     return 0
+
+
+def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
+    """The plan of a model without tiles."""
+    from nntask.hardware import imaginary_machine
+
+    assert asked.untiled is not None
+    devices, link, disk_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate"))
+    settings = asked.settings
+    with naming(asked.sources):
+        load_torch(asked.untiled)
+        from ...torch.training import plan
+
+        target = None
+        if devices:
+            settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
+            target = imaginary_machine(devices, settings.resources, link, disk_rate)
+        return plan(settings, asked.values, *asked.untiled, asked.resumed, target)
 
 
 def _of_another_machine(resources: ResourceSettings, stated: Collection[str], devices: str) -> ResourceSettings:
@@ -130,7 +165,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["trained_parameters"] != figures["parameters"]:
         yield f"trained             {figures['trained_parameters']:,} weights of adapters"
     yield f"tasks per step      {figures['tasks_per_step']:,}"
-    yield "tiles               " + ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
+    sizes = ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
+    yield f"tiles               {sizes or 'each tensor is one'}"
     yield (
         "workers             "
         + ", ".join(f"{sum(figures['workers'][one] for one in each)} x {name}" for name, each in _alike(figures["workers"]).items())

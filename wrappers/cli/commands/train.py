@@ -11,13 +11,14 @@ from nntask.config import TrainSettings
 
 from ..options.help import show_help
 from ..options.sources import naming, request
+from ..options.torch_extra import load_torch, through_torch
 
 PROGRAM = "nntask train"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainHelp:
-    """Train a GPT-2 or a LLaMA. Without flags: a small model on this machine's Python library."""
+    """Train a GPT-2, a LLaMA, or with --init-from another language model of transformers. Without flags: a small one on Python's library."""
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
@@ -37,6 +38,15 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
     # a loss that overflows ends the run with a sentence; NumPy's warnings from the workers would only hide it
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     settings = asked.settings
+    if asked.untiled is not None:
+        with naming(asked.sources):
+            load_torch(asked.untiled)
+            from ...torch.training import train as train_through_torch
+
+            if not settings.run.dry_run:
+                print(through_torch(asked.untiled))
+            return train_through_torch(settings, asked.values, *asked.untiled, asked.resumed)
+    assert asked.config is not None  # it has tiles
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
         run = resolve(settings, asked.config, asked.resumed, with_budgets(asked.devices, settings.resources))

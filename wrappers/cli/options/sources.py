@@ -31,20 +31,24 @@ class Request:
     Args:
         settings: all settings; unset ones are None.
         devices: what computes, without budgets; None where the machine is an imaginary one.
-        config: configuration of the model, with --dropout applied.
+        config: configuration of the model, with --dropout applied; None where it has no tiles.
+        untiled: of a model without tiles, the content of its config.json, and where that is from; None for others.
         resumed: the checkpoint to continue from; None for a new run.
         extra: values of flags beside the settings.
         sources: for each flag that was not typed, the variable or key that set it, in words.
         stated: names of the flags on the command line or in the TOML file.
+        values: of the flags that are on the command line, in the TOML file or in the environment.
     """
 
     settings: TrainSettings
     devices: MachineSpec | None
-    config: ModelConfig
+    config: ModelConfig | None
+    untiled: tuple[Mapping[str, Any], str] | None
     resumed: Checkpoint | None
     extra: Mapping[str, Any]
     sources: Mapping[str, str]
     stated: frozenset[str]
+    values: Mapping[str, Any]
 
 
 @contextmanager
@@ -106,7 +110,30 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         is_imaginary = bool(besides.get("devices"))
         check_values(settings, is_imaginary=is_imaginary)
         devices = None if is_imaginary else devices_of(settings.resources, settings.model.dtype)
-        return Request(settings, devices, model_config(settings, explicit, resumed), resumed, besides, sources, frozenset(stated))
+        untiled = _untiled(settings, resumed)
+        config = None if untiled else model_config(settings, explicit, resumed)
+        return Request(settings, devices, config, untiled, resumed, besides, sources, frozenset(stated), explicit)
+
+
+def _untiled(settings: TrainSettings, resumed: Checkpoint | None) -> tuple[Mapping[str, Any], str] | None:
+    """The config.json of a model that nntask has no tiles for, and where it is from; None for a model with tiles.
+
+    Raises:
+        DataError: --init-from names no model directory.
+    """
+    from nntask.models import untiled_type
+
+    if resumed is not None:
+        from nntask.checkpoints import STATE
+
+        values, source = resumed.state["model"], f"model in {resumed.path / STATE}"
+    elif settings.checkpoints.init_from:
+        from nntask.hf import read_values
+
+        values, source = read_values(Path(settings.checkpoints.init_from))
+    else:
+        return None
+    return (values, source) if untiled_type(values) else None
 
 
 def _read_config(file: str, table: Table) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""Model directories of families that nntask has no tiles for, as transformers writes them: small, from a seed, with a tokenizer of 300 ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+VOCAB = 300
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}
+DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+BERT = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+T5 = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SHAPE, GPT),
+    "bert": ("BertForMaskedLM", "BertConfig", {**SHAPE, **DRY}, BERT),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+        T5,
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 2}, GPT),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**SHAPE, **DRY, "pad_token_id": 1}, BERT),
+    "vit": ("ViTForImageClassification", "ViTConfig", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}, GPT),
+}
+"""Name -> (model class, config class, its arguments, special tokens)."""
+
+
+def write_language_model(path: Path, family: str, **changes: Any) -> Path:
+    """A directory with config, weights and tokenizer; returns it.
+
+    Args:
+        changes: of the config.
+    """
+    model_class, config_class, arguments, words = FAMILIES[family]
+    torch.manual_seed(0)
+    sizes = {} if family == "vit" else {"vocab_size": VOCAB}
+    getattr(hf, model_class)(getattr(hf, config_class)(**{**sizes, **arguments, **changes})).save_pretrained(path)
+    _tokenizer(words).save_pretrained(path)
+    return path
+
+
+def _tokenizer(words: dict[str, str]) -> Any:
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=list(dict.fromkeys(words.values())), initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator((f"line {i} of a text about the number {i * i}\n" for i in range(500)), trainer)
+    if "cls_token" in words:
+        ends = [words["cls_token"], words["sep_token"]]
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{ends[0]} $A {ends[1]}", special_tokens=[(word, inner.token_to_id(word)) for word in ends]
+        )
+    return hf.PreTrainedTokenizerFast(tokenizer_object=inner, **words)

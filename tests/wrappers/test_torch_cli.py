@@ -1,0 +1,281 @@
+"""``nntask train`` and ``plan`` for language models without tiles: the losses of transformers, budgets, resumption, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.commands import refuse
+from support.language_directories import write_language_model
+from support.model_directories import losses
+
+hf = pytest.importorskip("transformers")
+
+from nntask import UsageError  # noqa: E402
+from nntask.data import BatchStream, DataSpec, open_dataset  # noqa: E402
+from nntask.optim import make_schedule  # noqa: E402
+from wrappers.cli import main  # noqa: E402
+from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402
+from wrappers.torch.language import language_config  # noqa: E402
+
+KINDS = {"gpt_neox": hf.AutoModelForCausalLM, "bert": hf.AutoModelForMaskedLM, "t5": hf.AutoModelForSeq2SeqLM}
+KIND_OF = {"gpt_neox": "causal", "bert": "masked", "t5": "pairs"}
+LENGTH = 48
+FLAGS = [
+    *["--dataset=text", "--dataset-path=text", "--batch=4", "--minibatch=2", "--seq-len=48", "--steps=4", "--lr=1e-2", "--sample-tokens=0"],
+    *["--weight-decay=0.1", "--grad-clip=1", "--schedule=cosine", "--warmup-steps=2"],
+]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model directories, by family."""
+    path = tmp_path_factory.mktemp("models")
+    for family in (*KINDS, "vit"):
+        write_language_model(path / family, family)
+    return path
+
+
+@pytest.fixture
+def here(text: Path, directories: Path) -> Path:
+    """A working directory with texts and model directories."""
+    for family in directories.iterdir():
+        shutil.copytree(family, text.parent / family.name)
+    return text.parent
+
+
+def train(family: str, name: str, *more: str) -> list[float]:
+    """The losses of a run from a directory."""
+    assert main(["train", f"--init-from={family}", *FLAGS, f"--run-dir={name}", *more]) == 0
+    return losses(Path(name))
+
+
+def planned(family: str, *more: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The figures of a plan."""
+    capsys.readouterr()
+    assert main(["plan", f"--init-from={family}", *FLAGS, "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def eager(family: str) -> list[float]:
+    """The losses of PyTorch itself on the same batches."""
+    module = KINDS[family].from_pretrained(family).train()
+    dataset = open_dataset(DataSpec("text", "text", tokenizer_path=family, vocab_size=300))
+    stream = BatchStream(dataset.train, LENGTH, 4, seed=0)
+    collate = Collator(KIND_OF[family], load_tokenizer(family), module, 0)  # type: ignore[arg-type]
+    groups = [
+        {"params": [p for p in module.parameters() if (p.dim() > 1) == is_matrix], "weight_decay": 0.1 * is_matrix} for is_matrix in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    rate = make_schedule("cosine", 1e-2, steps=4, warmup_steps=2)
+    found = []
+    for step in range(1, 5):
+        tokens, parts = stream.next().tokens, []
+        for number in range(2):
+            loss = module(**collate.training(tokens[2 * number : 2 * number + 2], step, number)).loss
+            (loss / 2).backward()
+            parts.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(sum(parts) / 2)
+    return found
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_losses_are_those_of_transformers_with_any_memory(here: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager's within 1e-5; the same bits in the least memory that the plan says with one worker, and on simulated devices. It says who computes."""
+    found = train(family, "a")
+    assert f"{family} is trained through PyTorch: nntask has no tiles for it" in capsys.readouterr().out
+    assert found == pytest.approx(eager(family), abs=1e-5)
+    figures = planned(family, "--disk=scratch", capsys=capsys)
+    least = figures["minimum_budget_bytes"]["ram"]
+    assert least < figures["needed_bytes"] / 4
+    assert train(family, "b", f"--ram={least}", "--disk=scratch", "--ncpu=1") == found
+    summary = json.loads(Path("b/summary.json").read_text())
+    assert summary["peak_bytes"]["ram"] <= least
+    assert summary["tasks_per_step"] == figures["tasks_per_step"]
+    assert "torch" in summary["versions"]
+    assert train(family, "c", "--sim-gpu=2", "--gpu-memory=8MB") == found
+    code, err = refuse(capsys, ["train", f"--init-from={family}", *FLAGS, f"--ram={least - 1000}", "--disk=scratch"])
+    assert (code, "--ram" in err, "ram=" in err.replace("--ram=", "")) == (3, True, False), err
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_resumed_run_goes_on_with_the_same_bits(here: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the directory it began with gone; its checkpoint is a model directory, with the weights that training has reached."""
+    found = train(family, "a", "--save-every=2")
+    assert main(["train", f"--init-from={family}", *FLAGS, "--run-dir=b", "--save-every=2", "--trace-steps=1:2"]) == 0
+    shutil.rmtree("b/checkpoints/step-000004")
+    Path("b/latest").unlink()
+    Path("b/latest").symlink_to("checkpoints/step-000002")
+    Path("b/metrics.jsonl").write_text("".join(line + "\n" for line in Path("b/metrics.jsonl").read_text().splitlines()[:2]))
+    Path(family).rename("gone")
+    assert main(["train", "--resume=b", "--tokenizer-path=gone", "--steps=4"]) == 0
+    assert losses(Path("b")) == found
+    ours, theirs = (load_file(Path(name) / "latest" / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    module = KINDS[family].from_pretrained("b/latest")
+    assert all(torch.equal(value, ours[name]) for name, value in module.state_dict().items() if name in ours)
+    assert len(hf.AutoTokenizer.from_pretrained("b/latest")) == 300
+    capsys.readouterr()
+    assert main(["generate", "b"]) == 4
+    assert f"holds a {family}, for which nntask has no tiles" in capsys.readouterr().err
+
+
+def test_validation_and_sample(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two validations of a masked model are of the same masks; a causal one says bits per byte and ends with text, also within the least memory."""
+    train("bert", "a", "--lr=0", "--eval-every=1", "--eval-batches=3")
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    assert len(lines) == 4
+    assert len(set(lines)) == 1
+    assert "bits/byte" not in lines[0]
+    least = planned("gpt_neox", "--disk=scratch", capsys=capsys)["minimum_budget_bytes"]["ram"]
+    train("gpt_neox", "b", "--eval-every=2", "--sample-tokens=5", "--prompt=line 5", f"--ram={least}", "--disk=scratch")
+    out = capsys.readouterr().out
+    assert out.count("bits/byte") == 2
+    assert "--- sample\nline 5" in out
+
+
+def test_the_loss_of_a_validation_is_that_of_its_sequences(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 3 sequences in minibatches of 2, the empty place counts for nothing: transformers' mean over the three."""
+    train("gpt_neox", "a", "--lr=0", "--steps=1", "--eval-every=1", "--dataset=train.bin", "--dataset-path=ids", *ids(here, "gpt_neox", 3))
+    said = next(line for line in capsys.readouterr().out.splitlines() if "validation loss" in line)
+    module = hf.AutoModelForCausalLM.from_pretrained("gpt_neox")
+    tokens = torch.from_numpy(np.fromfile("ids/val.bin", np.uint16).astype(np.int64)[: 3 * LENGTH]).view(3, LENGTH)
+    assert f"loss {module(input_ids=tokens, labels=tokens).loss.item():.4f} " in said
+
+
+def ids(here: Path, family: str, num_validation: int) -> list[str]:
+    """A directory `ids` with train.bin and val.bin of so many sequences; returns no further flags."""
+    (here / "ids").mkdir()
+    generator = np.random.Generator(np.random.PCG64(0))
+    generator.integers(3, 300, 8 * LENGTH + 1).astype(np.uint16).tofile(here / "ids" / "train.bin")
+    generator.integers(3, 300, num_validation * LENGTH + 1).astype(np.uint16).tofile(here / "ids" / "val.bin")
+    return []
+
+
+def test_recomputation_and_dropout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--recompute block needs less memory and has the same losses; --dropout changes them, and is seeded."""
+    found = train("gpt_neox", "a")
+    assert train("gpt_neox", "b", "--recompute=block") == found
+    needs = [planned("gpt_neox", *more, capsys=capsys)["needed_bytes"] for more in ([], ["--recompute=block"])]
+    assert needs[1] < needs[0]
+    dropped = [train("gpt_neox", name, "--dropout=0.5", *more) for name, more in (("c", []), ("d", ["--recompute=block"]))]
+    assert dropped[0] != found
+    assert dropped[0] == dropped[1]
+
+
+def test_a_plan_says_what_a_step_takes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters, tasks, memory and time, of this machine and of an imaginary one; no weight is read."""
+    length = (here / "bert" / "model.safetensors").stat().st_size
+    with (here / "bert" / "model.safetensors").open("r+b") as file:
+        file.seek(length - 4)
+        file.write(b"\xff\xff\xff\x7f")  # nan, which a reader would refuse
+    assert main(["plan", "--init-from=bert", *FLAGS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "bert is trained through PyTorch: nntask has no tiles for it"
+    assert "tiles               each tensor is one" in lines
+    assert lines[-1] == "feasible            yes"
+    module = hf.AutoModelForMaskedLM.from_config(hf.AutoConfig.from_pretrained("bert"))
+    figures = planned("bert", "--devices=2x4MB@1TF", "--ram=1GB", capsys=capsys)
+    assert figures["parameters"] == figures["trained_parameters"] == sum(p.numel() for p in module.parameters())
+    assert set(figures["budget_bytes"]) == {"ram", "gpu:0", "gpu:1"}
+    assert figures["seconds_per_step"] > 0
+    assert main(["plan", "--init-from=bert", *FLAGS, "--ram=500KB"]) == 3
+    assert "it would fit with --ram" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "code", "words"),
+    [
+        ("bert", ["--seq-tile=16"], 2, "--seq-tile 16 is about the tiles of nntask's own models"),
+        ("bert", ["--auto-tile=measured"], 2, "--auto-tile measured is about the tiles"),
+        ("bert", ["--lanes=2"], 2, "--lanes 2 sums gradients of nntask's own models in parallel"),
+        ("bert", ["--dtype=bf16"], 2, "--dtype bf16 is another arithmetic than fp32"),
+        ("bert", ["--no-flashattention"], 2, "--no-flashattention is about nntask's own models"),
+        ("bert", ["--train=lora:4"], 2, "--train lora:4 puts adapters into nntask's own models"),
+        ("bert", ["--loss-reduction=sum"], 2, "--loss-reduction sum sums over the tokens"),
+        ("bert", ["--nforward=2"], 2, "--nforward 2 times passes"),
+        ("bert", ["--dask=local:2", "--lanes=2"], 2, "--lanes 2"),
+        ("bert", ["--sample-tokens=8"], 2, "--sample-tokens 8 is for the text of a model that predicts the next token, which this bert is not"),
+        ("bert", ["--seq-len=65"], 2, "--seq-len must be at most max_position_embeddings = 64, got 65"),
+        ("gpt_neox", ["--seq-len=1"], 2, "--seq-len must be at least 2 for a gpt_neox"),
+        ("bert", ["--tokenizer=bytes"], 2, "the tokenizer of the data has none; name the model's own with --tokenizer-path DIR"),
+        ("vit", [], 2, "model_type in vit/config.json is vit (ViTForImageClassification), and models that nntask trains through PyTorch are causal"),
+        ("bert", ["--ram=500KB"], 3, "it would fit with --ram"),
+        ("bert", ["--model=gpt2"], 2, "--init-from bert brings its own config and weights"),
+    ],
+)
+def test_refusals(here: Path, capsys: pytest.CaptureFixture[str], family: str, more: list[str], code: int, words: str) -> None:
+    """One sentence with what to do, before anything is written; of the plan, too, where it is about the model or its step."""
+    found, err = refuse(capsys, ["train", f"--init-from={family}", *FLAGS, "--run-dir=run", *more])
+    assert (found, words in err) == (code, True), err
+    assert not Path("run").exists()
+
+
+def test_directories_that_cannot_be_used(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer, a family that nobody knows, weights of another shape, and packages that are not there."""
+    argv = ["train", "--init-from=bert", *FLAGS, "--run-dir=run"]
+    config = json.loads(Path("bert/config.json").read_text())
+    Path("bert/config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    code, err = refuse(capsys, argv)
+    assert (code, "has shape (64, 32), the module needs (48, 32)" in err) == (4, True), err
+    Path("bert/tokenizer.json").unlink()
+    code, err = refuse(capsys, argv)
+    assert (code, "--init-from bert has no tokenizer.json, and its weights know the ids of one tokenizer only" in err) == (4, True), err
+    Path("bert/config.json").write_text(json.dumps({**config, "model_type": "bort"}))
+    code, err = refuse(capsys, argv)
+    assert (code, 'model_type in bert/config.json is "bort", which neither nntask nor transformers' in err) == (2, True), err
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == "torch" else real(name, package))
+    for command in ("train", "plan"):
+        code, err = refuse(capsys, [command, "--init-from=gpt_neox", *FLAGS])
+        words = "is gpt_neox, which is trained through PyTorch, and that needs the torch package; pip install -e '.[torch]'"
+        assert (code, words in err) == (2, True), err
+
+
+def test_a_variable_that_asks_for_tiles_is_named(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment or a TOML file says is refused under its own name."""
+    Path("run.toml").write_text("seq_tile = 16\n")
+    code, err = refuse(capsys, ["train", "--init-from=bert", *FLAGS, "--config=run.toml"])
+    assert (code, "seq_tile in run.toml 16 is about the tiles" in err) == (2, True), err
+
+
+def test_weights_that_a_family_stores_otherwise(folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts that files have one by one and the module as one tensor are refused with the command that writes them anew, which is then read."""
+    write_language_model(folder / "mixtral", "mixtral")
+    capsys.readouterr()
+    code, err = refuse(capsys, ["plan", "--init-from=mixtral", *FLAGS])
+    assert (code, "in another layout than the module has" in err, "save_original_format=False" in err) == (4, True, True), err
+    hf.AutoModelForCausalLM.from_pretrained("mixtral").save_pretrained("mixtral", save_original_format=False)
+    assert main(["plan", "--init-from=mixtral", *FLAGS]) == 0
+
+
+def test_what_a_model_learns_follows_from_its_config() -> None:
+    """Encoder with decoder, then the class that is named, then whether the family masks; longest sequences are those of the module."""
+    bert = {"model_type": "bert", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    assert language_config(bert, "x").kind == "masked"
+    assert language_config({**bert, "architectures": ["BertForPreTraining"]}, "x").kind == "masked"
+    assert language_config({**bert, "architectures": ["BertLMHeadModel"]}, "x").kind == "causal"
+    assert language_config({**bert, "model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 66}, "x").n_positions == 64
+    small = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    assert language_config({"model_type": "t5", **small}, "x").kind == "pairs"
+    assert language_config({"model_type": "t5", **small}, "x").longest is None
+    bart = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "max_position_embeddings": 32, **small}
+    assert language_config(bart, "x").kind == "pairs"
+    assert language_config(bart, "x").n_positions == 64
+    for kind in ("whisper", "resnet"):
+        with pytest.raises(UsageError, match=f"model_type in x is {kind}"):
+            language_config({"model_type": kind}, "x")
+    with pytest.raises(UsageError, match=r"--dropout 0\.1 is for dropouts of the config"):
+        language_config({"model_type": "mamba", "vocab_size": 300}, "x", 0.1)

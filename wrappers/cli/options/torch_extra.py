@@ -1,0 +1,33 @@
+"""The extra that models without tiles need, and the sentence that says who trains them. PyTorch itself is not imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Final
+
+_PACKAGES: Final = ("torch", "transformers")
+
+
+def load_torch(untiled: tuple[Mapping[str, Any], str]) -> None:
+    """Make sure that the packages of the extra are there.
+
+    Args:
+        untiled: content of the model's config.json, and where it is from.
+
+    Raises:
+        UsageError: one is missing; names the extra.
+    """
+    from nntask import UsageError
+
+    values, source = untiled
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UsageError(
+            f"model_type in {source} is {values['model_type']}, which is trained through PyTorch, and that needs the {' and '.join(missing)} "
+            f"package{'s' if len(missing) > 1 else ''}; pip install -e '.[torch]', or use a gpt2 or llama"
+        )
+
+
+def through_torch(untiled: tuple[Mapping[str, Any], str]) -> str:
+    """The sentence that says that a model is trained through PyTorch."""
+    return f"{untiled[0]['model_type']} is trained through PyTorch: nntask has no tiles for it"

@@ -1,0 +1,110 @@
+"""Steps from shapes alone: the pass over a minibatch, and the step as the planning sees it. No memory is taken and no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nntask.planning import CapturedStep, untouched
+from scheduler import CapturingRuntime
+
+from .capture import Function, capture
+from .chains import ChainCompiler
+from .cuts import cut_parameters
+from .emission import StepTasks, key_of, num_rows_of
+from .modules import unchanged
+from .optimizers import optimizer_on
+from .state import ModuleState, gradient_dtype_of
+from .step import Pass
+from .sums import with_accumulated_sums
+from .weights import attach_files
+
+
+@dataclass(frozen=True, slots=True)
+class PassTerms:
+    """What a captured pass is made for.
+
+    Attributes:
+        tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
+        compiler: compiles chains of calls; None if they stay calls of their own.
+        on_gpus: whether GPUs compute.
+    """
+
+    tiles: Mapping[str, tuple[int, int]]
+    compiler: ChainCompiler | None = None
+    on_gpus: bool = False
+
+
+def pass_of(
+    module: torch.nn.Module,
+    modes: Mapping[torch.nn.Module, bool],
+    minibatch: Mapping[str, Any],
+    function: Function,
+    terms: PassTerms,
+    *,
+    backward: bool,
+    divisor: int,
+) -> Pass:
+    """The pass over a minibatch.
+
+    Args:
+        modes: of the module and those below it: whether each is in training mode.
+        terms: what the pass is for.
+        function, backward, divisor: see `capture`.
+
+    Raises:
+        UsageError: the pass cannot be captured.
+    """
+    with unchanged(module):
+        for child, is_training in modes.items():
+            child.training = is_training
+        captured = capture(module, minibatch, function, backward=backward, divisor=divisor, on_gpus=terms.on_gpus)
+    parameters = dict(module.named_parameters())
+    dtypes = {name: gradient_dtype_of(parameters[name], name) for name, _ in captured.gradients}
+    num_rows = num_rows_of(captured)
+    captured = cut_parameters(with_accumulated_sums(captured), terms.tiles)
+    if terms.compiler is not None:
+        captured = terms.compiler.chained(captured)
+    return Pass(captured, dtypes, num_rows, on_gpus=terms.on_gpus)
+
+
+def captured_step(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    passes: Sequence[Pass],
+    minibatches: Sequence[Mapping[str, Any]],
+    terms: PassTerms,
+    *,
+    max_norm: float = 0.0,
+    weights: Path | None = None,
+) -> CapturedStep:
+    """The step of some passes, as the planning sees it.
+
+    Args:
+        optimizer: of the update; None for a step without one.
+        minibatches: of each pass.
+        terms: what the passes are for.
+        max_norm: norm to which the gradient is clipped; 0 is off.
+        weights: the model directory in which the weights begin; None where they are in memory.
+
+    Raises:
+        DataError: the directory does not hold the weights of the module.
+    """
+    dry = CapturingRuntime(has_gpus=terms.on_gpus)
+    state, key = ModuleState(module, dry, terms.tiles), key_of(dry)
+    saved = module.state_dict().keys()
+    tensors = {name: tensor for name, tensor in state.tensors().items() if name in saved}
+    if weights is not None:
+        attach_files(weights, tensors, module)
+    update = None if optimizer is None else optimizer_on(optimizer, module, state.parameters, max_norm)
+    emission = StepTasks(passes, state, minibatches)
+    with dry.record():
+        outputs = emission.submit(key, update)
+    del outputs
+    of_optimizer = {} if update is None else update.tensors()
+    dry.plan.idle = untouched(dry.plan, [*state.tensors().values(), *of_optimizer.values()])
+    return CapturedStep(dry.plan, tensors, {}, of_optimizer, dry.reading_nbytes)

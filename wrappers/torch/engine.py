@@ -1,0 +1,81 @@
+"""A session behind the interface of nntask's training loop (`nntask.engine.interface`): a language model of transformers in ``nntask train``.
+
+Data, loop, checkpoints, metrics and exit codes are nntask's; PyTorch computes inside the tasks. A loss is the mean over what a minibatch predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from nntask.config import LanguageRun
+from nntask.data import Batch, Dataset
+from nntask.hardware import known_gemm_peak
+from scheduler import Step
+from tiles import TileTensor
+
+from .collation import Collator
+from .sampling import sample
+from .session import Session, StartedStep
+
+
+class TorchEngine:
+    """A language model, its optimizer and their recorded step.
+
+    Args:
+        run: what is trained, in minibatches of which size.
+        session: of the model, on the run's runtime.
+        collator: makes arguments of the model from tokens.
+    """
+
+    def __init__(self, run: LanguageRun, session: Session, collator: Collator) -> None:
+        self._run, self._session, self._collator = run, session, collator
+
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are learnt."""
+        return sum(parameter.numel() for parameter in self._session.module.parameters() if parameter.requires_grad)
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of one optimizer step."""
+        return self.step.num_tasks
+
+    @property
+    def step(self) -> Step:
+        """The recorded optimizer step."""
+        example = self._collator.example(self._run.step.minibatch, self._run.model.seq_len)
+        return self._session.training_step([example] * self._run.step.num_minibatches)
+
+    def start(self, step: int, lr: float, batch: Batch) -> StartedStep:
+        """Begin optimizer step `step` (from 1) on a whole batch; returns at once while fewer than two are in flight."""
+        size = self._run.step.minibatch
+        rows = [batch.tokens[first : first + size] for first in range(0, len(batch.tokens), size)]
+        self._session.num_steps = step - 1  # random numbers follow from it
+        for group in self._session.optimizer.param_groups:
+            group["lr"] = lr
+        return self._session.start_minibatches([self._collator.training(tokens, step, number) for number, tokens in enumerate(rows)])
+
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss of what the model predicts of a batch, times the number of its targets; changes nothing."""
+        mean = self._session.evaluate(**self._collator.validation(batch.tokens, batch.targets))
+        return mean * float((batch.targets >= 0).sum())
+
+    def model_tensors(self) -> Mapping[str, TileTensor]:
+        """Parameters and buffers by name, as the module's `state_dict` has them."""
+        return self._session.model_tensors()
+
+    def optimizer_tensors(self) -> Mapping[str, TileTensor]:
+        """State of the optimizer by name."""
+        return self._session.optimizer_tensors()
+
+    def peak_flops(self) -> float:
+        """Flop/s of matrix products on the CPU workers."""
+        return known_gemm_peak(max(len(self._session.runtime.stats()["busy_seconds"]), 1))
+
+    def reset_optimizer(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self._session.reset_optimizer()
+
+    def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
+        """The text that a run ends with, of a model that predicts the next token."""
+        return sample(self._run, self._session, dataset.tokenizer, length, stopped, self._collator.fixed)

@@ -1,0 +1,198 @@
+"""Language models of transformers in ``nntask train`` and ``nntask plan``: from the config of a model directory, or of a run, to the run's parts.
+
+A directory is read as nntask reads those of its own families: no pickle, no code of others, and no weight before a task needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nntask.checkpoints import Checkpoint
+from nntask.config import LanguageRun, OptimizerSpec, ResourceSettings, TrainSettings, parse_size, resolve_untiled
+from nntask.hardware import FlopCounts, MachineModel, check_budgets, devices_of, reuse_freed_memory, this_machine, with_budgets
+from nntask.planning import CapturedStep, Needs, more_memory, needs_of, no_collections, plan_step
+from nntask.training import Opened, check_disk, train_untiled
+from scheduler import Runtime
+
+from .capture import Capture
+from .collation import Collator, load_tokenizer
+from .cuts import LARGEST_TILE, tiles_of
+from .dry import PassTerms, captured_step, pass_of
+from .engine import TorchEngine
+from .flags import checked_settings
+from .language import TITLES, LanguageModelConfig, language_config
+from .modules import modes_of
+from .objectives import loss_of, objective_of, scalar
+from .segments import flops_of
+from .session import Session
+from .step import Pass
+
+
+def train(settings: TrainSettings, stated: Mapping[str, Any], values: Mapping[str, Any], source: str, resumed: Checkpoint | None) -> int:
+    """Train a language model; returns the exit code.
+
+    Args:
+        settings: of the run.
+        stated: those that someone asked for, by flag.
+        values: content of the model's config.json.
+        source: where that is from, for messages.
+        resumed: the checkpoint to continue from; None for a new run.
+
+    Raises:
+        NntaskError: see `nntask.training.train`.
+    """
+    config = language_config(values, source, settings.model.dropout)
+    settings = checked_settings(settings, stated, config)
+    machine = with_budgets(devices_of(on_cpus(settings.resources), "fp32"), settings.resources)
+    return train_untiled(resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings))
+
+
+def plan(
+    settings: TrainSettings,
+    stated: Mapping[str, Any],
+    values: Mapping[str, Any],
+    source: str,
+    resumed: Checkpoint | None,
+    target: MachineModel | None,
+) -> dict[str, Any]:
+    """The figures of ``nntask plan --json``; arguments as of `train`.
+
+    Args:
+        target: an imaginary machine; None for this one with the budgets of the settings.
+
+    Raises:
+        UsageError, DoesNotFit: see `nntask.planning.plan_run`.
+    """
+    config = language_config(values, source, settings.model.dropout)
+    settings = checked_settings(settings, stated, config)
+    machine = devices_of(on_cpus(settings.resources), "fp32", checks=target is None)
+    if target is None:
+        machine = with_budgets(machine, settings.resources)
+        check_budgets(machine)
+        check_disk(machine.disk)
+        target = this_machine(machine)
+    run, model = resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings)
+    with no_collections():
+        figures = plan_step(model.capture(run), run, target, partial(model.changes, run, target))
+    return {**figures, "trained_parameters": config.num_parameters}
+
+
+def on_cpus(resources: ResourceSettings) -> ResourceSettings:
+    """Resources without GPUs, with simulated devices if there are some."""
+    return replace(resources, restrict="cpu", ngpu=None)
+
+
+class TorchModel:
+    """A language model of transformers, as an `UntiledModel` of nntask.
+
+    Args:
+        config: what it is.
+        settings: of its run.
+    """
+
+    def __init__(self, config: LanguageModelConfig, settings: TrainSettings) -> None:
+        self._config, self._passes = config, dict[tuple[int, int], Pass]()
+        self._made: Collator | None = None
+        self._terms = PassTerms(tiles_of(config.module.named_parameters(), parse_size(LARGEST_TILE, "largest_tile")))
+        if settings.model.recompute == "block":
+            config.recompute_blocks()
+
+    def check(self, run: LanguageRun) -> None:
+        """Refuse data that the model cannot learn from.
+
+        Raises:
+            UsageError: tokens are to be masked, and the tokenizer has no mask.
+            DataError: transformers cannot read the tokenizer.
+        """
+        self._collator(run).check()
+
+    def capture(self, run: LanguageRun) -> CapturedStep:
+        """The run's step, from shapes; weights of a new run are attached.
+
+        Raises:
+            UsageError: the model cannot be captured.
+            DataError: the directory does not hold its weights.
+        """
+        module, example = self._config.module, self._example(run)
+        count = run.step.num_minibatches
+        passes = [self._pass(run)] * count
+        optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
+        return captured_step(module, optimizer, passes, [example] * count, self._terms, max_norm=clip, weights=run.start.directory)
+
+    def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
+        """Changes of flags of which each would make the step fit."""
+        found = more_memory(target, needs, full=full)
+        if run.start.is_continued or run.step.minibatch == 1:
+            return found
+        smaller = replace(run, step=replace(run.step, minibatch=1))
+        captured = self.capture(smaller)
+        if needs_of(captured.plan, thrifty=True, reading=captured.reading).fit(target):
+            found.append("--minibatch 1")
+        return found
+
+    def open(self, run: LanguageRun, runtime: Runtime) -> Opened:
+        """The engine on the runtime of the run; a checkpoint's weights are attached as well, and replaced when it is loaded."""
+        reuse_freed_memory()
+        module, counts, start = self._config.module, self._counts(run), run.start
+        optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
+        weights: Path | None = start.directory if start.resumed is None else start.resumed.path
+        terms: dict[str, Any] = {"max_grad_norm": clip, "seed": run.model.seed, "on": (run.machine, runtime), "order": run.step.order}
+        session = Session(module, optimizer, minibatches=run.step.num_minibatches, weights=weights, **terms)
+        engine = TorchEngine(run, session, self._collator(run))
+        return Opened(engine, counts, partial(self._about, run, engine), says_bits=self._config.kind == "causal", config=self._config.to_dict())
+
+    def _about(self, run: LanguageRun, engine: TorchEngine) -> Sequence[str]:
+        size = f"{self._config.num_parameters / 1e6:.1f} M parameters; {run.step.batch} x {run.model.seq_len} tokens a step"
+        return [f"{run.name}: {TITLES[self._config.kind]}, {size}", f"tiles: each tensor is one; {engine.num_tasks} tasks a step"]
+
+    def _collator(self, run: LanguageRun) -> Collator:
+        if self._made is None:
+            self._made = Collator(self._config.kind, load_tokenizer(run.data.tokenizer_path), self._config.module, run.model.seed)
+        return self._made
+
+    def _example(self, run: LanguageRun) -> dict[str, Any]:
+        return self._collator(run).example(run.step.minibatch, run.model.seq_len)
+
+    def _pass(self, run: LanguageRun) -> Pass:
+        """The pass over a minibatch, captured once for each size of minibatches."""
+        key = run.step.minibatch, run.step.num_minibatches
+        if key not in self._passes:
+            module = self._config.module
+            terms: dict[str, Any] = {"backward": True, "divisor": run.step.num_minibatches}
+            self._passes[key] = pass_of(module, modes_of(module), self._example(run), scalar(objective_of(loss_of)), self._terms, **terms)
+        return self._passes[key]
+
+    def _counts(self, run: LanguageRun) -> FlopCounts:
+        """Floating-point operations of one sequence, as the captured calls have them."""
+        forward, both = flops_in(self._pass(run).captured)
+        each = 1 / run.step.minibatch
+        return FlopCounts(forward * each, (both - forward) * each, both * each, "products of a step")
+
+
+def optimizer_of(spec: OptimizerSpec, module: torch.nn.Module) -> torch.optim.Optimizer:
+    """PyTorch's optimizer of a run; matrices decay, vectors do not."""
+    groups = [
+        {"params": [p for p in module.parameters() if (p.dim() > 1) == is_matrix], "weight_decay": spec.weight_decay if is_matrix else 0.0}
+        for is_matrix in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if spec.kind == "sgd":
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum)
+    kind = torch.optim.Adam if spec.kind == "adam" else torch.optim.AdamW
+    return kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+
+
+def flops_in(captured: Capture) -> tuple[float, float]:
+    """Floating-point operations of a pass until its loss is there, and of all of it."""
+    forward = total = 0.0
+    for call in captured.calls:
+        total += flops_of(call)
+        if captured.outputs.storage in call.made:
+            forward = total
+    return forward, total
