@@ -265,15 +265,15 @@ def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, numb
     assert any(f"{case.largest:,} B at once" in message for message in refused), refused
 
 
-def _fits_now(self: Reservations, room: int, before: int | None) -> bool:
+def _fits_now(self: Reservations, limit: int, before: int | None) -> bool:
     """`Reservations._fits_everywhere` that looks at the next position alone."""
     replay = self.foresight.replays[0]
-    return replay.passing[replay.frontier] + self.ahead <= room
+    return replay.passing[replay.frontier] + self.ahead <= limit
 
 
-def _forgets_what_is_ahead(self: Reservations, room: int, before: int | None) -> bool:
+def _forgets_what_is_ahead(self: Reservations, limit: int, before: int | None) -> bool:
     """`Reservations._fits_everywhere` that forgets what was made ahead."""
-    return all(replay.peaks[replay.frontier] <= room for replay in self.foresight.replays)
+    return all(replay.peaks[replay.frontier] <= limit for replay in self.foresight.replays)
 
 
 @pytest.mark.long

@@ -84,11 +84,11 @@ class Reservations:
             return True
         return self._fits_everywhere(self.node.budget - self.kept - wanted, None if step is None else task.order)
 
-    def _fits_everywhere(self, room: int, before: int | None) -> bool:
+    def _fits_everywhere(self, limit: int, before: int | None) -> bool:
         """Whether temporaries have room at each position of the replays in flight that the order has yet to pass.
 
         Args:
-            room: bytes beside what outlives replays and what is to be made.
+            limit: most bytes, beside what outlives replays and what is to be made.
             before: `order` of the first position where that does not count any more; None if it stays.
         """
         ahead = sorted([(order, backing.handle.size) for order, _, backing in self._backing_ahead if backing.is_ahead])
@@ -100,7 +100,7 @@ class Reservations:
                 while ahead and ahead[-1][0] >= first + end:
                     after += ahead.pop()[1]
                 begin = max(ahead[-1][0] - first if ahead else 0, replay.frontier)
-                if peaks[begin] + after > room and max(passing[begin:end]) + after > room:
+                if peaks[begin] + after > limit and max(passing[begin:end]) + after > limit:
                     return False
                 end = begin
         return True
