@@ -5,7 +5,7 @@ or times. Replaying it must give the same actions in the same order, which turns
 
     ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
     ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, next_uses)  TaskSubmitted
-    ("instance", key, tasks, owned, shared, makes, peaks, window, schedules)  first mention of a recorded step's instance
+    ("instance", key, tasks, owned, shared, makes, passing, window, schedules)  first mention of a recorded step's instance
     ("step", key, number, first_order)                                     StepStarted
     ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
     ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
@@ -40,7 +40,7 @@ from .events import (
     WorkerJoined,
 )
 from .records import DataClass, HandleId, HandleRecord, Kind, Mode, NodeId, Replay, SharedUse, Task, TaskId, UseSchedule, Worker, WorkerId, WorkerKind
-from .step_plan import positions_by_partition
+from .step_plan import peaks_of, positions_by_partition
 
 Entry = tuple[object, ...]
 _Accesses = tuple[tuple[int, Mode], ...]
@@ -138,7 +138,7 @@ class EventLog:
             for use in replay.shared
         )
         schedules = tuple((handle.id, _dump_schedule(handle.use_schedule)) for handle, _ in replay.owned if handle.use_schedule is not None)
-        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.peaks), replay.window, schedules))
+        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.passing), replay.window, schedules))
 
 
 class Revival:
@@ -178,11 +178,12 @@ class Revival:
         owned: tuple[tuple[int, int], ...],
         shared: tuple[_Shared, ...],
         makes: tuple[int, ...],
-        peaks: tuple[int, ...],
+        passing: tuple[int, ...],
         window: int,
         schedules: tuple[tuple[int, _Schedule], ...],
     ) -> None:
-        replay = self._steps[key] = Replay([], [], [(self._handles[handle], uses) for handle, uses in owned], [], makes, peaks, window)
+        dying = [(self._handles[handle], uses) for handle, uses in owned]
+        replay = self._steps[key] = Replay([], [], dying, [], makes, passing, peaks_of(passing), window)
         for handle, schedule in schedules:
             self._handles[handle].use_schedule = _load_schedule(schedule, replay)
         for position, (number, name, kinds, accesses, priority, waits, _, is_exit, partition, pin) in enumerate(tasks):

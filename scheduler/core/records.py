@@ -210,8 +210,9 @@ class Replay:
         has_pins: whether any of its tasks is pinned.
         heads: of each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries its task is the first to write.
-        peaks: for each position and the end, the most bytes that exist at once from there on, one task at a time, of temporaries and, where
-            tasks run on the last tier, scratch.
+        passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch where tasks run on
+            the last tier.
+        peaks: for each position and the end, the most of these bytes from there on.
         first_order: `order` of the first task of this replay.
         done: per position, whether its task has ended in this replay.
         frontier: the first position whose task has not.
@@ -222,6 +223,7 @@ class Replay:
     owned: list[tuple[HandleRecord, int]]
     shared: list[SharedUse]
     makes: Sequence[int] = ()
+    passing: Sequence[int] = ()
     peaks: Sequence[int] = (0,)
     window: int = ANY
     partitions: Sequence[Sequence[int]] = ()

@@ -194,14 +194,13 @@ class StepPlan:
         """Bytes that the hungriest task touches: no memory where tasks run may be smaller."""
         return max((sum(handle.size for handle, _ in task.accesses) for task in self.tasks), default=0)
 
-    def _makes_and_peaks(self, computes_on_last: bool) -> tuple[list[int], list[int]]:
-        """`makes` and `peaks` of the step's replays."""
+    def _makes(self) -> list[int]:
+        """`makes` of the step's replays."""
         makes = [0] * len(self.tasks)
         for handle, use in self.uses.items():
             if self.owned.get(handle) is False and not self._is_scratch(handle):
                 makes[use.positions[0]] += handle.size
-        peaks = [*accumulate(reversed(self.temporary_bytes(scratch=computes_on_last)), max, initial=0)]
-        return makes, peaks[::-1]
+        return makes
 
     def instantiate(
         self, clone: Callable[[HandleRecord], HandleRecord], first_id: int, *, computes_on_last: bool = True
@@ -222,14 +221,15 @@ class StepPlan:
                 twin = twins[handle] = clone(handle)
                 twin.released = not is_output
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        makes, peaks = self._makes_and_peaks(computes_on_last)
+        passing = self.temporary_bytes(scratch=computes_on_last)
         replay = Replay(
             tasks=[],
             roots=[],
             owned=dying,
             shared=[],
-            makes=makes,
-            peaks=peaks,
+            makes=self._makes(),
+            passing=passing,
+            peaks=peaks_of(passing),
             window=self.window,
             partitions=positions_by_partition(self.partitions),
         )
@@ -283,6 +283,11 @@ class StepPlan:
             use.needs_data,
             UseSchedule(use.positions, use.modes, use.leaves),
         )
+
+
+def peaks_of(passing: Sequence[int]) -> list[int]:
+    """`peaks` of a replay from its `passing`."""
+    return [*accumulate(reversed(passing), max, initial=0)][::-1]
 
 
 def positions_by_partition(partitions: Sequence[int]) -> list[list[int]]:

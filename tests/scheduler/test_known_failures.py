@@ -308,17 +308,31 @@ def test_data_lost_by_one_replay_is_made_again_by_the_next_at_the_minimum() -> N
     driver.check()
 
 
-@pytest.mark.parametrize(("pages", "expected"), [((12, 8), "running"), ((12,), "blocked")])
+@pytest.mark.parametrize(("pages", "expected"), [((11, 8), "running"), ((11,), "blocked")])
 def test_scratch_takes_no_room_where_nothing_computes(pages: tuple[int, ...], expected: str) -> None:
     """A disk need not keep room for the working memory of a task to come; memory that holds everything must."""
     driver = FakeDriver(pages, [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=len(pages) > 1)
     x, y, z, scratch = driver.handle(1, "x"), driver.handle(2, "y"), driver.handle(2, "z"), driver.handle(8, "scratch")
     owned = dict.fromkeys((x, y, z, scratch), False)
-    step = driver.record([[(x, W)], [(y, W)], [(z, W), (x, R)], [(z, R), (scratch, SCRATCH)], [(y, R)]], owned)
+    step = driver.record([[(x, W)], [(z, W), (x, R)], [(z, R), (scratch, SCRATCH)], [(y, W)], [(y, R)]], owned)
     assert step.plan.minimum_bytes(is_last=True, computes=len(pages) == 1) <= pages[-1] * PAGE
     step.replay()
-    assert states(*driver.runs[:2]) == ["running", expected]
+    assert states(driver.runs[0], driver.runs[3]) == ["running", expected]
     driver.drain()
+    driver.check()
+
+
+def test_what_is_made_ahead_counts_before_its_own_position_alone() -> None:
+    """From there on the plan has it: nothing waits although the hungriest task, which comes later, fills the memory."""
+    driver = FakeDriver((12,), [("cpu", RAM, 1), ("cpu", RAM, 1)])
+    x, y, z, scratch = driver.handle(1, "x"), driver.handle(2, "y"), driver.handle(2, "z"), driver.handle(8, "scratch")
+    owned = dict.fromkeys((x, y, z, scratch), False)
+    step = driver.record([[(x, W)], [(y, W)], [(z, W), (x, R)], [(z, R), (scratch, SCRATCH)], [(y, R)]], owned)
+    assert step.plan.minimum_bytes(is_last=True, computes=True) == 12 * PAGE
+    step.replay()
+    assert states(*driver.runs[:2]) == ["running", "running"]
+    driver.drain()
+    assert [run.error for run in driver.runs] == [None] * 5
     driver.check()
 
 

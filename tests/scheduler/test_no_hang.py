@@ -9,7 +9,7 @@ More cases: ``NNTASK_NO_HANG_CASES=20000 pytest --hypothesis-profile=many tests/
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -22,6 +22,7 @@ from scheduler.core.errors import DoesNotFit, TaskError, TierFailed
 from scheduler.core.memory import victim_selection as victims
 from scheduler.core.memory.eviction_policies import EVICTION_POLICIES
 from scheduler.core.memory.extents import PAGE
+from scheduler.core.memory.reservations import Reservations
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, W
 from scheduler.testing import FakeDriver, FakeStep
@@ -262,3 +263,34 @@ def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, numb
     case.driver.check()
     refused = [str(run.error) for run in case.driver.runs if isinstance(run.error, DoesNotFit)]
     assert any(f"{case.largest:,} B at once" in message for message in refused), refused
+
+
+def _fits_now(self: Reservations, limit: int, before: int | None) -> bool:
+    """`Reservations._fits_everywhere` that looks at the next position alone."""
+    replay = self.foresight.replays[0]
+    return replay.passing[replay.frontier] + self.ahead <= limit
+
+
+def _forgets_what_is_ahead(self: Reservations, limit: int, before: int | None) -> bool:
+    """`Reservations._fits_everywhere` that forgets what was made ahead."""
+    return all(replay.peaks[replay.frontier] <= limit for replay in self.foresight.replays)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", [_fits_now, _forgets_what_is_ahead])
+def test_a_rule_that_lets_too_much_be_made_ahead_is_noticed(bug: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the minimum a task is refused sooner or later, which never happens with the rule as it is."""
+
+    def first_refused() -> int | None:
+        for seed in range(300):
+            chance = Random(seed)
+            adds = [(chance.randrange(7), chance.randrange(10), chance.randrange(10), 1 + chance.randrange(4)) for _ in range(9)]
+            case = prepare(LAYOUTS[2], ([1, 2, 1], 1, 0, adds), [0] * 5, "eager", "next-use", ANY, True)
+            program(case, chance, 4)
+            if any(run.error is not None for run in case.driver.runs):
+                return seed
+        return None
+
+    assert first_refused() is None
+    monkeypatch.setattr(Reservations, "_fits_everywhere", bug)
+    assert first_refused() is not None

@@ -143,3 +143,35 @@ def test_bad_arguments_are_refused(kit) -> None:  # type: ignore[no-untyped-def]
     for plan in record(kit, 1, 1):
         with pytest.raises(ValueError, match=r"one of eager, prio, lws.* got 'best', 2 and 1"):
             simulate(plan, workers=[("cpu", 0, 1)], nodes=[("ram", MIB)], policy="best", duration=one_second)
+
+
+def there_and_back(kit, width: int, depth: int):  # type: ignore[no-untyped-def]
+    """A step of `width` minibatches: `depth` tasks that leave a page each, then as many that read these pages, the last one first."""
+    with Runtime(1, ram=MIB) as runtime:
+        total = kit.filled(runtime, 0, "total", 512, kind="persistent", data_class="parameters")
+        with runtime.record() as step:
+            for _ in range(width):
+                pages = []
+                for _ in range(depth):
+                    pages.append(kit.handle(runtime, "page", 512))
+                    runtime.submit(kit.empty, [*((page, "R") for page in pages[-2:-1]), (pages[-1], "W")])
+                back = kit.handle(runtime, "back", 512)
+                runtime.submit(kit.empty, [(pages.pop(), "R"), (back, "W")])
+                while pages:
+                    runtime.submit(kit.empty, [(pages.pop(), "R"), (back, "RW")])
+                runtime.submit(kit.add, [(total, "RW"), (back, "R")])
+                del back
+        return step.plan
+
+
+def test_minibatches_pass_each_other_in_memory_that_holds_little_more_than_one(kit) -> None:  # type: ignore[no-untyped-def]
+    """One makes its pages while the other gives its own back, so two workers are busy where memory holds not nearly what two minibatches want."""
+    plan = there_and_back(kit, 6, 8)
+    least = plan.minimum_bytes(is_last=True, computes=True) // PAGE
+    assert least == 1 + 8 + 1
+
+    def seconds(pages: int) -> float:
+        return simulate(plan, workers=[("cpu", 0, 1)] * 2, nodes=[("ram", pages * PAGE)], policy="prio", duration=one_second, replays=1).seconds
+
+    assert len(plan.tasks) == 102
+    assert [seconds(least + extra) for extra in (0, 4, 8)] == [62.0, 56.0, 52.0]

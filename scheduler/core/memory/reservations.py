@@ -1,18 +1,21 @@
 """Which tasks may take bytes of the last tier, so that the planned order can always go on.
 
-Rule. A recorded step in flight reserves what its planned order still needs there at once, one task at a time: its *reserve*. A task ahead of that
-order, or a plain task younger than it, may make new data only if beside it
+Rule. A task ahead of the planned order of the recorded steps in flight, or a plain task younger than it, may make new data only if afterwards, at
+each position p that the order has yet to pass,
 
-    what outlives replays + temporaries made ahead of their time + the largest reserve  <=  budget,
+    what outlives replays + temporaries of p + temporaries made ahead, whose makers come after p  <=  budget,
 
-where "what outlives replays" includes what the replays in flight will still make of that kind. The oldest task is never asked.
+where "what outlives replays" includes what the replays in flight will still make of that kind, and "temporaries of p" is what exists there in planned
+order, one task at a time. The oldest task is never asked.
 
-Why that is enough. Whenever the tasks under way have ended, running the rest in planned order needs at each position at most what outlives replays,
-the temporaries of that position, and those made ahead whose position is not reached yet: the left side. So if the budget is at least
-`StepPlan.minimum_bytes`, the oldest task finds free bytes as soon as others give some back, and the state stays so after it. Data that died ahead of
-its time only frees more; so does a replay that ends, for all its temporaries are dead. A replay that starts may promise more than is free: then only
-the oldest task makes anything until the order has reached those made ahead. Scratch ends with its task, so the reserve for the planned task that uses
-it is enough.
+Why that is enough. Whenever the tasks under way have ended, running the rest in planned order needs at each position at most the left side. So if the
+budget is at least `StepPlan.minimum_bytes`, the oldest task finds free bytes as soon as others give some back, and the state stays so after it. Data
+that died ahead of its time only frees more; so does a replay that ends, for all its temporaries are dead. A replay that starts may promise more than
+is free: then only the oldest task makes anything until the order has reached those made ahead. Scratch ends with its task, so the room for the
+planned task that uses it is enough.
+
+What a task makes ahead counts at the positions before its own, from which on the plan has it; so only these are looked at, and most often not even
+they: where all that is made ahead fits beside the most temporaries of any position, the *reserve*, it fits everywhere.
 
 Data that lies in a file takes nothing here before its first write: a task that reads it where the last tier is frees bytes for it as for scratch, by
 dropping what was read before, and the reserve for the planned task that reads it is enough.
@@ -77,7 +80,30 @@ class Reservations:
             wanted = sum(handle.size for handle in missing if handle not in self._promised)
         self._drop_reached(order)
         reserve = self._reserve = max([replay.peaks[replay.frontier] for replay in replays])
-        return self.kept + self.ahead + reserve + wanted <= self.node.budget
+        if self.kept + self.ahead + reserve + wanted <= self.node.budget:
+            return True
+        return self._fits_everywhere(self.node.budget - self.kept - wanted, None if step is None else task.order)
+
+    def _fits_everywhere(self, limit: int, before: int | None) -> bool:
+        """Whether temporaries have room at each position of the replays in flight that the order has yet to pass.
+
+        Args:
+            limit: most bytes, beside what outlives replays and what is to be made.
+            before: `order` of the first position where that does not count any more; None if it stays.
+        """
+        ahead = sorted([(order, backing.handle.size) for order, _, backing in self._backing_ahead if backing.is_ahead])
+        after = 0  # bytes whose makers come after the positions that are looked at
+        for replay in reversed(self.foresight.replays):
+            first, passing, peaks = replay.first_order, replay.passing, replay.peaks
+            end = len(passing) if before is None else min(before - first, len(passing))
+            while end > replay.frontier:
+                while ahead and ahead[-1][0] >= first + end:
+                    after += ahead.pop()[1]
+                begin = max(ahead[-1][0] - first if ahead else 0, replay.frontier)
+                if peaks[begin] + after > limit and max(passing[begin:end]) + after > limit:
+                    return False
+                end = begin
+        return True
 
     def enter(self, backing: Replica, order: int) -> None:
         """A replica on the last tier becomes its handle's backing replica, for the task of that order."""
