@@ -217,7 +217,7 @@ def test_a_plan_says_what_a_step_takes(here: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_refusals(here: Path, capsys: pytest.CaptureFixture[str], family: str, more: list[str], code: int, words: str) -> None:
-    """One sentence with what to do, before anything is written; of the plan, too, where it is about the model or its step."""
+    """One sentence with what to do, before anything is written."""
     found, err = refuse(capsys, ["train", f"--init-from={family}", *FLAGS, "--run-dir=run", *more])
     assert (found, words in err) == (code, True), err
     assert not Path("run").exists()
