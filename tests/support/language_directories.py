@@ -24,6 +24,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
         T5,
     ),
+    "marian": (
+        "MarianMTModel",
+        "MarianConfig",
+        {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 1},
+        T5,
+    ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 2}, GPT),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**SHAPE, **DRY, "pad_token_id": 1}, BERT),
     "vit": ("ViTForImageClassification", "ViTConfig", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}, GPT),

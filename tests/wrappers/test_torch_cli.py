@@ -217,7 +217,7 @@ def test_a_plan_says_what_a_step_takes(here: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_refusals(here: Path, capsys: pytest.CaptureFixture[str], family: str, more: list[str], code: int, words: str) -> None:
-    """One sentence with what to do, before anything is written; of the plan, too, where it is about the model or its step."""
+    """One sentence with what to do, before anything is written."""
     found, err = refuse(capsys, ["train", f"--init-from={family}", *FLAGS, "--run-dir=run", *more])
     assert (found, words in err) == (code, True), err
     assert not Path("run").exists()
@@ -259,6 +259,10 @@ def test_weights_that_a_family_stores_otherwise(folder: Path, text: Path, capsys
     assert (code, "in another layout than the module has" in err, "save_original_format=False" in err) == (4, True, True), err
     hf.AutoModelForCausalLM.from_pretrained("mixtral").save_pretrained("mixtral", save_original_format=False)
     assert main(["plan", "--init-from=mixtral", *FLAGS]) == 0
+    write_language_model(folder / "marian", "marian")
+    capsys.readouterr()
+    code, err = refuse(capsys, ["plan", "--init-from=marian", *FLAGS])
+    assert (code, "which MarianMTModel computes when it is made with memory" in err) == (4, True), err
 
 
 def test_what_a_model_learns_follows_from_its_config() -> None:

@@ -88,6 +88,11 @@ def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: tor
                 f'python -c "from transformers import {type(module).__name__} as M; '
                 f'M.from_pretrained({str(directory)!r}).save_pretrained({f"{directory}-plain"!r}, save_original_format=False)"'
             )
+        if stored is None and name in (getattr(module, "_keys_to_ignore_on_save", None) or ()):
+            raise DataError(
+                f"{directory} has no tensor {name}, which {type(module).__name__} computes when it is made with memory; make it with from_pretrained "
+                "in a program, and give it to a session without weights="
+            )
         if stored is None:
             raise DataError(f"{directory} has no tensor {name} of shape {tensor.shape}, which the module needs; use the weights of this module")
         where = ranges[stored]
