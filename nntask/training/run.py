@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,11 +83,12 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     known = foreseen
     lower = None if run.start.resumed is None else ""  # which has model and tiling of its checkpoint
 
-    def open_on(runtime: Runtime) -> Opened:
+    @contextmanager
+    def open_on(runtime: Runtime) -> Iterator[Opened]:
         engine = RecordedEngine(run.in_order(known.order.name), runtime, model_to_start_from(run, runtime))
         counts = counts_of(run, engine)
         about, timed = partial(about_tiled, run, engine, runtime.gpus), partial(print_timing, engine, run, counts)
-        return Opened(engine, counts, about, timed_loops=timed)
+        yield Opened(engine, counts, about, timed_loops=timed)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts))
 
@@ -104,7 +106,7 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     check_files(run.start, step)
     foreseen, lower = _Foreseen(order, _explained(run.settings.observe.explain, step), {}), "--minibatch" if run.start.resumed is None else ""
 
-    def open_on(runtime: Runtime) -> Opened:
+    def open_on(runtime: Runtime) -> AbstractContextManager[Opened]:
         return model.open(run.in_order(order.name), runtime)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
@@ -130,7 +132,7 @@ def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Int
 def _here(
     run: LanguageRun,
     foreseen: _Foreseen,
-    open_on: Callable[[Runtime], Opened],
+    open_on: Callable[[Runtime], AbstractContextManager[Opened]],
     lower: str | None,
     lock: RunLock,
     printer: StepPrinter,
@@ -143,8 +145,7 @@ def _here(
     """
     runtime = runtime_for(run)
     try:
-        with runtime:  # in the try: it waits at its end for tasks that may have failed
-            opened = open_on(runtime)
+        with runtime, open_on(runtime) as opened:  # in the try: a runtime waits at its end for tasks that may have failed
             engine, dataset = opened.engine, open_dataset(run.data, printer.say)
             stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
             session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)

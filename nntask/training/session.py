@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -111,8 +112,8 @@ class UntiledModel(Protocol):
             full: the memory that was too small all the same, where the machine has what the step needs at least.
         """
 
-    def open(self, run: LanguageRun, runtime: Runtime) -> Opened:
-        """The engine on the runtime of the run, and what is said of it."""
+    def open(self, run: LanguageRun, runtime: Runtime) -> AbstractContextManager[Opened]:
+        """The engine on the runtime of the run, and what is said of it; closed before the runtime is."""
 
 
 def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:

@@ -35,7 +35,7 @@ def train(module: torch.nn.Module, batches: Any, **terms: Any) -> tuple[list[flo
         return [session.step(**batch) for batch in batches], session.state_dict(), session.runtime.stats()["peak_bytes"]["ram"]
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "bert", pytest.param("vit", marks=pytest.mark.long)])
 def test_losses_are_eagers_within_rounding(family: str) -> None:
     """Rotary positions and RMSNorm, GELU and layer norms, patches: 5 steps of AdamW within 1e-5, evaluation too."""
     module, batches = make(family, 5)
@@ -214,6 +214,7 @@ def test_a_session_is_resumed_with_the_same_choice(tmp_path: Path) -> None:
         assert session.step(input=x) == after
 
 
+@pytest.mark.long
 def test_the_trainer_takes_the_choice(tmp_path: Path) -> None:
     """A checkpoint of a trainer with compiled chains says so, and is refused by one without."""
     hf = pytest.importorskip("transformers")
@@ -249,7 +250,7 @@ print(bool(torch.isfinite(module.weight).all()))
 """
 
 
-@pytest.mark.parametrize("environment", [{"PATH": "/nonexistent"}, {"CXX": "/nonexistent/c++"}])
+@pytest.mark.parametrize("environment", [{"PATH": "/nonexistent"}, pytest.param({"CXX": "/nonexistent/c++"}, marks=pytest.mark.long)])
 def test_without_a_compiler_the_choice_is_refused(environment: Mapping[str, str]) -> None:
     """One sentence at construction, and the module keeps its weights."""
     found = subprocess.run([sys.executable, "-c", _WITHOUT], env={**os.environ, **environment}, capture_output=True, text=True, check=True)

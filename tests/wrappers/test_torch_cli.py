@@ -26,6 +26,8 @@ from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402
 from wrappers.torch.language import language_config  # noqa: E402
 
 KINDS = {"gpt_neox": hf.AutoModelForCausalLM, "bert": hf.AutoModelForMaskedLM, "t5": hf.AutoModelForSeq2SeqLM}
+MOSTLY = ["bert", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "t5"))]
+"""The kinds for tests that take seconds: one in the default run."""
 KIND_OF = {"gpt_neox": "causal", "bert": "masked", "t5": "pairs"}
 LENGTH = 48
 FLAGS = [
@@ -91,7 +93,7 @@ def eager(family: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", MOSTLY)
 def test_losses_are_those_of_transformers_with_any_memory(here: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Eager's within 1e-5; the same bits in the least memory that the plan says with one worker, and on simulated devices. It says who computes."""
     found = train(family, "a")
@@ -110,7 +112,7 @@ def test_losses_are_those_of_transformers_with_any_memory(here: Path, family: st
     assert (code, "--ram" in err, "ram=" in err.replace("--ram=", "")) == (3, True, False), err
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", MOSTLY)
 def test_a_resumed_run_goes_on_with_the_same_bits(here: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the directory it began with gone; its checkpoint is a model directory, with the weights that training has reached."""
     found = train(family, "a", "--save-every=2")
@@ -164,6 +166,7 @@ def ids(here: Path, family: str, num_validation: int) -> list[str]:
     return []
 
 
+@pytest.mark.long
 def test_recomputation_and_dropout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--recompute block needs less memory and has the same losses; --dropout changes them, and is seeded."""
     found = train("gpt_neox", "a")

@@ -56,7 +56,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-@pytest.mark.parametrize("family", USUAL)
+@pytest.mark.parametrize("family", [pytest.param("bert", marks=pytest.mark.long), "gpt_neox"])
 def test_bits_are_the_cpus_and_memory_and_devices_change_none(family: str, tmp_path: Path) -> None:
     """With attention of products, which CPUs compute as well: the CPU's losses; in all memory, a quarter of it, on two devices, above a disk."""
     module, batches = make(family, 3)

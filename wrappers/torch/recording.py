@@ -6,6 +6,7 @@ budgets hold it. Of many shapes the steps that were used last are kept.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -145,6 +146,7 @@ class StepRecorder:
         if len(known) == MOST_STEPS:
             del self._steps[known[0]]
             self._captures.keep({each for step in self._steps.values() for each in step.passes})
+            gc.collect()  # a step and its instances know each other, and hold memory of the budget
 
     def _record(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
         passes = [self._captures.pass_over(minibatch, purpose, divisor) for minibatch in minibatches]

@@ -5,7 +5,8 @@ A directory is read as nntask reads those of its own families: no pickle, no cod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,16 +137,18 @@ class TorchModel:
             found.append("--minibatch 1")
         return found
 
-    def open(self, run: LanguageRun, runtime: Runtime) -> Opened:
+    @contextmanager
+    def open(self, run: LanguageRun, runtime: Runtime) -> Iterator[Opened]:
         """The engine on the runtime of the run; a checkpoint's weights are attached as well, and replaced when it is loaded."""
         reuse_freed_memory()
         module, counts, start = self._config.module, self._counts(run), run.start
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
         weights: Path | None = start.directory if start.resumed is None else start.resumed.path
         terms: dict[str, Any] = {"max_grad_norm": clip, "seed": run.model.seed, "on": (run.machine, runtime), "order": run.step.order}
-        session = Session(module, optimizer, minibatches=run.step.num_minibatches, weights=weights, **terms)
-        engine = TorchEngine(run, session, self._collator(run))
-        return Opened(engine, counts, partial(self._about, run, engine), says_bits=self._config.kind == "causal", config=self._config.to_dict())
+        with Session(module, optimizer, minibatches=run.step.num_minibatches, weights=weights, **terms) as session:
+            engine = TorchEngine(run, session, self._collator(run))
+            says_bits, about = self._config.kind == "causal", partial(self._about, run, engine)
+            yield Opened(engine, counts, about, says_bits=says_bits, config=self._config.to_dict())
 
     def _about(self, run: LanguageRun, engine: TorchEngine) -> Sequence[str]:
         size = f"{self._config.num_parameters / 1e6:.1f} M parameters; {run.step.batch} x {run.model.seq_len} tokens a step"
