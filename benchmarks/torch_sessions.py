@@ -1,22 +1,24 @@
 """Modules of transformers in a session beside PyTorch itself: seconds of a step, peak resident memory, and the same in a quarter of the memory.
 
-    python benchmarks/torch_sessions.py                      # four models, two rounds; writes benchmarks/results/torch_sessions.json
+    python benchmarks/torch_sessions.py                      # all models, two rounds; writes benchmarks/results/torch_sessions.json
     python benchmarks/torch_sessions.py --models bert vit    # some of them
     python benchmarks/torch_sessions.py --rounds 1 --output= # a quick look, written nowhere
 
 A side is a process of its own: a model with random weights from a config, dropout off, fp32, the same random batch in every step, AdamW (fused in
 PyTorch). Two steps warm up, `--steps` are timed, and the fastest counts, because other processes only add to it. PyTorch computes with all cores
 inside an operation, eager or behind torch.compile; a session computes with one thread for each worker, in the budget that the table gives, and once
-more in a quarter of the bytes that it used there, above a disk.
+more in a quarter of the bytes that it used there, above a disk. GPT-2 and LLaMA stand beside nntask's own tiles as well, and of a model of 24 layers
+only the step is recorded.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -26,10 +28,22 @@ import common
 
 EAGER: Final = "torch, eager"
 COMPILED: Final = "torch, compiled"
+SESSION: Final = "session"
 CHAINS: Final = "session, compiled"
 """A session with compiled chains."""
 WARMUP: Final = 2
-QUARTER: Final = 0.25
+QUARTER: Final = "quarter"
+"""A session in a quarter of the bytes that it uses in memory, above a disk."""
+SHARE: Final = 0.25
+OWN: Final = "own"
+"""The same model of nntask's own tiles."""
+RECORDING: Final = "recording"
+"""A session that records its step and takes none."""
+NAMES: Final = {OWN: "nntask's own tiles", SESSION: "all of it"}
+MOST_RECORDING: Final = 30.0
+"""Seconds of capture and recording."""
+BESIDE_NBYTES: Final = 400e6
+"""Resident bytes beside a budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +61,15 @@ class Case:
     minibatches: int
 
 
+LLAMA: Final = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32000}
 CASES: Final = {
     "bert": Case("BERT-base, 4 x 512", "4GB", 4),
     "t5": Case("T5-small, 8 x 256 and 64", "4GB", 4),
     "vit": Case("ViT-B/16, 8 images", "4GB", 4),
     "neox": Case("GPT-NeoX 160M, 4 x 512", "4GB", 4),
+    "gpt2": Case("GPT-2 small, 4 x 512", "4GB", 4),
+    "llama": Case("LLaMA of 12 layers and width 768, 4 x 512", "4GB", 4),
+    "bert-large": Case("BERT of 24 layers and width 1024, 4 x 512", "8GB", 4),
 }
 
 
@@ -61,9 +79,10 @@ def make(name: str) -> tuple[Any, dict[str, Any]]:
     import transformers as hf
 
     torch.manual_seed(0)
-    if name == "bert":
+    if name in ("bert", "bert-large"):
         ids = torch.randint(0, 30522, (4, 512))
-        config = hf.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096} if name == "bert-large" else {}
+        config = hf.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **large)
         return hf.BertForMaskedLM(config).train(), {"input_ids": ids, "labels": ids}
     if name == "t5":
         config = hf.T5Config(dropout_rate=0.0, decoder_start_token_id=0)
@@ -72,6 +91,13 @@ def make(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "vit":
         config = hf.ViTConfig(num_labels=1000, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         return hf.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(8, 3, 224, 224), "labels": torch.randint(0, 1000, (8,))}
+    if name == "gpt2":
+        ids = torch.randint(0, 50257, (4, 512))
+        config = hf.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        return hf.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids, "use_cache": False}
+    if name == "llama":
+        ids = torch.randint(0, LLAMA["vocab_size"], (4, 512))
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)).train(), {"input_ids": ids, "labels": ids, "use_cache": False}
     ids = torch.randint(0, 50304, (4, 512))
     config = hf.GPTNeoXConfig(vocab_size=50304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
     return hf.GPTNeoXForCausalLM(config).train(), {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -79,19 +105,61 @@ def make(name: str) -> tuple[Any, dict[str, Any]]:
 
 def measure(side: str, name: str, steps: int, ram: str) -> dict[str, float]:
     """Run one side in this process."""
+    if side == OWN:
+        return _measure_own(name, steps)
     module, batch = make(name)
-    began = perf_counter()
     if side in (EAGER, COMPILED):
-        return _timed(_torch_step(module, batch, compiled=side == COMPILED), steps, began)
+        return _timed(_torch_step(module, batch, compiled=side == COMPILED), steps)
     from wrappers.torch import Session
+    from wrappers.torch.batches import cut
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
         case = CASES[name]
-        disk = folder if side == "quarter" else None
+        disk = folder if side == QUARTER else None
         with Session(module, lr=1e-4, minibatches=case.minibatches, ram=ram, disk=disk, compiled=side == CHAINS) as session:
             del module
-            found = _timed(lambda: session.step(**batch), steps, began)
-            return {**found, "used_bytes": float(session.runtime.stats()["peak_bytes"]["ram"])}
+            began = perf_counter()
+            session.training_step(cut(batch, case.minibatches))
+            recording = {"recording_seconds": perf_counter() - began}
+            if side == RECORDING:
+                return {**recording, "peak_rss_bytes": common.peak_rss()}
+            found = _timed(lambda: session.step(**batch), steps)
+            stats = session.runtime.stats()
+            return {**found, **recording, "used_bytes": float(stats["peak_bytes"]["ram"]), "budget_bytes": float(stats["budget_bytes"]["ram"])}
+
+
+def _measure_own(name: str, steps: int) -> dict[str, float]:
+    """The model of nntask's own tiles: the same shape, random tokens, whole batches."""
+    import numpy as np
+
+    from nntask import PRESETS, AdamW, default_tiling
+    from nntask.models import FAMILIES, build
+    from scheduler import Runtime
+
+    if name == "gpt2":
+        config: Any = replace(PRESETS["gpt2"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    else:
+        config = FAMILIES["llama"].config.from_dict({**LLAMA, "model_type": "llama", "max_position_embeddings": 2048}, "the benchmark")
+    stream = np.random.default_rng(0).integers(0, config.vocab_size, (4, 513))
+    with Runtime(cpu_workers=len(os.sched_getaffinity(0))) as runtime:
+        model = build(config, default_tiling(config, 4, 512), runtime)
+        optimizer = AdamW(model.parameters(), lr=1e-4)
+        tokens, targets = model.input_tensors(batch=4, seq_len=512)
+        with runtime.record() as recorded:
+            loss = model(tokens, targets)
+            loss.backward()
+            optimizer.step()
+        count = 0
+
+        def step() -> float:
+            nonlocal count
+            count += 1
+            tokens.write(stream[:, :-1])
+            targets.write(stream[:, 1:])
+            optimizer.prepare(count)
+            return float(recorded.replay().read(loss).reshape(()))
+
+        return _timed(step, steps)
 
 
 def _torch_step(module: Any, batch: dict[str, Any], *, compiled: bool) -> Callable[[], float]:
@@ -110,9 +178,8 @@ def _torch_step(module: Any, batch: dict[str, Any], *, compiled: bool) -> Callab
     return step
 
 
-def _timed(step: Callable[[], float], steps: int, began: float) -> dict[str, float]:
+def _timed(step: Callable[[], float], steps: int) -> dict[str, float]:
     loss = step()
-    first = perf_counter() - began
     for _ in range(WARMUP - 1):
         step()
     seconds = []
@@ -120,33 +187,39 @@ def _timed(step: Callable[[], float], steps: int, began: float) -> dict[str, flo
         start = perf_counter()
         step()
         seconds.append(perf_counter() - start)
-    return {"seconds": min(seconds), "first_step_seconds": first, "loss_first": loss, "peak_rss_bytes": common.peak_rss()}
+    return {"seconds": min(seconds), "loss_first": loss, "peak_rss_bytes": common.peak_rss()}
 
 
 def rows(name: str, found: dict[str, list[common.Measurement]]) -> list[dict[str, Any]]:
     """The rows of a model."""
-    case = CASES[name]
-    fastest = {side: min(one["seconds"] for one in rounds) for side, rounds in found.items()}
+    what = CASES[name].what
+    fastest = {side: min(one["seconds"] for one in rounds) for side, rounds in found.items() if side != RECORDING}
     memory = {side: max(one["peak_rss_bytes"] for one in rounds) for side, rounds in found.items()}
-    table = [
-        common.compare(f"{case.what}: steps", "steps/s", 1 / fastest["session"], EAGER, 1 / fastest[EAGER], better="more", bar="ratio >= 1.0"),
-        common.compare(f"{case.what}: steps", "steps/s", 1 / fastest["session"], COMPILED, 1 / fastest[COMPILED], better="more", bar="ratio >= 0.9"),
-        common.compare(f"{case.what}, compiled chains: steps", "steps/s", 1 / fastest[CHAINS], EAGER, 1 / fastest[EAGER], better="more"),
-        common.compare(f"{case.what}, compiled chains: steps", "steps/s", 1 / fastest[CHAINS], COMPILED, 1 / fastest[COMPILED], better="more"),
-        common.compare(f"{case.what}: peak memory", "bytes", memory["session"], EAGER, memory[EAGER], better="less", bar="ratio <= 0.75"),
-        common.compare(f"{case.what}, compiled chains: peak memory", "bytes", memory[CHAINS], EAGER, memory[EAGER], better="less"),
-        common.compare(
-            f"{case.what}, a quarter of the RAM: steps",
-            "steps/s",
-            1 / fastest["quarter"],
-            "all of it",
-            1 / fastest["session"],
-            better="more",
-            bar="ratio >= 0.85",
-        ),
+
+    def speed(words: str, side: str, peer: str, bar: str = "") -> dict[str, Any]:
+        return common.compare(f"{what}{words}: steps", "steps/s", 1 / fastest[side], NAMES.get(peer, peer), 1 / fastest[peer], better="more", bar=bar)
+
+    def size(words: str, side: str, peer: str, nbytes: float, bar: str = "") -> dict[str, Any]:
+        return common.compare(f"{what}{words}: peak memory", "bytes", memory[side], peer, nbytes, better="less", bar=bar)
+
+    recording = min(one["recording_seconds"] for one in found.get(SESSION, found.get(RECORDING, [])))
+    table = [common.compare(f"{what}: capture and recording", "s", recording, "the bar", MOST_RECORDING, better="less", bar="ratio <= 1")]
+    if OWN in found:
+        return [*table, speed("", SESSION, OWN), speed("", SESSION, EAGER), size("", SESSION, OWN, memory[OWN])]
+    if RECORDING in found:
+        return table
+    budget = found[QUARTER][0]["budget_bytes"]
+    return [
+        *table,
+        speed("", SESSION, EAGER, "ratio >= 1.0"),
+        speed("", SESSION, COMPILED, "ratio >= 0.9"),
+        speed(", compiled chains", CHAINS, EAGER),
+        size("", SESSION, EAGER, memory[EAGER], "ratio <= 0.75"),
+        size(", compiled chains", CHAINS, EAGER, memory[EAGER]),
+        speed(", a quarter of the RAM", QUARTER, SESSION, "ratio >= 0.85"),
+        size(", a quarter of the RAM", QUARTER, EAGER, memory[EAGER]),
+        size(", a quarter of the RAM", QUARTER, "its budget and 400 MB", budget + BESIDE_NBYTES, "ratio <= 1"),
     ]
-    table.append(common.compare(f"{case.what}, a quarter of the RAM: peak memory", "bytes", memory["quarter"], EAGER, memory[EAGER], better="less"))
-    return table
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -169,9 +242,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         def side(which: str, ram: str = "", model: str = name) -> common.Side:
             return common.Side(which, common.this_script(__file__, f"--side={which}", f"--model={model}", f"--ram={ram}", f"--steps={asked.steps}"))
 
-        found = common.alternate([side(EAGER), side(COMPILED), side("session", CASES[name].ram), side(CHAINS, CASES[name].ram)], asked.rounds)
-        used = min(one["used_bytes"] for one in found["session"])
-        found |= common.alternate([side("quarter", f"{int(QUARTER * used)}B")], 1)
+        ram = CASES[name].ram
+        if name == "bert-large":
+            sides = [side(RECORDING, ram)]
+        elif name in ("gpt2", "llama"):
+            sides = [side(EAGER), side(SESSION, ram), side(OWN)]
+        else:
+            sides = [side(EAGER), side(COMPILED), side(SESSION, ram), side(CHAINS, ram)]
+        found = common.alternate(sides, asked.rounds)
+        if COMPILED in found:
+            used = min(one["used_bytes"] for one in found[SESSION])
+            found |= common.alternate([side(QUARTER, f"{int(SHARE * used)}B")], asked.rounds)
         kept[name] = found
         comparisons += rows(name, found)
     result = {
