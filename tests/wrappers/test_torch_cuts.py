@@ -162,6 +162,63 @@ def test_sums_of_gradients_make_no_temporary() -> None:
     assert [part for part in cut.gradients if part[0] == "table.weight"] == [("table.weight", number) for number in range(4)]
 
 
+class _Summed(nn.Module):
+    """Two matrices whose sum is one layer, and of which the second is another layer as well; gradients of both have a summand in common."""
+
+    def __init__(self, *, sum_first: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(20, 20) / 5), nn.Parameter(torch.randn(20, 20) / 5)
+        self.sum_first = sum_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = [self.first + self.second, self.second]
+        inner, outer = layers if self.sum_first else reversed(layers)
+        return (torch.tanh(x @ inner) @ outer).square().mean()
+
+
+class _Alike(nn.Module):
+    """A matrix, and another of other shape that is added to it: the gradients of both are in one storage."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(40, 20))
+        self.second = nn.Parameter(torch.randn({"transposed": (20, 40), "flat": (800,), "scaled": (800,), "equal": (40, 20)}[kind]))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = self.second.t() if self.kind == "transposed" else self.second.view(40, 20)
+        return (x @ (self.first * 2 if self.kind == "scaled" else self.first).add(other).t()).square().mean()
+
+
+def _check_as_eager(module: nn.Module, **terms: Any) -> None:
+    """Weights after two steps of SGD are eager's."""
+    theirs, x = copy.deepcopy(module), torch.randn(8, 20)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    with Session(module, "sgd", lr=0.1, ram="16MB", **terms) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            theirs(x).backward()
+            optimizer.step()
+            session.step(x=x)
+        for name, value in session.state_dict().items():
+            torch.testing.assert_close(value, theirs.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("sum_first", [True, False])
+def test_a_summand_that_is_another_gradient_is_not_written_over(minibatches: int, sum_first: bool) -> None:
+    """The gradient of a parameter that is also a summand of the next one's keeps its values, whichever is made first."""
+    torch.manual_seed(0)
+    _check_as_eager(_Summed(sum_first=sum_first), minibatches=minibatches)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "flat", "scaled", "equal"])
+def test_gradients_of_one_storage_are_cut_each_in_its_own_way(kind: str) -> None:
+    """Of a parameter and of another one of other shape, or with no tiles, whose gradients PyTorch makes as one tensor."""
+    torch.manual_seed(0)
+    _check_as_eager(_Alike(kind), largest_tile="500")
+
+
 @pytest.mark.parametrize(("rows", "limit", "expected"), [(10, 40, 10), (10, 39, 5), (10, 12, 3), (7, 4, 1), (7, 1, 1), (1, 1, None)])
 def test_tiles_are_equal_shares(rows: int, limit: int, expected: int | None) -> None:
     """As many tiles as the limit asks for, of equal rows; one row at least."""
