@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -491,6 +492,25 @@ def test_threads_of_pytorch_come_back() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_sessions_of_several_threads() -> None:
+    """Each captures its module while the others do, with the same losses; the process has its settings of PyTorch back afterwards."""
+    module, x, before = torch.nn.LSTM(16, 16), torch.randn(8, 16), torch._C._get_mkldnn_enabled()
+    together, found = threading.Barrier(4, timeout=60), list[list[float]]()
+
+    def use(module: torch.nn.Module) -> None:
+        with Session(module, "sgd", loss=lambda result, _: result[0].square().mean(), ram="16MB", workers=1) as session:
+            together.wait()
+            found.append([session.step(input=x) for _ in range(2)])
+
+    programs = [threading.Thread(target=use, args=(copy.deepcopy(module),)) for _ in range(4)]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join()
+    assert found == [found[0]] * 4
+    assert torch._C._get_mkldnn_enabled() == before
 
 
 def test_threads_inside_operations(tmp_path: Path) -> None:
