@@ -16,6 +16,7 @@ from nntask import DataError, DoesNotFit, UsageError
 from wrappers.torch import Session
 from wrappers.torch.capture import aten, capture
 from wrappers.torch.cuts import cut_parameters, tiles_of
+from wrappers.torch.kernels import torch_nbytes
 from wrappers.torch.objectives import loss_of, objective_of
 from wrappers.torch.sums import with_accumulated_sums
 
@@ -92,6 +93,25 @@ def test_a_table_with_padding_and_repeated_ids_has_eagers_gradient() -> None:
     with Session(module, "sgd", lr=1.0, ram="16MB", largest_tile="224") as session:  # 7 rows a tile
         session.step(ids=ids)
         torch.testing.assert_close(session.state_dict()["table.weight"], theirs.table.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("largest_tile", ["1MB", "640"])
+def test_a_gradient_divided_by_counts_is_eagers_and_its_memory_is_counted(largest_tile: str) -> None:
+    """Of a table with scale_grad_by_freq, for which PyTorch alone has the operation, in memory of its own."""
+    torch.manual_seed(0)
+    module = nn.Embedding(100, 8, scale_grad_by_freq=True)
+    theirs, ids = copy.deepcopy(module), torch.tensor([[0, 6, 6, 7, 13, 13, 13, 99]])
+    theirs(ids).square().sum().backward()
+    expected = (theirs.weight - theirs.weight.grad).detach()
+
+    def loss(result: torch.Tensor, _: Any) -> torch.Tensor:
+        return result.square().sum()
+
+    captured = capture(module, {"input": ids}, objective_of(loss), backward=True)
+    assert max(map(torch_nbytes, captured.calls)) == module.weight.nbytes
+    with Session(module, "sgd", lr=1.0, loss=loss, ram="16MB", largest_tile=largest_tile) as session:
+        session.step(input=ids)
+        torch.testing.assert_close(session.state_dict()["weight"], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", [-1, 7])
