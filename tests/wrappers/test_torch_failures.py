@@ -128,9 +128,10 @@ def test_a_step_that_was_half_done_says_so(tmp_path: Path) -> None:
         words = r"step 2 has updated some parameters and not all; go on with resume\(\) from what save\(\) wrote"
         with pytest.raises(UsageError, match=rf"aten\.index_select\.default failed: .*; {words}$"):
             session.step(**batch(1, bad=True))
-        for call in (lambda: session.step(**batch(1)), lambda: session.save(tmp_path / "bad")):
+        for call in (lambda: session.step(**batch(1)), lambda: session.save(tmp_path / "bad"), lambda: session.save_weights(tmp_path / "bad")):
             with pytest.raises(UsageError, match=f"^{words}$"):
                 call()
+        assert not (tmp_path / "bad").exists()
         session.resume(tmp_path / "saved")
         assert session.step(**batch(1)) == losses[1]
 

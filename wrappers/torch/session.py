@@ -419,9 +419,12 @@ class Session:
             frozen: as of `save`.
 
         Raises:
+            UsageError: a step was half done.
             StorageError: the disk is full or failed.
             Diverged: a weight is not finite.
         """
+        self._wait_for_started()
+        self._check_whole()
         write_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
 
     def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
