@@ -513,6 +513,25 @@ def test_sessions_of_several_threads() -> None:
     assert torch._C._get_mkldnn_enabled() == before
 
 
+def test_a_capture_leaves_onednn_on_for_other_sessions() -> None:
+    """Which computes their convolutions meanwhile; it is off only for recurrent layers, which have their results all the same."""
+    seen: list[bool] = []
+
+    class Seen(torch.nn.Conv1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._get_mkldnn_enabled())
+            return super().forward(input).square().mean()
+
+    with Session(Seen(4, 4, 3), "sgd", ram="16MB") as session:
+        session.step(input=torch.randn(8, 4, 16))
+    assert seen == [torch._C._get_mkldnn_enabled()]
+    module, x = torch.nn.LSTM(16, 16, bidirectional=True), torch.randn(8, 16)
+    with torch.no_grad():
+        expected, _ = module(x)
+    with Session(module, "sgd", loss=lambda result, _: result[0].square().mean(), ram="16MB") as session:
+        torch.testing.assert_close(session.predict(input=x)[0], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_threads_inside_operations(tmp_path: Path) -> None:
     """One worker for all cores; losses are eager's, and the same bits within a quarter of the memory; one number of threads at a time, also later."""
     module, batches = make("bert", 3)
