@@ -16,6 +16,7 @@ from nntask import DataError, DoesNotFit, UsageError
 from wrappers.torch import Session
 from wrappers.torch.capture import aten, capture
 from wrappers.torch.cuts import cut_parameters, tiles_of
+from wrappers.torch.kernels import torch_nbytes
 from wrappers.torch.objectives import loss_of, objective_of
 from wrappers.torch.sums import with_accumulated_sums
 
@@ -94,6 +95,25 @@ def test_a_table_with_padding_and_repeated_ids_has_eagers_gradient() -> None:
         torch.testing.assert_close(session.state_dict()["table.weight"], theirs.table.weight.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("largest_tile", ["1MB", "640"])
+def test_a_gradient_divided_by_counts_is_eagers_and_its_memory_is_counted(largest_tile: str) -> None:
+    """Of a table with scale_grad_by_freq, for which PyTorch alone has the operation, in memory of its own."""
+    torch.manual_seed(0)
+    module = nn.Embedding(100, 8, scale_grad_by_freq=True)
+    theirs, ids = copy.deepcopy(module), torch.tensor([[0, 6, 6, 7, 13, 13, 13, 99]])
+    theirs(ids).square().sum().backward()
+    expected = (theirs.weight - theirs.weight.grad).detach()
+
+    def loss(result: torch.Tensor, _: Any) -> torch.Tensor:
+        return result.square().sum()
+
+    captured = capture(module, {"input": ids}, objective_of(loss), backward=True)
+    assert max(map(torch_nbytes, captured.calls)) == module.weight.nbytes
+    with Session(module, "sgd", lr=1.0, loss=loss, ram="16MB", largest_tile=largest_tile) as session:
+        session.step(input=ids)
+        torch.testing.assert_close(session.state_dict()["weight"], expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("padding", [-1, 7])
 def test_rows_without_counting_are_those_with(padding: int) -> None:
     """What GPUs compute, where the host must not wait for how many ids lie in a piece, is what CPUs compute."""
@@ -160,6 +180,63 @@ def test_sums_of_gradients_make_no_temporary() -> None:
     cut = cut_parameters(summed, tiles)
     assert max(s.nbytes for call in cut.calls for s in call.reads | call.writes) < size
     assert [part for part in cut.gradients if part[0] == "table.weight"] == [("table.weight", number) for number in range(4)]
+
+
+class _Summed(nn.Module):
+    """Two matrices whose sum is one layer, and of which the second is another layer as well; gradients of both have a summand in common."""
+
+    def __init__(self, *, sum_first: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(20, 20) / 5), nn.Parameter(torch.randn(20, 20) / 5)
+        self.sum_first = sum_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = [self.first + self.second, self.second]
+        inner, outer = layers if self.sum_first else reversed(layers)
+        return (torch.tanh(x @ inner) @ outer).square().mean()
+
+
+class _Alike(nn.Module):
+    """A matrix, and another of other shape that is added to it: the gradients of both are in one storage."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(40, 20))
+        self.second = nn.Parameter(torch.randn({"transposed": (20, 40), "flat": (800,), "scaled": (800,), "equal": (40, 20)}[kind]))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = self.second.t() if self.kind == "transposed" else self.second.view(40, 20)
+        return (x @ (self.first * 2 if self.kind == "scaled" else self.first).add(other).t()).square().mean()
+
+
+def _check_as_eager(module: nn.Module, **terms: Any) -> None:
+    """Weights after two steps of SGD are eager's."""
+    theirs, x = copy.deepcopy(module), torch.randn(8, 20)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    with Session(module, "sgd", lr=0.1, ram="16MB", **terms) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            theirs(x).backward()
+            optimizer.step()
+            session.step(x=x)
+        for name, value in session.state_dict().items():
+            torch.testing.assert_close(value, theirs.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("sum_first", [True, False])
+def test_a_summand_that_is_another_gradient_is_not_written_over(minibatches: int, sum_first: bool) -> None:
+    """The gradient of a parameter that is also a summand of the next one's keeps its values, whichever is made first."""
+    torch.manual_seed(0)
+    _check_as_eager(_Summed(sum_first=sum_first), minibatches=minibatches)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "flat", "scaled", "equal"])
+def test_gradients_of_one_storage_are_cut_each_in_its_own_way(kind: str) -> None:
+    """Of a parameter and of another one of other shape, or with no tiles, whose gradients PyTorch makes as one tensor."""
+    torch.manual_seed(0)
+    _check_as_eager(_Alike(kind), largest_tile="500")
 
 
 @pytest.mark.parametrize(("rows", "limit", "expected"), [(10, 40, 10), (10, 39, 5), (10, 12, 3), (7, 4, 1), (7, 1, 1), (1, 1, None)])

@@ -128,8 +128,27 @@ def test_a_step_that_was_half_done_says_so(tmp_path: Path) -> None:
         words = r"step 2 has updated some parameters and not all; go on with resume\(\) from what save\(\) wrote"
         with pytest.raises(UsageError, match=rf"aten\.index_select\.default failed: .*; {words}$"):
             session.step(**batch(1, bad=True))
-        for call in (lambda: session.step(**batch(1)), lambda: session.save(tmp_path / "bad")):
+        for call in (lambda: session.step(**batch(1)), lambda: session.save(tmp_path / "bad"), lambda: session.save_weights(tmp_path / "bad")):
             with pytest.raises(UsageError, match=f"^{words}$"):
                 call()
+        assert not (tmp_path / "bad").exists()
         session.resume(tmp_path / "saved")
         assert session.step(**batch(1)) == losses[1]
+
+
+@pytest.mark.parametrize("kind", [_Net, _FailsBackward])
+def test_a_step_in_flight_that_fails_is_over_before_the_session_goes_on_elsewhere(kind: type[nn.Module], tmp_path: Path) -> None:
+    """Resumed behind a step that nobody has asked for: it neither counts among later steps nor makes the session half done."""
+    with Session(make(kind), lr=0.1, ram="16MB", workers=1) as session:
+        session.step(**batch(0))
+        session.step(**batch(1))
+        session.save(tmp_path / "saved")
+        expected = [session.step(**batch(2)), session.step(**batch(3)), session.step(**batch(4))]
+        session.resume(tmp_path / "saved")
+        failed = session.start(**batch(2, bad=True))
+        session.resume(tmp_path / "saved")
+        assert [session.step(**batch(2)), session.step(**batch(3)), session.step(**batch(4))] == expected
+        assert session.num_steps == 5
+        with pytest.raises(UsageError, match="failed"):
+            failed.result()
+        session.save(tmp_path / "later")

@@ -90,6 +90,20 @@ def test_losses_are_the_cpus(family: str) -> None:
         assert session.evaluate(**batches[0]) > 0
 
 
+def test_buffers_that_change_stay_on_the_device() -> None:
+    """A model with a normalisation over the batch needs no CPU worker, and has the CPU's losses and running statistics."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+    batches = [{"input": torch.randn(16, 8)} for _ in range(3)]
+    terms: dict[str, Any] = {"optimizer": "sgd", "loss": lambda result, batch: result.square().mean()}
+    expected, state, _ = train(module, batches, workers=1, **terms)
+    losses, found, _ = train(module, batches, ngpu=1, gpu_memory="16MB", **terms)
+    assert losses == expected
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        torch.testing.assert_close(found[name], state[name], rtol=1e-6, atol=1e-7)
+    assert int(found["1.num_batches_tracked"]) == 6
+
+
 def test_bfloat16_trains() -> None:
     """Parameters of bf16 with gradients, moments and masters of fp32: the CPU's losses within the rounding of bf16, equal bits in less memory."""
     torch.manual_seed(0)

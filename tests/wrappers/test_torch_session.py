@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -491,6 +492,44 @@ def test_threads_of_pytorch_come_back() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_sessions_of_several_threads() -> None:
+    """Each captures its module while the others do, with the same losses; the process has its settings of PyTorch back afterwards."""
+    module, x, before = torch.nn.LSTM(16, 16), torch.randn(8, 16), torch._C._get_mkldnn_enabled()
+    together, found = threading.Barrier(4, timeout=60), list[list[float]]()
+
+    def use(module: torch.nn.Module) -> None:
+        with Session(module, "sgd", loss=lambda result, _: result[0].square().mean(), ram="16MB", workers=1) as session:
+            together.wait()
+            found.append([session.step(input=x) for _ in range(2)])
+
+    programs = [threading.Thread(target=use, args=(copy.deepcopy(module),)) for _ in range(4)]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join()
+    assert found == [found[0]] * 4
+    assert torch._C._get_mkldnn_enabled() == before
+
+
+def test_a_capture_leaves_onednn_on_for_other_sessions() -> None:
+    """Which computes their convolutions meanwhile; it is off only for recurrent layers, which have their results all the same."""
+    seen: list[bool] = []
+
+    class Seen(torch.nn.Conv1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._get_mkldnn_enabled())
+            return super().forward(input).square().mean()
+
+    with Session(Seen(4, 4, 3), "sgd", ram="16MB") as session:
+        session.step(input=torch.randn(8, 4, 16))
+    assert seen == [torch._C._get_mkldnn_enabled()]
+    module, x = torch.nn.LSTM(16, 16, bidirectional=True), torch.randn(8, 16)
+    with torch.no_grad():
+        expected, _ = module(x)
+    with Session(module, "sgd", loss=lambda result, _: result[0].square().mean(), ram="16MB") as session:
+        torch.testing.assert_close(session.predict(input=x)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_threads_inside_operations(tmp_path: Path) -> None:

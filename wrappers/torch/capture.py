@@ -43,6 +43,7 @@ Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
 
 aten: Final = torch.ops.aten
 
+_OF_ONEDNN: Final = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default})
 _TORCH: Final = os.path.dirname(torch.__file__)
 _HERE: Final = os.path.dirname(__file__)
 
@@ -159,7 +160,8 @@ def capture(
 ) -> Capture:
     """Capture a forward pass, and the backward pass too if it is wanted. The module stays as it is; its values are not used.
 
-    oneDNN is switched off meanwhile, for the whole process, so that recurrent layers are captured as products: nothing else may compute.
+    Recurrent layers of oneDNN are captured once more with oneDNN switched off, for the whole process, so that they are products: the workspace of its
+    own ones has a size that only oneDNN knows. Nothing else should compute meanwhile.
 
     Args:
         module: the module, in training or evaluation mode, on the CPU or on the meta device.
@@ -176,6 +178,9 @@ def capture(
         if on_gpus:
             terms.enter_context(sdpa_kernel(SDPBackend.MATH))
         found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=False)
+        if any(call.func in _OF_ONEDNN for call in found.calls):
+            terms.enter_context(_without_onednn())
+            found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=False)
         if any(storage.role == "input" for call in found.calls for storage in call.writes):  # the model changes them, which stay the program's
             found = _capture(module, batch, function, backward=backward, divisor=divisor, copies=True)
     return found
@@ -204,7 +209,7 @@ def _capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functi
             return outputs
 
         applied = _Applied(module, function, differentiate)
-        with _refusals(), torch.random.fork_rng(devices=[]), recorder, torch.set_grad_enabled(backward), _without_onednn():
+        with _refusals(), torch.random.fork_rng(devices=[]), recorder, torch.set_grad_enabled(backward):
             if copies:
                 inputs = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
             outputs = torch.func.functional_call(applied, {f"module.{name}": twin for name, twin in twins.items()}, (inputs,))
@@ -381,7 +386,7 @@ class _Applied(torch.nn.Module):  # type: ignore[misc]
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Switch oneDNN off, so that recurrent layers are captured as products: the workspace of its own has a size that only oneDNN knows."""
+    """Switch oneDNN off, for the whole process."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -249,7 +249,7 @@ def _view(value: torch.Tensor, made: Ref, ref: Ref) -> torch.Tensor:
     if made == ref:
         return value
     grid = _grid(made, ref)
-    assert grid is not None  # `_joins` has looked
+    assert grid is not None  # `_end_of_run` has looked
     flat = value.permute(_order(made)).reshape([length for length, *_ in grid])
     for at, (length, first, count, _) in enumerate(grid):
         if count != length:

@@ -106,12 +106,20 @@ def _with_gradients(capture: Capture, cuts: Mapping[Storage, _Cut]) -> dict[Stor
         if name not in owners or not ref.is_whole or ref.storage in kept or ref.storage.role != "temporary":
             continue
         for storages in (_elementwise_sources(capture, ref), {ref.storage}):
+            if not _are_cut_alike(capture, storages, owners, owners[name]):
+                continue
             num_rows = owners[name].ends[-1]
             trial = {**found, **{each: _cut_of(each, num_rows, owners[name].ends[0]) for each in storages}}
             if all(_pieces_of(call, trial) for call in capture.calls if storages & (call.reads | call.writes)):
                 found = trial
                 break
     return found
+
+
+def _are_cut_alike(capture: Capture, storages: set[Storage], owners: Mapping[str, _Cut], cut: _Cut) -> bool:
+    """Whether all gradients in some storages, of which one may be that of several parameters, are whole ones of parameters that are cut alike."""
+    inside = [(name, ref) for (name, _), ref in capture.gradients.items() if ref.storage in storages]
+    return all(ref.is_whole and name in owners and owners[name].ends == cut.ends for name, ref in inside)
 
 
 def _elementwise_sources(capture: Capture, ref: Ref) -> set[Storage]:

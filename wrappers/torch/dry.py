@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +23,9 @@ from .state import ModuleState, gradient_dtype_of
 from .step import Pass
 from .sums import with_accumulated_sums
 from .weights import attach_files
+
+_ONE_AT_ONCE: Final = threading.Lock()
+"""Held while a pass is captured and compiled: both change settings of PyTorch that are one for the process, and give them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def pass_of(
     backward: bool,
     divisor: int,
 ) -> Pass:
-    """The pass over a minibatch.
+    """The pass over a minibatch; of several threads, one makes a pass at a time.
 
     Args:
         modes: of the module and those below it: whether each is in training mode.
@@ -59,6 +63,20 @@ def pass_of(
     Raises:
         UsageError: the pass cannot be captured.
     """
+    with _ONE_AT_ONCE:
+        return _pass_of(module, modes, minibatch, function, terms, backward=backward, divisor=divisor)
+
+
+def _pass_of(
+    module: torch.nn.Module,
+    modes: Mapping[torch.nn.Module, bool],
+    minibatch: Mapping[str, Any],
+    function: Function,
+    terms: PassTerms,
+    *,
+    backward: bool,
+    divisor: int,
+) -> Pass:
     with unchanged(module):
         for child, is_training in modes.items():
             child.training = is_training

@@ -15,6 +15,7 @@ from scheduler import Access, Codelet, Handle, R, TaskRuntime, Ticket, W
 from tiles import TileTensor
 
 from .capture import Capture, Ref, Storage, aten
+from .devices import HOST, as_bytes, compute_on_gpu
 from .kernels import tensor_of
 from .state import ModuleState, array_of, tensor_of_one_tile
 from .step import Pass
@@ -65,14 +66,18 @@ class StepTasks:
         return copies
 
 
-def _copy_all(*views: Any) -> None:
+def _copy_all(*views: Any, where: torch.device = HOST) -> None:
     """The first half of the views are copied to the second half; one more is only waited for."""
     half = len(views) // 2
     for source, target in zip(views[:half], views[half : 2 * half], strict=True):
-        target[...] = source
+        as_bytes(target, where).copy_(as_bytes(source, where))
 
 
-_COPY: Final = Codelet("copy buffers", cpu=_copy_all)
+def _copy_all_on_gpu(*views: Any) -> None:
+    compute_on_gpu(lambda where: _copy_all(*views, where=where))
+
+
+_COPY: Final = Codelet("copy buffers", cpu=_copy_all, cuda=_copy_all_on_gpu)
 
 
 def _with_copies(handles: Mapping[Storage, Handle], copies: Mapping[str, TileTensor]) -> dict[Storage, Handle]:

@@ -61,6 +61,8 @@ def into_of(call: Call) -> Into | None:
         return rule
     if isinstance(call.func, Chain):
         return call.func.into
+    if _divides_by_count(call):
+        return None
     return _INTO.get(call.func) or _out_overload(call.func)
 
 
@@ -80,9 +82,12 @@ def torch_nbytes(call: Call) -> int:
 
 def adding_of(call: Call) -> Into | None:
     """The rule that adds the result of a call to what memory holds, in one pass; None if there is none."""
-    if call.func is aten.embedding_dense_backward.default and call.args[4]:
-        return None
-    return _ADDING.get(call.func)
+    return None if _divides_by_count(call) else _ADDING.get(call.func)
+
+
+def _divides_by_count(call: Call) -> bool:
+    """Whether a call is the gradient of a table whose rows are divided by how often their ids occur."""
+    return call.func is aten.embedding_dense_backward.default and bool(call.args[4])
 
 
 def buffer_nbytes(call: Call) -> int:
@@ -337,10 +342,7 @@ def _embedding(results: Sequence[torch.Tensor], weight: torch.Tensor, ids: torch
     torch.index_select(weight, 0, ids.reshape(-1), out=results[0].view(-1, weight.shape[1]))  # (V, C), (N,) -> (N, C)
 
 
-def _embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, num: int, padding: int, by_count: bool) -> None:
-    if by_count:
-        results[0].copy_(aten.embedding_dense_backward.default(gradient, ids, num, padding, by_count))
-        return
+def _embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, _: int, padding: int, __: bool) -> None:
     rows.gradient_into(results[0], gradient, ids, 0, padding)
 
 

@@ -297,6 +297,11 @@ class Session:
             self.num_steps -= 1
         return UsageError(f"{error}; {what}") if isinstance(error, UsageError) else error
 
+    def _wait_for_started(self) -> None:
+        """Wait until all steps are over; one that fails is not counted, and says so to whoever asks for its result."""
+        while self._started:
+            self._started.popleft().wait()
+
     def _check_whole(self) -> None:
         """Refuse to go on from a step that was half done.
 
@@ -354,6 +359,7 @@ class Session:
 
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""
+        self._wait_for_started()
         self._optimizer.reset()
         self.num_steps, self._half_done = 0, ""
 
@@ -383,8 +389,7 @@ class Session:
         write_session(Path(directory), *self._content(frozen=frozen))
 
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
-        while self._started:
-            self._started.popleft().wait()  # one that fails is not counted
+        self._wait_for_started()
         self._check_whole()
         rate = float(self.optimizer.param_groups[0]["lr"])  # also where a change makes `_rate` refuse to go on
         state = {"step": self.num_steps, "lr": rate, "numerics": self._numerics}
@@ -400,6 +405,7 @@ class Session:
         Raises:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
+        self._wait_for_started()
         state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
         self.num_steps, self._half_done = state["step"], ""
         for group in self.optimizer.param_groups:
@@ -413,9 +419,12 @@ class Session:
             frozen: as of `save`.
 
         Raises:
+            UsageError: a step was half done.
             StorageError: the disk is full or failed.
             Diverged: a weight is not finite.
         """
+        self._wait_for_started()
+        self._check_whole()
         write_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
 
     def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:

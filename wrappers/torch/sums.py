@@ -18,9 +18,10 @@ from .rows import ops
 
 
 def with_accumulated_sums(capture: Capture) -> Capture:
-    """The same pass with the sums that make gradients computed in renamed, where one summand can be added to the other."""
+    """The same pass with the sums that make gradients computed in place, where one summand can be added to the other."""
     calls: list[Call | None] = list(capture.calls)
     kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
+    kept |= {ref.storage for ref in capture.gradients.values()}  # a summand may be the gradient of another parameter
     moved: dict[Storage, Storage] = {}
     for ref in capture.gradients.values():
         total = ref.storage
@@ -54,7 +55,10 @@ def only_adds(call: Call, storage: Storage) -> bool:
 
 
 def _sum_of(calls: Sequence[Call | None], total: Storage, kept: set[Storage]) -> tuple[int, int, Ref, Call] | None:
-    """How a storage that is a sum can be computed in renamed.
+    """How a storage that is a sum can be computed in place.
+
+    Args:
+        kept: storages that are wanted after the pass, and so cannot be summands that are written over.
 
     Returns:
         Number of the call that adds up; number of the call that makes the later summand; the earlier summand; the call that replaces the later's.
@@ -68,7 +72,9 @@ def _sum_of(calls: Sequence[Call | None], total: Storage, kept: set[Storage]) ->
         return None
     result = call.results[0]
     assert result is not None  # additions return tensors
-    if any(ref.storage in kept or not ref.is_whole or (ref.shape, ref.dtype) != (result.shape, result.dtype) for ref in (*call.args, result)):
+    if any(not ref.is_whole or (ref.shape, ref.dtype) != (result.shape, result.dtype) for ref in (*call.args, result)):
+        return None
+    if any(ref.storage in kept for ref in call.args):
         return None
     for first, second in (call.args, reversed(call.args)):
         if second.storage.role != "temporary" or first.storage.role != "temporary":
@@ -91,7 +97,7 @@ def _users(calls: Sequence[Call | None], storage: Storage) -> list[int]:
 
 
 def _renamed(capture: Capture, moved: Mapping[Storage, Storage]) -> Capture:
-    """The same pass with other storages in renamed of some."""
+    """The same pass with other storages in place of some."""
 
     def renamed(ref: Ref) -> Ref:
         storage = ref.storage
