@@ -305,5 +305,9 @@ def test_what_a_model_learns_follows_from_its_config() -> None:
     for kind in ("whisper", "resnet"):
         with pytest.raises(UsageError, match=f"model_type in x is {kind}"):
             language_config({"model_type": kind}, "x")
+    for values in ({"model_type": "gpt_neox", "hidden_size": 33, "num_attention_heads": 2}, {**bert, "hidden_size": 33}):  # one checks it late
+        with pytest.raises(UsageError, match=rf"x is no config of a {values['model_type']}: .*attention heads.*; copy it again$") as error:
+            language_config(values, "x")
+        assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match=r"--dropout 0\.1 is for dropouts of the config"):
         language_config({"model_type": "mamba", "vocab_size": 300}, "x", 0.1)

@@ -276,7 +276,7 @@ def test_a_module_without_its_weights_is_refused(tmp_path: Path) -> None:
         session.save(tmp_path / "saved")
     with pytest.raises(UsageError, match=words):
         Session(module, ram="64MB")
-    with Session(module, weights=tmp_path / "saved", ram=64_000_000) as session:
+    with Session(module, weights=tmp_path / "saved", ram=64_000_000, disk=tmp_path / "disk") as session:
         assert session.evaluate(**batches[0]) == expected
         session.load_into(module)
     with Session(module, ram="64MB") as session:
@@ -638,6 +638,8 @@ def _frozen() -> torch.nn.Module:
         (lambda: torch.nn.Linear(4, 4, device="meta"), {}, r"weight has no values \(it is on the meta device\); give weights=DIR"),
         (_Branch, {"optimizer": "lion"}, r"optimizer must be one of sgd, adam, adamw .* got 'lion'"),
         (_Branch, {"amsgrad": True}, r"amsgrad of AdamW must be False, got True"),
+        (lambda: torch.jit.trace(torch.nn.Linear(4, 1), torch.ones(2, 4)), {}, r"trains a torch\.nn\.Module of Python, got a TopLevelTracedModule"),
+        (lambda: torch.relu, {}, r"trains a torch\.nn\.Module of Python, got a builtin_function_or_method"),
         (_Branch, {"lr": -1.0}, r"AdamW refuses \{'lr': -1\.0\}: Invalid learning rate"),
         (_Branch, {"minibatches": 0}, r"minibatches must be an integer of at least 1, got 0"),
         (_Branch, {"minibatches": 2.0}, r"minibatches must be an integer of at least 1, got 2\.0"),

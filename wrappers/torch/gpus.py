@@ -21,7 +21,7 @@ from scheduler.machine import RecordedTask
 
 
 def machine_with(
-    *, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, workers: int | None, ram: int | str | None, disk: str | None
+    *, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, workers: int | None, ram: int | str | None, disk: str | os.PathLike[str] | None
 ) -> MachineSpec:
     """The machine of a session; arguments as of `Session`.
 
@@ -44,7 +44,7 @@ def machine_with(
             sim_gpu=sim_gpu,
             gpu_memory=gpu_memory or "",
             ram=ram or "",
-            disk=disk or "",
+            disk=os.fspath(disk or ""),
             graphs=False,  # memory that PyTorch allocates between kernels is not a graph's
         )
     )

@@ -132,11 +132,21 @@ def language_config(values: Mapping[str, Any], source: str, dropout: float | Non
     try:
         inner = CONFIG_MAPPING[model_type].from_dict({name: value for name, value in values.items() if name != "auto_map"})  # no code of others
     except Exception as error:  # of any type, by the family
-        raise UsageError(f"{source} is no config of a {model_type}: {error}; copy it again") from None
+        raise _refused(error, model_type, source) from None
     kind = _kind_of(inner, source)
     if dropout is not None:
         _set_dropout(inner, dropout)
-    return LanguageModelConfig(inner, kind)
+    config = LanguageModelConfig(inner, kind)
+    try:
+        _ = config.module  # families check some values only there
+    except Exception as error:  # as above
+        raise _refused(error, model_type, source) from None
+    return config
+
+
+def _refused(error: Exception, model_type: str, source: str) -> UsageError:
+    """What transformers says of a config, as one sentence."""
+    return UsageError(f"{source} is no config of a {model_type}: {' '.join(str(error).split())}; copy it again")
 
 
 def _kind_of(inner: Any, source: str) -> Kind:

@@ -20,8 +20,11 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
         has_weights: whether the values of its `state_dict` come from files, so that it needs none.
 
     Raises:
-        UsageError: a tensor is on another device or complex, a session has or had the values, or an embedding has sparse gradients.
+        UsageError: it is no module, or a scripted one; a tensor is on another device or complex; a session has or had the values; an embedding has
+            sparse gradients.
     """
+    if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise UsageError(f"a session trains a torch.nn.Module of Python, got a {type(module).__name__}; give the module itself, not scripted")
     saved = module.state_dict().keys()
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in named_tensors(module):

@@ -145,7 +145,7 @@ class Session:
         max_grad_norm: float = 0.0,
         seed: int = 0,
         ram: int | str | None = None,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         workers: int | None = None,
         threads: int = 1,
         ngpu: int | None = 0,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import inspect
 import json
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +74,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         args: Any = None,
         *others: Any,
         ram: int | str | None = None,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         workers: int | None = None,
         threads: int = 1,
         ngpu: int | None = 0,
