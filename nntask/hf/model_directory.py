@@ -6,6 +6,7 @@ tensor is whole in memory. A value that is not finite is refused at that read, w
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _ADVICE: Final = "give a directory as transformers' save_pretrained writes it"
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "model.pt", "pytorch_model.pt")
+_TOKENIZERS: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS: Final = (np.dtype(np.float64), *STORAGE.values())
 
@@ -69,11 +71,21 @@ def _conversion(directory: Path, suffix: str = ".bin") -> str:
     if suffix not in _SUFFIXES:
         return ""
     target = f"{directory if directory.name else 'model'}-safetensors"
-    return (
-        '; convert it: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-        f'M.from_pretrained({str(directory)!r}).save_pretrained({target!r}); T.from_pretrained({str(directory)!r}).save_pretrained({target!r})"'
-        f", then give {shlex.quote(target)}"
-    )
+    parts = {"M": _class_in(directory)}
+    if any((directory / name).exists() for name in _TOKENIZERS):  # without one, transformers would write an empty tokenizer
+        parts["T"] = "AutoTokenizer"
+    imports = ", ".join(f"{name} as {short}" for short, name in parts.items())
+    calls = "; ".join(f"{short}.from_pretrained({str(directory)!r}).save_pretrained({target!r})" for short in parts)
+    return f'; convert it: python -c "from transformers import {imports}; {calls}", then give {shlex.quote(target)}'
+
+
+def _class_in(directory: Path) -> str:
+    """transformers' class that the config of a directory names, if it has a head; that of causal language models otherwise."""
+    try:
+        named = json.loads((directory / CONFIG).read_text())["architectures"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        named = None
+    return named if isinstance(named, str) and named.isidentifier() and ("For" in named or "LM" in named) else "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,8 @@ def test_a_plan_says_what_a_step_takes(here: Path, capsys: pytest.CaptureFixture
         ("bert", ["--loss-reduction=sum"], 2, "--loss-reduction sum sums over the tokens"),
         ("bert", ["--nforward=2"], 2, "--nforward 2 times passes"),
         ("bert", ["--dask=local:2", "--lanes=2"], 2, "--lanes 2"),
+        ("bert", ["--ngpu=1"], 2, "--ngpu 1 is about GPUs, and PyTorch computes on CPUs here"),
+        ("bert", ["--restrict=cuda"], 2, "--restrict cuda is about GPUs, and PyTorch computes on CPUs here"),
         ("bert", ["--sample-tokens=8"], 2, "--sample-tokens 8 is for the text of a model that predicts the next token, which this bert is not"),
         ("bert", ["--seq-len=65"], 2, "--seq-len must be at most max_position_embeddings = 64, got 65"),
         ("gpt_neox", ["--seq-len=1"], 2, "--seq-len must be at least 2 for a gpt_neox"),
@@ -254,6 +256,27 @@ def test_a_variable_that_asks_for_tiles_is_named(here: Path, capsys: pytest.Capt
     assert (code, "seq_tile in run.toml 16 is about the tiles" in err) == (2, True), err
 
 
+def test_a_pickle_is_converted_by_the_command_that_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The class is the config's, so that a masked model keeps its head; tokenizer files are converted where there are some."""
+    weights = load_file("bert/model.safetensors")
+    torch.save(weights, "bert/pytorch_model.bin")
+    Path("bert/model.safetensors").unlink()
+    code, err = refuse(capsys, ["train", "--init-from=bert", *FLAGS, "--run-dir=run"])
+    assert (code, "from transformers import BertForMaskedLM as M, AutoTokenizer as T; " in err) == (4, True), err
+    command = err.split('python -c "')[1].split('", then give bert-safetensors')[0]
+    exec(command, {})
+    assert json.loads(Path("bert-safetensors/config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+    found = load_file("bert-safetensors/model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert main(["train", "--init-from=bert-safetensors", *FLAGS, "--run-dir=run"]) == 0
+    for path in Path("bert").glob("tokenizer*"):
+        path.unlink()
+    capsys.readouterr()
+    code, err = refuse(capsys, ["train", "--init-from=bert", *FLAGS, "--run-dir=other", "--tokenizer-path=bert-safetensors"])
+    assert (code, "from transformers import BertForMaskedLM as M; " in err, "AutoTokenizer" in err) == (4, True, False), err
+
+
 def test_weights_that_a_family_stores_otherwise(folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts that files have one by one and the module as one tensor are refused with the command that writes them anew, which is then read."""
     write_language_model(folder / "mixtral", "mixtral")
@@ -273,7 +296,8 @@ def test_what_a_model_learns_follows_from_its_config() -> None:
     bert = {"model_type": "bert", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     assert language_config(bert, "x").kind == "masked"
     assert language_config({**bert, "architectures": ["BertForPreTraining"]}, "x").kind == "masked"
-    assert language_config({**bert, "architectures": ["BertLMHeadModel"]}, "x").kind == "causal"
+    assert language_config({**bert, "architectures": ["BertLMHeadModel"]}, "x").kind == "masked"  # which sees what it would learn to predict
+    assert language_config({**bert, "architectures": ["BertLMHeadModel"], "is_decoder": True}, "x").kind == "causal"
     assert language_config({**bert, "model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 66}, "x").n_positions == 64
     small = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     assert language_config({"model_type": "t5", **small}, "x").kind == "pairs"
@@ -284,5 +308,9 @@ def test_what_a_model_learns_follows_from_its_config() -> None:
     for kind in ("whisper", "resnet"):
         with pytest.raises(UsageError, match=f"model_type in x is {kind}"):
             language_config({"model_type": kind}, "x")
+    for values in ({"model_type": "gpt_neox", "hidden_size": 33, "num_attention_heads": 2}, {**bert, "hidden_size": 33}):  # one checks it late
+        with pytest.raises(UsageError, match=rf"x is no config of a {values['model_type']}: .*attention heads.*; copy it again$") as error:
+            language_config(values, "x")
+        assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match=r"--dropout 0\.1 is for dropouts of the config"):
         language_config({"model_type": "mamba", "vocab_size": 300}, "x", 0.1)

@@ -266,6 +266,24 @@ def test_a_module_gets_its_weights_back() -> None:
     assert module.lm_head.weight is module.transformer.wte.weight
 
 
+def test_a_module_without_its_weights_is_refused(tmp_path: Path) -> None:
+    """NaN would be trained otherwise: while a session has the weights and after it, until they are back, or are read from what it saved."""
+    module, batches = make("gpt2", 1)
+    words = r"^transformer\.wte\.weight has no values, since a session has them, or had them .*; bring them back first with load_into\(module\)"
+    with Session(module, ram="64MB") as session:
+        expected = session.evaluate(**batches[0])
+        with pytest.raises(UsageError, match=words):
+            Session(module, ram="64MB")
+        session.save(tmp_path / "saved")
+    with pytest.raises(UsageError, match=words):
+        Session(module, ram="64MB")
+    with Session(module, weights=tmp_path / "saved", ram=64_000_000, disk=tmp_path / "disk") as session:
+        assert session.evaluate(**batches[0]) == expected
+        session.load_into(module)
+    with Session(module, ram="64MB") as session:
+        assert session.evaluate(**batches[0]) == expected
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_weights_come_from_files_when_they_are_needed(family: str, tmp_path: Path) -> None:
     """A module without memory and a directory as save_pretrained writes it, in short memory: the losses of the module with its values."""
@@ -659,7 +677,13 @@ def _frozen() -> torch.nn.Module:
         (lambda: torch.nn.Linear(4, 4, device="meta"), {}, r"weight has no values \(it is on the meta device\); give weights=DIR"),
         (_Branch, {"optimizer": "lion"}, r"optimizer must be one of sgd, adam, adamw .* got 'lion'"),
         (_Branch, {"amsgrad": True}, r"amsgrad of AdamW must be False, got True"),
-        (_Branch, {"minibatches": 0}, r"minibatches must be at least 1, got 0"),
+        (lambda: torch.jit.trace(torch.nn.Linear(4, 1), torch.ones(2, 4)), {}, r"trains a torch\.nn\.Module of Python, got a TopLevelTracedModule"),
+        (lambda: torch.relu, {}, r"trains a torch\.nn\.Module of Python, got a builtin_function_or_method"),
+        (_Branch, {"lr": -1.0}, r"AdamW refuses \{'lr': -1\.0\}: Invalid learning rate"),
+        (_Branch, {"minibatches": 0}, r"minibatches must be an integer of at least 1, got 0"),
+        (_Branch, {"minibatches": 2.0}, r"minibatches must be an integer of at least 1, got 2\.0"),
+        (_Branch, {"ram": -1}, r"ram must be a size in B, .* got '-1'; for example 2GiB"),
+        (_Branch, {"workers": 0}, r"workers must be at least 1 where there are no GPUs, got 0"),
         (_Vector, {"minibatches": 3}, r"a multiple of 3, got \{'x': 2\}"),
     ],
 )

@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 import torch
 
 from nntask import UsageError
-from nntask.config import ResourceSettings
+from nntask.config import ResourceSettings, parse_size
 from nntask.hardware import MachineSpec, machine_of
 from scheduler.machine import RecordedTask
 
 
-def machine_with(*, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, workers: int | None, ram: str | None, disk: str | None) -> MachineSpec:
+def machine_with(
+    *, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, workers: int | None, ram: int | str | None, disk: str | os.PathLike[str] | None
+) -> MachineSpec:
     """The machine of a session; arguments as of `Session`.
 
     Raises:
@@ -31,6 +33,10 @@ def machine_with(*, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, work
         raise UsageError(f"ngpu must be at least 0, or None for all GPUs, got {ngpu}; use 0")
     if ngpu and sim_gpu:
         raise UsageError(f"devices are real or simulated, got ngpu={ngpu} and sim_gpu={sim_gpu}; drop one of them")
+    if workers == 0 and ngpu == 0 and not sim_gpu:
+        raise UsageError("workers must be at least 1 where there are no GPUs, got 0; use 1, or sim_gpu=1")
+    if ram is not None:
+        ram = str(parse_size(str(ram), "ram"))
     return machine_of(
         ResourceSettings(
             ncpu=workers,
@@ -38,7 +44,7 @@ def machine_with(*, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, work
             sim_gpu=sim_gpu,
             gpu_memory=gpu_memory or "",
             ram=ram or "",
-            disk=disk or "",
+            disk=os.fspath(disk or ""),
             graphs=False,  # memory that PyTorch allocates between kernels is not a graph's
         )
     )

@@ -1,7 +1,8 @@
 """Language models of transformers that nntask has no tiles for: which of three kinds one is, its config, and its module.
 
 Which kind follows from transformers' own tables. An encoder with a decoder writes the second half of a sequence from the first. Otherwise the class
-that the config names under `architectures` decides, and where it names none of these classes, the model fills in masked tokens if its family can.
+that the config names under `architectures` decides, and where it names none of these classes, the model fills in masked tokens if its family can. Of
+a family that can do both, a model is causal only as a decoder (`is_decoder`): else each token sees those that follow it.
 """
 
 from __future__ import annotations
@@ -131,11 +132,21 @@ def language_config(values: Mapping[str, Any], source: str, dropout: float | Non
     try:
         inner = CONFIG_MAPPING[model_type].from_dict({name: value for name, value in values.items() if name != "auto_map"})  # no code of others
     except Exception as error:  # of any type, by the family
-        raise UsageError(f"{source} is no config of a {model_type}: {error}; copy it again") from None
+        raise _refused(error, model_type, source) from None
     kind = _kind_of(inner, source)
     if dropout is not None:
         _set_dropout(inner, dropout)
-    return LanguageModelConfig(inner, kind)
+    config = LanguageModelConfig(inner, kind)
+    try:
+        _ = config.module  # families check some values only there
+    except Exception as error:  # as above
+        raise _refused(error, model_type, source) from None
+    return config
+
+
+def _refused(error: Exception, model_type: str, source: str) -> UsageError:
+    """What transformers says of a config, as one sentence."""
+    return UsageError(f"{source} is no config of a {model_type}: {' '.join(str(error).split())}; copy it again")
 
 
 def _kind_of(inner: Any, source: str) -> Kind:
@@ -148,6 +159,8 @@ def _kind_of(inner: Any, source: str) -> Kind:
     classes: dict[Kind, str] = {kind: name for kind, (table, _) in _LOADERS.items() if (name := getattr(modeling_auto, table).get(model_type))}
     named = list(inner.architectures or ())
     usual: tuple[Kind, ...] = ("pairs",) if inner.is_encoder_decoder else ("masked", "causal")
+    if "masked" in classes and getattr(inner, "is_decoder", None) is False:  # sees later tokens, which are what a causal one would learn
+        usual = tuple(kind for kind in usual if kind != "causal")
     known = [kind for kind in usual if kind in classes]
     found = [kind for kind in known if classes[kind] in named] or known
     if not found:

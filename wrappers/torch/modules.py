@@ -20,13 +20,21 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
         has_weights: whether the values of its `state_dict` come from files, so that it needs none.
 
     Raises:
-        UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
+        UsageError: it is no module, or a scripted one; a tensor is on another device or complex; a session has or had the values; an embedding has
+            sparse gradients.
     """
+    if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise UsageError(f"a session trains a torch.nn.Module of Python, got a {type(module).__name__}; give the module itself, not scripted")
     saved = module.state_dict().keys()
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in named_tensors(module):
         if value.is_meta and not (has_weights and name in saved):
             raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
+        if not (has_weights and name in saved) and _is_empty(value):
+            raise UsageError(
+                f"{name} has no values, since a session has them, or had them when it was closed; bring them back first with load_into(module) of "
+                "that session, or close() of its trainer, or give weights=DIR of what was saved"
+            )
         if value.device.type not in ("cpu", "meta"):
             raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
         if value.numel() == 0:
@@ -88,6 +96,13 @@ def empty(value: torch.Tensor) -> None:
     if not value.is_meta:
         one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
         value.data = one.expand(value.shape)
+
+
+def _is_empty(value: torch.Tensor) -> bool:
+    """Whether `empty` has let go of a tensor's values, as far as that shows: it has several elements over one NaN."""
+    if value.device.type != "cpu" or not value.is_floating_point() or value.numel() < 2:
+        return False
+    return value.untyped_storage().nbytes() == value.element_size() and bool(value[(0,) * value.dim()].isnan())
 
 
 def give(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:

@@ -37,10 +37,11 @@ def torch_optimizer(
         learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not learnt:
             raise UsageError("the module has no parameter that is learnt; set requires_grad of one")
+        given = {**({} if lr is None else {"lr": lr}), **options}
         try:
-            made = _NAMES[optimizer](learnt, **({} if lr is None else {"lr": lr}), **options)
+            made = _NAMES[optimizer](learnt, **given)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"torch.optim.{_NAMES[optimizer].__name__} refuses {dict(options)}: {error}; see its documentation") from None
+            raise UsageError(f"torch.optim.{_NAMES[optimizer].__name__} refuses {given}: {error}; see its documentation") from None
         return _checked(made)
     if lr is not None or options:
         raise UsageError("an optimizer that is an instance has its options; leave out lr= and the other options, or give its name")

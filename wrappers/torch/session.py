@@ -104,7 +104,7 @@ class Session:
             of the mean of the minibatches' losses.
         max_grad_norm: the whole gradient is scaled down to this norm; 0 is off.
         seed: of dropout and other random numbers.
-        ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
+        ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
         workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads; none where GPUs compute.
         threads: threads of PyTorch inside an operation. With 1, minibatches side by side use the cores; more are for steps of one minibatch. Part of
@@ -144,8 +144,8 @@ class Session:
         minibatches: int = 1,
         max_grad_norm: float = 0.0,
         seed: int = 0,
-        ram: str | None = None,
-        disk: str | None = None,
+        ram: int | str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         workers: int | None = None,
         threads: int = 1,
         ngpu: int | None = 0,
@@ -162,8 +162,8 @@ class Session:
             raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
         if not 1 <= threads <= 1024:
             raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
-        if minibatches < 1:
-            raise UsageError(f"minibatches must be at least 1, got {minibatches}; 1 takes a batch as a whole")
+        if not isinstance(minibatches, int) or minibatches < 1:
+            raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")
         check_module(module, has_weights=weights is not None)
         if compiled:
             check_compiler()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import inspect
 import json
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model: as of transformers' Trainer, like all arguments but the following.
         args: training arguments. One step is ``gradient_accumulation_steps`` minibatches of ``per_device_train_batch_size``.
         others: further positional arguments.
-        ram: budget of host memory, e.g. "2GiB"; None for 0.9 of what is free.
+        ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
         workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads; none where GPUs compute.
         threads: threads of PyTorch inside an operation: as many as cores where a step has one minibatch. Part of the numerics.
@@ -72,8 +73,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model: torch.nn.Module | None = None,
         args: Any = None,
         *others: Any,
-        ram: str | None = None,
-        disk: str | None = None,
+        ram: int | str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         workers: int | None = None,
         threads: int = 1,
         ngpu: int | None = 0,

@@ -30,7 +30,7 @@ class Request:
 
     Args:
         settings: all settings; unset ones are None.
-        devices: what computes, without budgets; None where the machine is an imaginary one.
+        devices: what computes, without budgets; None where the machine is an imaginary one, or the model has no tiles.
         config: configuration of the model, with --dropout applied; None where it has no tiles.
         untiled: of a model without tiles, the content of its config.json, and where that is from; None for others.
         resumed: the checkpoint to continue from; None for a new run.
@@ -109,8 +109,8 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         settings = build(TrainSettings(), values, table)
         is_imaginary = bool(besides.get("devices"))
         check_values(settings, is_imaginary=is_imaginary)
-        devices = None if is_imaginary else devices_of(settings.resources, settings.model.dtype)
         untiled = _untiled(settings, resumed)
+        devices = None if is_imaginary or untiled else devices_of(settings.resources, settings.model.dtype)
         config = None if untiled else model_config(settings, explicit, resumed)
         return Request(settings, devices, config, untiled, resumed, besides, sources, frozenset(stated), explicit)
 
