@@ -71,11 +71,11 @@ def _conversion(directory: Path, suffix: str = ".bin") -> str:
     if suffix not in _SUFFIXES:
         return ""
     target = f"{directory if directory.name else 'model'}-safetensors"
-    parts = {"M": _class_in(directory)}
+    classes = {"M": _class_in(directory)}
     if any((directory / name).exists() for name in _TOKENIZERS):  # without one, transformers would write an empty tokenizer
-        parts["T"] = "AutoTokenizer"
-    imports = ", ".join(f"{name} as {short}" for short, name in parts.items())
-    calls = "; ".join(f"{short}.from_pretrained({str(directory)!r}).save_pretrained({target!r})" for short in parts)
+        classes["T"] = "AutoTokenizer"
+    imports = ", ".join(f"{name} as {short}" for short, name in classes.items())
+    calls = "; ".join(f"{short}.from_pretrained({str(directory)!r}).save_pretrained({target!r})" for short in classes)
     return f'; convert it: python -c "from transformers import {imports}; {calls}", then give {shlex.quote(target)}'
 
 

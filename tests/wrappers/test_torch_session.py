@@ -255,13 +255,15 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
 
 
 def test_a_module_gets_its_weights_back() -> None:
-    """While the session has them the module's are NaN in a few bytes; `load_into` fills it, ties included."""
+    """While the session has them the module's are NaN in a few bytes, and calls are refused; `load_into` fills it, ties included."""
     module, batches = make("gpt2", 1)
     expected = copy.deepcopy(module.state_dict())
     with Session(module, "sgd", lr=0.0, ram="64MB") as session:
         assert all(value.untyped_storage().nbytes() <= 8 for value in module.parameters())
-        assert torch.isnan(module(**batches[0]).loss)
+        with pytest.raises(UsageError, match=r"weights of the module are in a session, .*load_into\(module\)"):
+            module(**batches[0])
         session.load_into(module)
+        assert torch.isfinite(module(**batches[0]).loss)
     assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
     assert module.lm_head.weight is module.transformer.wte.weight
 

@@ -10,6 +10,7 @@ In-place operations write a storage. A storage that some call makes is temporary
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -397,7 +398,10 @@ def _without_onednn() -> Iterator[None]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn what cannot be captured into a sentence with the line of the model."""
+    """Turn what cannot be captured into a sentence with the line of the model, which PyTorch's log of fake tensors would bury."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     except UsageError:
@@ -414,6 +418,8 @@ def _refusals() -> Iterator[None]:
         if not isinstance(error, NotImplementedError) and not any(word in str(error) for word in ("FakeTensor", "tensor subclasses")):
             raise  # a mistake in the model
         raise UsageError(f"{_line_of(error)} cannot be captured: {str(error).splitlines()[0]}; run that part outside the model") from error
+    finally:
+        log.disabled = before
 
 
 def _line_of(error: BaseException) -> str:

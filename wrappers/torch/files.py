@@ -116,7 +116,7 @@ def load_session(
     if not known:
         raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
     for name, value in numerics.items():
-        if state["numerics"][name] != value:
+        if state["numerics"].get(name, value) != value:
             raise DataError(
                 f"{name} must be what it was when {directory} was saved, {state['numerics'][name]}, got {value}: bits depend on it; "
                 f"give the {_ARGUMENTS.get(name, name)} of then"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nntask import UsageError
 
@@ -121,3 +122,12 @@ def give(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
             for name, tensor in table.items():
                 if id(tensor) in made:
                     table[name] = made[id(tensor)]
+
+
+def refuse_call(module: torch.nn.Module, _: Any) -> None:
+    """Hook of a module whose weights are in a session: a call would compute with NaN."""
+    if not isinstance(next(module.parameters()), FakeTensor):  # in a capture they are
+        raise UsageError(
+            "the weights of the module are in a session, or went with one; use the session's predict (a trainer's), or bring them back with "
+            "load_into(module) (a trainer's close())"
+        )

@@ -48,6 +48,8 @@ def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: i
 
 def look_up_without_counting(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int) -> None:
     """`look_up` without asking how many ids lie in the piece; `out` is (N, C)."""
+    if first == 0:
+        out.fill_(torch.nan)  # of an id without a row
     for target, rows in zip(out.split(AT_ONCE), (ids.reshape(-1).long() - first).split(AT_ONCE), strict=True):
         inside = (rows >= 0) & (rows < weight.shape[0])
         found = weight.index_select(0, rows.clamp(0, weight.shape[0] - 1))

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import scheduler
-from nntask import DoesNotFit, NntaskError, StorageError, UsageError
+from nntask import UsageError
 from nntask.config import parse_size
 from nntask.engine import Outcome
-from nntask.hardware import FAILURES, MachineSpec, open_runtime, reuse_freed_memory
+from nntask.hardware import MachineSpec, open_runtime, reuse_freed_memory
 from nntask.io import load_tensors
 from nntask.optim import norm_of
 from scheduler import Runtime, Step, Ticket
@@ -41,11 +40,11 @@ from .cuts import LARGEST_TILE, tiles_of
 from .devices import as_tensor
 from .dry import PassTerms
 from .emission import check_ids, key_of, value_of, write_inputs
+from .failures import user_errors
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .gpus import GpuTerms, check_gpus, machine_with
 from .inductor import check_compiler
-from .kernels import OperationFailed
-from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors
+from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, refuse_call
 from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .recording import Captures, Purpose, RecordedStep, StepRecorder
@@ -160,7 +159,7 @@ class Session:
     ) -> None:
         if not 0 <= seed < 1 << 63:
             raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
-        if not 1 <= threads <= 1024:
+        if not isinstance(threads, int) or not 1 <= threads <= 1024:
             raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
         if not isinstance(minibatches, int) or minibatches < 1:
             raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")
@@ -172,7 +171,7 @@ class Session:
         self._is_compiled = compiled
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
-        limit = parse_size(largest_tile, "largest_tile")
+        limit = parse_size(str(largest_tile), "largest_tile")
         self._seed, self._terms = seed, terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
         self._is_borrowed = on is not None
@@ -209,6 +208,7 @@ class Session:
             self.close()
             raise
         let_go(module)
+        self._guard = module.register_forward_pre_hook(refuse_call)
         function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
         self._steps = StepRecorder(
             Captures(module, function, modes_of(module), PassTerms(self._state.tiles, compiler, self._machine.has_gpus)),
@@ -321,6 +321,7 @@ class Session:
 
     def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
         """The result of a pass that changes nothing."""
+        self._check_whole()
         with self.user_errors():
             recorded = self._steps.step_for(purpose, [batch], 1)
         check_ids(recorded.passes, [batch])
@@ -348,6 +349,8 @@ class Session:
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
         give(module, self._values())
+        if module is self.module:
+            self._guard.remove()
 
     def model_tensors(self) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict` by name, tied ones once."""
@@ -444,6 +447,8 @@ class Session:
     def _numerics(self) -> dict[str, Any]:
         """What bits depend on, beside module, optimizer and batches."""
         return {
+            "seed": self._seed,
+            "minibatches": self._num_minibatches,
             "kind of device": "cuda" if self._machine.has_gpus else "cpu",
             "threads": self._threads.count,
             "compiled": self._is_compiled,
@@ -478,29 +483,6 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    @contextmanager
-    def user_errors(self) -> Iterator[None]:
-        """Turn failures of the runtime into the error that says what to do."""
-        try:
-            yield
-        except FAILURES as error:
-            if self._is_borrowed:
-                raise
-            raise _user_error(error, self.runtime, has_disk=self._machine.disk is not None) from error
-
-
-def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
-    """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
-    if isinstance(error.__cause__, OperationFailed):
-        return UsageError(f"{error.__cause__}; look at the values of this batch")
-    if runtime.tier_failure is not None:
-        return StorageError(f"{runtime.tier_failure}; make a new session, and resume from what save() wrote last")
-    if isinstance(error.__cause__, NntaskError):
-        return error.__cause__
-    refusal = error if isinstance(error, scheduler.DoesNotFit) else runtime.refusal
-    if refusal is None:
-        return error
-    story = str(refusal).partition("; raise the budget")[0]
-    if refusal.node.startswith(("cuda", "sim")):
-        return DoesNotFit(f"{story}; raise gpu_memory=")
-    return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")
+    def user_errors(self) -> AbstractContextManager[None]:
+        """Turns failures of the runtime into the error that says what to do; those of a borrowed runtime stay what they are."""
+        return nullcontext() if self._is_borrowed else user_errors(self.runtime, has_disk=self._machine.disk is not None)

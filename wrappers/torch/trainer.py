@@ -27,7 +27,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -35,6 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from nntask import UsageError
 from nntask.io import read_object, written_aside
 
+from .cuts import LARGEST_TILE
 from .files import MODEL, STATE, storage_errors
 from .inductor import check_compiler
 from .modules import check_module
@@ -61,6 +61,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session brings it to them in pieces.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each GPU or simulated device.
+        largest_tile: parameters above this size are cut, as of `Session`.
         compiled: whether chains of elementwise operations are compiled, as of `Session`.
         more: further arguments by name.
 
@@ -80,11 +81,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ngpu: int | None = 0,
         sim_gpu: int = 0,
         gpu_memory: str | None = None,
+        largest_tile: str = LARGEST_TILE,
         compiled: bool = False,
         **more: Any,
     ) -> None:
         self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "threads": threads, "ngpu": ngpu, "sim_gpu": sim_gpu}
-        self._terms |= {"gpu_memory": gpu_memory, "compiled": compiled}
+        self._terms |= {"gpu_memory": gpu_memory, "largest_tile": largest_tile, "compiled": compiled}
         self._session: Session | None = None
         self._learns = False
         self._minibatches: list[dict[str, Any]] = []
@@ -104,7 +106,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Give the model its weights back, and free the session's memory; the optimizer's state is gone unless it was saved. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
-            self._guard.remove()
             try:
                 session.load_into(session.module)
             finally:
@@ -119,7 +120,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         norm = self.args.max_grad_norm or 0.0
         self._session = Session(self.model, **optimizer, objective=self._objective, max_grad_norm=norm, seed=self.args.seed, **self._terms)
         self._learns = learns
-        self._guard = self.model.register_forward_pre_hook(_refuse_call)
         return self._session
 
     def _objective(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -263,12 +263,6 @@ class _StandIn(torch.nn.Module):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_model"], name)
-
-
-def _refuse_call(module: torch.nn.Module, _: Any) -> None:
-    """Hook of a model whose weights are in a session: a call would compute with NaN."""
-    if not isinstance(next(module.parameters()), FakeTensor):  # in a capture they are
-        raise UsageError("the weights of the model are in the trainer's session; use trainer.predict, or trainer.close(), which brings them back")
 
 
 def _write_json(file: Path, content: Mapping[str, Any], what: str) -> None:

@@ -5,7 +5,7 @@ A directory is read as nntask reads those of its own families: no pickle, no cod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,14 @@ from .session import Session
 from .step import Pass
 
 
-def train(settings: TrainSettings, stated: Mapping[str, Any], values: Mapping[str, Any], source: str, resumed: Checkpoint | None) -> int:
+def train(
+    settings: TrainSettings,
+    stated: Mapping[str, Any],
+    values: Mapping[str, Any],
+    source: str,
+    resumed: Checkpoint | None,
+    announce: Callable[[], object],
+) -> int:
     """Train a language model; returns the exit code.
 
     Args:
@@ -44,12 +51,14 @@ def train(settings: TrainSettings, stated: Mapping[str, Any], values: Mapping[st
         values: content of the model's config.json.
         source: where that is from, for messages.
         resumed: the checkpoint to continue from; None for a new run.
+        announce: called once it is sure that the model and the flags go together.
 
     Raises:
         NntaskError: see `nntask.training.train`.
     """
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
+    announce()
     machine = with_budgets(devices_of(on_cpus(settings.resources), "fp32"), settings.resources)
     return train_untiled(resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings))
 
@@ -81,7 +90,7 @@ def plan(
     run, model = resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings)
     with no_collections():
         figures = plan_step(model.capture(run), run, target, partial(model.changes, run, target))
-    return {**figures, "trained_parameters": config.num_parameters}
+    return {**figures, "trained_parameters": config.num_parameters, "rows_of_tiles": model.rows_of_tiles}
 
 
 def on_cpus(resources: ResourceSettings) -> ResourceSettings:
@@ -103,6 +112,11 @@ class TorchModel:
         self._terms = PassTerms(tiles_of(config.module.named_parameters(), parse_size(LARGEST_TILE, "largest_tile")))
         if settings.model.recompute == "block":
             config.recompute_blocks()
+
+    @property
+    def rows_of_tiles(self) -> dict[str, int]:
+        """Rows of a tile of each parameter that is cut."""
+        return {name: rows for name, (_, rows) in self._terms.tiles.items()}
 
     def check(self, run: LanguageRun) -> None:
         """Refuse data that the model cannot learn from.
@@ -151,8 +165,10 @@ class TorchModel:
             yield Opened(engine, counts, about, says_bits=says_bits, config=self._config.to_dict())
 
     def _about(self, run: LanguageRun, engine: TorchEngine) -> Sequence[str]:
+        cut = [f"{rows} rows of {name}" for name, rows in self.rows_of_tiles.items()]
+        tiles = ", ".join(["each tensor is one", *cut])
         size = f"{self._config.num_parameters / 1e6:.1f} M parameters; {run.step.batch} x {run.model.seq_len} tokens a step"
-        return [f"{run.name}: {TITLES[self._config.kind]}, {size}", f"tiles: each tensor is one; {engine.num_tasks} tasks a step"]
+        return [f"{run.name}: {TITLES[self._config.kind]}, {size}", f"tiles: {tiles}; {engine.num_tasks} tasks a step"]
 
     def _collator(self, run: LanguageRun) -> Collator:
         if self._made is None:

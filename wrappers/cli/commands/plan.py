@@ -166,7 +166,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"trained             {figures['trained_parameters']:,} weights of adapters"
     yield f"tasks per step      {figures['tasks_per_step']:,}"
     sizes = ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
-    yield f"tiles               {sizes or 'each tensor is one'}"
+    cut = [f"{rows} rows of {name}" for name, rows in figures.get("rows_of_tiles", {}).items()]
+    yield f"tiles               {sizes or ', '.join(['each tensor is one', *cut])}"
     yield (
         "workers             "
         + ", ".join(f"{sum(figures['workers'][one] for one in each)} x {name}" for name, each in _alike(figures["workers"]).items())

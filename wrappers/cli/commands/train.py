@@ -43,9 +43,10 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
             load_torch(asked.untiled)
             from ...torch.training import train as train_through_torch
 
-            if not settings.run.dry_run:
-                print(through_torch(asked.untiled))
-            return train_through_torch(settings, asked.values, *asked.untiled, asked.resumed)
+            untiled = asked.untiled
+            return train_through_torch(
+                settings, asked.values, *untiled, asked.resumed, lambda: None if settings.run.dry_run else print(through_torch(untiled))
+            )
     assert asked.config is not None  # it has tiles
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
