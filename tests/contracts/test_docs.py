@@ -180,6 +180,21 @@ def test_drawings_are_fresh() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("families", [("bert", "vit"), pytest.param((), marks=pytest.mark.long)], ids=["some families", "all families"])
+def test_the_page_about_pytorch_is_fresh(families: tuple[str, ...]) -> None:
+    """What is tested and refused of PyTorch models is what the code and its sentences say; each family once, in order."""
+    from support.torch_families import FAMILIES
+
+    named = [
+        cells[0].strip("`")
+        for cells in table("reference/pytorch.md", "| family | model | what it is | calls | losses differ by | same bits | `nntask train` |")
+    ]
+    assert named == list(FAMILIES)
+    done = subprocess.run([sys.executable, "docs/_ext/torch_page.py", "--check", *families], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_decisions_have_one_shape() -> None:
     """Every file of the decisions has a title of its own, a date, an area, and the three sections."""
     done = subprocess.run([sys.executable, "docs/_ext/decision_files.py"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -38,7 +38,7 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
             raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
-            raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
+            raise UsageError(f"{name or 'the module'} has sparse gradients, and gradients must be dense; make it with sparse=False")
 
 
 @contextmanager
