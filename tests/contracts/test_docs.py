@@ -117,6 +117,13 @@ def test_every_package_has_a_table_of_modules() -> None:
     assert packages - tables == set()
 
 
+def test_every_module_about_pytorch_has_a_rule() -> None:
+    """The table of the package's parts names each of its modules once."""
+    named = [name for cells in table("internals/wrappers.md", "| part | module | its rule |") for name in re.findall(r"`([a-z_]+)`", cells[1])]
+    stems = {path.stem for path in (ROOT / "wrappers" / "torch").glob("*.py")}
+    assert sorted(named) == sorted(stems - {"__init__", "interchange"})
+
+
 def test_every_page_is_reached() -> None:
     """Every page stands in a table of contents, by its name or by a pattern."""
     reached = {DOCS / "index.md"}

@@ -20,7 +20,7 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
         has_weights: whether the values of its `state_dict` come from files, so that it needs none.
 
     Raises:
-        UsageError: a tensor is on another device or complex, or an embedding has sparse gradients.
+        UsageError: a tensor is on another device, complex or hooked, or an embedding has sparse gradients.
     """
     saved = module.state_dict().keys()
     owners: dict[int, tuple[str, torch.Tensor]] = {}
@@ -34,6 +34,8 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
         if not value.is_meta and owners.setdefault(value.untyped_storage().data_ptr(), (name, value))[1] is not value:
             other = owners[value.untyped_storage().data_ptr()][0]
             raise UsageError(f"{name} and {other} are two tensors of one memory, and would be apart in a session; use one tensor for both, or a copy")
+        if getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None):
+            raise UsageError(f"{name} has hooks of its gradient, which a session does not call; remove them, or hook the module around it")
         if value.is_complex():
             raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
     for name, child in module.named_modules():
