@@ -117,6 +117,13 @@ def test_every_package_has_a_table_of_modules() -> None:
     assert packages - tables == set()
 
 
+def test_every_module_about_pytorch_has_a_rule() -> None:
+    """The table of the package's parts names each of its modules once."""
+    named = [name for cells in table("internals/wrappers.md", "| part | module | its rule |") for name in re.findall(r"`([a-z_]+)`", cells[1])]
+    stems = {path.stem for path in (ROOT / "wrappers" / "torch").glob("*.py")}
+    assert sorted(named) == sorted(stems - {"__init__", "interchange"})
+
+
 def test_every_page_is_reached() -> None:
     """Every page stands in a table of contents, by its name or by a pattern."""
     reached = {DOCS / "index.md"}
@@ -177,6 +184,21 @@ def test_metrics_are_explained() -> None:
 def test_drawings_are_fresh() -> None:
     """The drawings of the concepts are what their script makes, and their words fit their boxes."""
     done = subprocess.run([sys.executable, "docs/_ext/drawings.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("families", [("bert", "vit"), pytest.param((), marks=pytest.mark.long)], ids=["some families", "all families"])
+def test_the_page_about_pytorch_is_fresh(families: tuple[str, ...]) -> None:
+    """What is tested and refused of PyTorch models is what the code and its sentences say; each family once, in order."""
+    from support.torch_families import FAMILIES
+
+    named = [
+        cells[0].strip("`")
+        for cells in table("reference/pytorch.md", "| family | model | what it is | calls | losses differ by | same bits | `nntask train` |")
+    ]
+    assert named == list(FAMILIES)
+    done = subprocess.run([sys.executable, "docs/_ext/torch_page.py", "--check", *families], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.torch_families import FAMILIES, Batch, make
+from support.torch_refusals import REFUSALS, Refusal
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -615,103 +617,21 @@ def test_results_have_tensors_of_their_own() -> None:
     assert found.past_key_values is None
 
 
-class _Branch(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        if y.sum() > 0:
-            y = -y
-        return y.mean()
-
-
-class _Picks(_Branch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        return y[y > 0].mean()
-
-
-class _Vector(_Branch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-class _Shuffles(_Branch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) * x[:, torch.randperm(4)]).mean()
-
-
-class _Leaves(_Branch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).mean() + float(self.layer.weight.detach().numpy().sum())
-
-
-def _complex() -> torch.nn.Module:
-    module = torch.nn.Linear(4, 1)
-    module.weight = torch.nn.Parameter(torch.zeros(1, 4, dtype=torch.complex64))
-    return module
-
-
-def _shared() -> torch.nn.Module:
-    module = _Vector()
-    module.register_buffer("alias", module.layer.weight.detach())
-    return module
-
-
-def _frozen() -> torch.nn.Module:
-    return _Vector().requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    ("make_module", "terms", "words"),
-    [
-        (_Branch, {}, r"test_torch_session\.py:\d+ \(if y\.sum\(\) > 0:\) needs a value .*torch\.where"),
-        (_Picks, {}, r"test_torch_session\.py:\d+ .* needs a shape that depends on values"),
-        (_Leaves, {}, r"test_torch_session\.py:\d+ .* cannot be captured: \.numpy\(\) .* run that part outside the model"),
-        (_Vector, {}, r"the loss must be a tensor with one element, got a tensor of shape \(2, 4\); give loss="),
-        (_Shuffles, {}, r"aten\.randperm\.default cannot be given a seed of its own; use dropout"),
-        (_complex, {}, r"weight is of type torch\.complex64, and parameters must be real"),
-        (_shared, {}, r"alias and layer\.weight are two tensors of one memory"),
-        (_frozen, {}, r"no parameter that is learnt; set requires_grad"),
-        (lambda: torch.nn.EmbeddingBag(4, 4, sparse=True), {}, r"has sparse gradients, .* sparse=False"),
-        (lambda: torch.nn.Linear(4, 4, device="meta"), {}, r"weight has no values \(it is on the meta device\); give weights=DIR"),
-        (_Branch, {"optimizer": "lion"}, r"optimizer must be one of sgd, adam, adamw .* got 'lion'"),
-        (_Branch, {"amsgrad": True}, r"amsgrad of AdamW must be False, got True"),
-        (lambda: torch.jit.trace(torch.nn.Linear(4, 1), torch.ones(2, 4)), {}, r"trains a torch\.nn\.Module of Python, got a TopLevelTracedModule"),
-        (lambda: torch.relu, {}, r"trains a torch\.nn\.Module of Python, got a builtin_function_or_method"),
-        (_Branch, {"lr": -1.0}, r"AdamW refuses \{'lr': -1\.0\}: Invalid learning rate"),
-        (_Branch, {"minibatches": 0}, r"minibatches must be an integer of at least 1, got 0"),
-        (_Branch, {"minibatches": 2.0}, r"minibatches must be an integer of at least 1, got 2\.0"),
-        (_Branch, {"ram": -1}, r"ram must be a size in B, .* got '-1'; for example 2GiB"),
-        (_Branch, {"workers": 0}, r"workers must be at least 1 where there are no GPUs, got 0"),
-        (_Vector, {"minibatches": 3}, r"a multiple of 3, got \{'x': 2\}"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_in_a_sentence(make_module: Any, terms: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(refusal: Refusal, tmp_path: Path) -> None:
     """The rule, the value, and what to do; the line of the model where there is one."""
-    with pytest.raises(UsageError, match=words) as error, Session(make_module(), **{"ram": "16MB", **terms}) as session:
-        session.step(x=torch.randn(2, 4))
-    assert "\n" not in str(error.value)
+    sentence = refusal.sentence(tmp_path)
+    assert re.search(refusal.words, sentence)
+    assert "\n" not in sentence
 
 
-def test_optimizers_that_are_refused() -> None:
-    """An unknown kind, one that has taken steps, one of other parameters, one that lacks some."""
-    module = _Branch()
-    weight = module.layer.weight
-    stepped = torch.optim.AdamW(module.parameters())
-    module.layer(torch.ones(2, 4)).sum().backward()
-    stepped.step()
-    for optimizer, words in (
-        (torch.optim.Adagrad(module.parameters()), "got Adagrad"),
-        (stepped, "has taken steps already"),
-        (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "a parameter that the module lacks"),
-        (torch.optim.SGD([weight], lr=1.0), r"lacks layer\.bias"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            Session(module, optimizer, ram="16MB")
-    assert torch.isfinite(weight).all()  # nothing is lost
+def test_a_refused_optimizer_leaves_the_module_its_weights() -> None:
+    """The session is not made, and nothing is lost."""
+    module = torch.nn.Linear(4, 4)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(UsageError, match="got Adagrad"):
+        Session(module, torch.optim.Adagrad(module.parameters()), ram="16MB")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_budgets_that_are_too_small_are_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
         has_weights: whether the values of its `state_dict` come from files, so that it needs none.
 
     Raises:
-        UsageError: it is no module, or a scripted one; a tensor is on another device or complex; a session has or had the values; an embedding has
-            sparse gradients.
+        UsageError: it is no module, or a scripted one; a tensor is on another device, complex or hooked; a session has or had the values; an
+            embedding has sparse gradients.
     """
     if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise UsageError(f"a session trains a torch.nn.Module of Python, got a {type(module).__name__}; give the module itself, not scripted")
@@ -43,11 +43,13 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
         if not value.is_meta and owners.setdefault(value.untyped_storage().data_ptr(), (name, value))[1] is not value:
             other = owners[value.untyped_storage().data_ptr()][0]
             raise UsageError(f"{name} and {other} are two tensors of one memory, and would be apart in a session; use one tensor for both, or a copy")
+        if getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None):
+            raise UsageError(f"{name} has hooks of its gradient, which a session does not call; remove them, or hook the module around it")
         if value.is_complex():
             raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
-            raise UsageError(f"{name} has sparse gradients, and gradients must be dense; make it with sparse=False")
+            raise UsageError(f"{name or 'the module'} has sparse gradients, and gradients must be dense; make it with sparse=False")
 
 
 @contextmanager

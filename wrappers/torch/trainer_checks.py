@@ -13,7 +13,7 @@ from .optimizers import torch_optimizer
 
 _MOVES: Final = "leave it out: ram= and disk= of this trainer keep the memory within a budget"
 _PLAIN: Final = "leave it out"
-_ADVICE: Final[Mapping[str, str]] = {
+ADVICE: Final[Mapping[str, str]] = {
     "bf16": "leave it out, and give the model in that type: model.to(torch.bfloat16)",
     "fp16": "leave it out; train in fp32, or give the model in bfloat16: model.to(torch.bfloat16)",
     "bf16_full_eval": "leave it out; evaluation computes in the type of the model",
@@ -33,7 +33,8 @@ _ADVICE: Final[Mapping[str, str]] = {
     "predict_with_generate": "leave it out, and generate with the model after close()",
 }
 """Argument that must be off -> what to do."""
-_OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "sgd")
+OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Values of ``optim`` that there are."""
 
 
 def check_arguments(args: Any, *, named_optimizer: bool) -> None:
@@ -46,13 +47,13 @@ def check_arguments(args: Any, *, named_optimizer: bool) -> None:
     Raises:
         UsageError: names the argument, its value and what to do.
     """
-    for name, advice in _ADVICE.items():
+    for name, advice in ADVICE.items():
         value = getattr(args, name, None)
         if value is not None and value is not False and value not in ("", [], {}):
             raise UsageError(f"{name} of the training arguments must be off, got {value!r}; {advice}")
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if named_optimizer and optimizer not in _OPTIMIZERS:
-        raise UsageError(f"optim of the training arguments must be one of {', '.join(_OPTIMIZERS)}, got {optimizer!r}; use one of them")
+    if named_optimizer and optimizer not in OPTIMIZERS:
+        raise UsageError(f"optim of the training arguments must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}; use one of them")
     if args.world_size > 1:
         raise UsageError(f"a trainer is one process, got {args.world_size} of them; start the script without a launcher")
     if args.device.type != "cpu":

@@ -1,0 +1,267 @@
+"""Mistakes that a session of PyTorch refuses: what each one is, a program that makes it, and words of the sentence that it meets.
+
+A test tries them all, and the page of the site about PyTorch models shows the sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from nntask import NntaskError
+from wrappers.torch import Session
+from wrappers.torch.gpus import check_gpus
+
+
+class Branch(torch.nn.Module):
+    """Decides by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        y = self.layer(x)
+        if y.sum() > 0:
+            y = -y
+        return y.mean()
+
+
+class Picks(Branch):
+    """Has a shape that follows from values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        y = self.layer(x)
+        return y[y > 0].mean()
+
+
+class Vector(Branch):
+    """Has a result that is no loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As x."""
+        return self.layer(x)
+
+
+class Mean(Branch):
+    """Has nothing wrong."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return self.layer(x).mean()
+
+
+class Shuffles(Branch):
+    """Draws an order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return (self.layer(x) * x[:, torch.randperm(4)]).mean()
+
+
+class Leaves(Branch):
+    """Leaves PyTorch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return self.layer(x).mean() + float(self.layer.weight.detach().numpy().sum())
+
+
+class Looks(torch.nn.Module):
+    """Looks ids up in a table, and picks a column of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(97, 6)
+
+    def forward(self, input_ids: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return self.table(input_ids).gather(1, column).mean()
+
+
+def _complex() -> torch.nn.Module:
+    module = torch.nn.Linear(4, 1)
+    module.weight = torch.nn.Parameter(torch.zeros(1, 4, dtype=torch.complex64))
+    return module
+
+
+def _shared() -> torch.nn.Module:
+    module = Vector()
+    module.register_buffer("alias", module.layer.weight.detach())
+    return module
+
+
+def _traced() -> Any:
+    return torch.jit.trace(torch.nn.Linear(4, 1), torch.ones(2, 4))
+
+
+def _twice(_: Path) -> None:
+    module = Mean()
+    with Session(module, ram="16MB"):
+        Session(module, ram="16MB")
+
+
+def _call_emptied(_: Path) -> None:
+    module = Mean()
+    with Session(module, ram="16MB"):
+        module(torch.ones(2, 4))
+
+
+def _hooked(register: str) -> torch.nn.Module:
+    module = Mean()
+    getattr(module.layer.weight, register)(lambda gradient: None)
+    return module
+
+
+def _frozen() -> torch.nn.Module:
+    return Vector().requires_grad_(False)
+
+
+def _stepped(module: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _change_momentum(folder: Path) -> None:
+    module = Mean()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with Session(module, optimizer, ram="16MB") as session:
+        optimizer.param_groups[0]["momentum"] = 0.5
+        session.step(x=torch.ones(2, 4))
+
+
+def _save_twice(folder: Path) -> None:
+    with Session(Mean(), ram="16MB") as session:
+        session.save(folder / "first")
+        session.save(folder / "first")
+
+
+def _resume_otherwise(folder: Path) -> None:
+    with Session(Mean(), ram="16MB", threads=2) as session:
+        session.save(folder / "first")
+    with Session(Mean(), ram="16MB") as session:
+        session.resume(folder / "first")
+
+
+def _resume_nothing(folder: Path) -> None:
+    with Session(Mean(), ram="16MB") as session:
+        session.resume(folder / "first")
+
+
+def _look(ids: int, column: int) -> Callable[[Path], None]:
+    def act(_: Path) -> None:
+        with Session(Looks(), ram="16MB") as session:
+            session.step(input_ids=torch.tensor([3, ids]), column=torch.tensor([[0], [column]]))
+
+    return act
+
+
+def _array(_: Path) -> None:
+    with Session(Mean(), ram="16MB") as session:
+        session.step(x=torch.ones(2, 4), mask=np.ones((2, 4)))
+
+
+def _step(make_module: Callable[[], Any], **terms: Any) -> Callable[[Path], None]:
+    """A session over a module, and a step."""
+
+    def act(_: Path) -> None:
+        with Session(make_module(), **{"ram": "16MB", **terms}) as session:
+            session.step(x=torch.randn(2, 4))
+
+    return act
+
+
+def _with(make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> Callable[[Path], None]:
+    """A session over a module and an instance of an optimizer."""
+
+    def act(_: Path) -> None:
+        module = Mean()
+        Session(module, make_optimizer(module), ram="16MB").close()
+
+    return act
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A mistake.
+
+    Attributes:
+        what: it is.
+        words: a pattern of the sentence.
+        act: makes it; is given a folder of its own.
+    """
+
+    what: str
+    words: str
+    act: Callable[[Path], None]
+
+    def sentence(self, folder: Path) -> str:
+        """What the mistake meets, with a folder and a file that a user might have.
+
+        Raises:
+            AssertionError: it meets nothing.
+        """
+        try:
+            self.act(folder)
+        except NntaskError as error:
+            return re.sub(rf"\S*{Path(__file__).name}:\d+", "model.py:12", str(error)).replace(f"{folder}/", "")
+        raise AssertionError(f"{self.what} is not refused")
+
+
+REFUSALS: Final = (
+    Refusal("a branch on a value", r"model\.py:\d+ \(if y\.sum\(\) > 0:\) needs a value .*torch\.where", _step(Branch)),
+    Refusal("a shape that depends on values", r"model\.py:\d+ .* needs a shape that depends on values", _step(Picks)),
+    Refusal("an array of NumPy inside", r"model\.py:\d+ .* cannot be captured: \.numpy\(\) .* run that part outside the model", _step(Leaves)),
+    Refusal("a random operation without a generator", r"aten\.randperm\.default cannot be given a seed of its own; use dropout", _step(Shuffles)),
+    Refusal("a loss that is no scalar", r"must be a tensor with one element, got a tensor of shape \(2, 4\); give loss=", _step(Vector)),
+    Refusal("a function", r"trains a torch\.nn\.Module of Python, got a builtin_function_or_method", _step(lambda: torch.relu)),
+    Refusal("a scripted module", r"trains a torch\.nn\.Module of Python, got a TopLevelTracedModule", _step(_traced)),
+    Refusal("a module whose weights a session has", r"layer\.weight has no values, since a session has them", _twice),
+    Refusal("a call of one", r"the weights of the module are in a session", _call_emptied),
+    Refusal("nothing to learn", r"no parameter that is learnt; set requires_grad", _step(_frozen)),
+    Refusal("sparse gradients", r"has sparse gradients, .* sparse=False", _step(lambda: torch.nn.EmbeddingBag(4, 4, sparse=True))),
+    Refusal("complex parameters", r"weight is of type torch\.complex64, and parameters must be real", _step(_complex)),
+    Refusal("two tensors of one memory", r"alias and layer\.weight are two tensors of one memory", _step(_shared)),
+    Refusal("a hook of a gradient on its way", r"layer\.weight has hooks of its gradient", _step(lambda: _hooked("register_hook"))),
+    Refusal("one of a finished gradient", r"weight has hooks of its gradient", _step(lambda: _hooked("register_post_accumulate_grad_hook"))),
+    Refusal("no values", r"weight has no values \(it is on the meta device\); give weights=DIR", _step(lambda: torch.nn.Linear(4, 4, device="meta"))),
+    Refusal("a name of no optimizer", r"optimizer must be one of sgd, adam, adamw .* got 'lion'", _step(Mean, optimizer="lion")),
+    Refusal("another optimizer of PyTorch", r"got Adagrad", _with(lambda module: torch.optim.Adagrad(module.parameters()))),
+    Refusal("a rate below 0", r"AdamW refuses \{'lr': -1\.0\}: Invalid learning rate", _step(Mean, lr=-1.0)),
+    Refusal("an option of an optimizer", r"amsgrad of AdamW must be False, got True", _step(Mean, amsgrad=True)),
+    Refusal("an optimizer that has taken steps", r"has taken steps already", _with(_stepped)),
+    Refusal("an optimizer of some parameters", r"lacks layer\.bias", _with(lambda module: torch.optim.SGD([module.layer.weight], lr=1.0))),
+    Refusal("an optimizer of another module", r"a parameter that the module lacks", _with(lambda _: torch.optim.SGD(Mean().parameters(), lr=1.0))),
+    Refusal("a schedule of more than the rate", r"momentum of group 0 must stay 0\.9 while the session is open, got 0\.5", _change_momentum),
+    Refusal("no minibatch", r"minibatches must be an integer of at least 1, got 0", _step(Mean, minibatches=0)),
+    Refusal("parts of a minibatch", r"minibatches must be an integer of at least 1, got 2\.5", _step(Mean, minibatches=2.5)),
+    Refusal("no thread", r"threads must be from 1 to 1024, got 0", _step(Mean, threads=0)),
+    Refusal("no worker", r"workers must be at least 1 where there are no GPUs, got 0", _step(Mean, workers=0)),
+    Refusal("a budget that is none", r"ram must be a size in B, .* got '-1'; for example 2GiB", _step(Mean, ram=-1)),
+    Refusal("a batch that cannot be cut", r"a multiple of 3, got \{'x': 2\}", _step(Mean, minibatches=3)),
+    Refusal("an argument that is neither tensor nor plain", r"mask of the batch is a ndarray, and arguments must be tensors or plain values", _array),
+    Refusal("ids without a row", r"input_ids of the batch must be ids from 0 to 96, got 3 to 120; use the tokenizer", _look(120, 0)),
+    Refusal("an operation that fails", r"index 6 is out of bounds .* the step was left out", _look(5, 6)),
+    Refusal("a budget below the hungriest task", r"raise ram=", _step(Mean, ram="4KB")),
+    Refusal("real and simulated devices", r"devices are real or simulated, got ngpu=1 and sim_gpu=1", _step(Mean, ngpu=1, sim_gpu=1)),
+    Refusal("compiled chains on GPUs", r"compiled chains are of CPUs, got compiled=True with ngpu=1", _step(Mean, compiled=True, ngpu=1)),
+    Refusal(
+        "a type that GPUs do not update",
+        r"weight is of type torch\.float64, and GPUs update parameters of torch\.float32 and torch\.bfloat16",
+        lambda _: check_gpus([object()], Mean().double()),
+    ),
+    Refusal("a directory that is there", r"exists, and a session is saved to a new directory", _save_twice),
+    Refusal("other numerics on resuming", r"threads must be what it was", _resume_otherwise),
+    Refusal("a directory without a session", r"holds no whole session", _resume_nothing),
+)
