@@ -165,6 +165,18 @@ def test_minibatches_add_to_pieces() -> None:
     torch.testing.assert_close(run(4, "640"), run(1, "1MB"), rtol=1e-5, atol=1e-6)
 
 
+def test_rows_are_added_after_all_minibatches() -> None:
+    """A minibatch's product adds to the gradient of a tied table without waiting for the end of the one before: rows come last."""
+    module, ids = Tables(100), torch.arange(64).reshape(8, 8)
+    with Session(module, "sgd", lr=1.0, ram="16MB", minibatches=2) as session:
+        plan = session.training_step([{"ids": ids[:4]}, {"ids": ids[4:]}]).plan
+    names = [task.name for task in plan.tasks]
+    rows = [number for number, name in enumerate(names) if name.startswith("add_rows_gradient")]
+    products = [number for number, name in enumerate(names) if "mm" in name]
+    assert len(rows) == 2
+    assert max(products) < min(rows)
+
+
 def test_sums_of_gradients_make_no_temporary() -> None:
     """The gradient of a tied table is one storage: made by the product, added to by the lookup."""
     module = Tables(100)

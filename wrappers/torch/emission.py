@@ -41,10 +41,13 @@ class StepTasks:
         """
         runtime, gradients = self._state.runtime, self._state.gradients(self._passes[0].captured.gradients)
         copies = {} if optimizer is None else self._copies_of_buffers()
-        kept = [
-            each.submit(runtime, _with_copies(handles, copies), gradients, key.handles[0], minibatch=number)
-            for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True))
-        ]
+        kept, late = [], []
+        for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True)):
+            outputs, adding = each.submit(runtime, _with_copies(handles, copies), gradients, key.handles[0], minibatch=number)
+            kept.append(outputs)
+            late += adding
+        for submit in late:
+            submit()
         if optimizer is None:
             return kept, None
         optimizer.step()

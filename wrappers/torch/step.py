@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from .capture import Call, Capture, Ref, Storage, TileKey
 from .devices import DTYPES, HOST, as_bytes, as_tensor, compute_on_gpu
 from .draws import num_uniforms, stream_of
 from .kernels import Program, adding_of, draws, generator_of, has_cuda_kernel, tensor_of, torch_nbytes
+from .rows import ops
 from .segments import ALIGNMENT, Segment, scratch_layout, segments_of, storages_of
 from .sums import only_adds
 
@@ -87,7 +88,9 @@ class Pass:
         self.captured, self.num_rows = captured, num_rows
         self._dtypes = dtypes
         self._on_gpus = on_gpus
-        self.segments: Sequence[Segment] = segments_of(captured, has_cuda_kernel if on_gpus else None)
+        self.segments: Sequence[Segment] = segments_of(
+            captured, lambda call: (call.func is ops.add_rows_gradient.default, not on_gpus or has_cuda_kernel(call))
+        )
         self._tasks: dict[Contribution, list[_Task]] = {}
 
     @property
@@ -103,7 +106,7 @@ class Pass:
         key: Handle,
         *,
         minibatch: int = 0,
-    ) -> dict[Storage, Handle]:
+    ) -> tuple[dict[Storage, Handle], list[Callable[[], None]]]:
         """Submit the tasks for one minibatch.
 
         Args:
@@ -113,12 +116,15 @@ class Pass:
             minibatch: number of the minibatch within the step. The first one writes gradients, the others add to them.
 
         Returns:
-            The handles of storages that tasks have made; those that the caller drops die at their last use.
+            The handles of storages that tasks have made, of which those that the caller drops die at their last use; and the submissions of tasks
+            that only add rows to gradients, for after all minibatches. In their place they would let the next minibatch, whose product adds to the
+            same gradient long before its rows, wait for the end of this one.
         """
         made: dict[Storage, Handle] = {}
         outputs = _storages_in(self.captured.outputs)
         contribution: Contribution = "write" if minibatch == 0 else "add"
         kept: dict[Storage, Handle] = {}
+        late: list[Callable[[], None]] = []
         contributes: Mode = W if contribution == "write" else RW
         borrowed = {storage: gradients[tile] for storage, tile in self._borrowed[contribution].items()}
         for task in self._of(contribution):
@@ -138,8 +144,11 @@ class Pass:
                 constants["minibatch"] = minibatch
             if task.scratch_nbytes:
                 accesses.append((_handle(runtime, task.scratch_nbytes, "scratch", "scratch"), SCRATCH))
-            runtime.submit(task.codelet, accesses, constants)
-        return kept
+            if segment in self._late and all(storage in borrowed for storage in segment.updates):
+                late.append(partial(runtime.submit, task.codelet, accesses, constants))
+            else:
+                runtime.submit(task.codelet, accesses, constants)
+        return kept, late
 
     def _of(self, contribution: Contribution) -> list[_Task]:
         if contribution not in self._tasks:
@@ -163,6 +172,18 @@ class Pass:
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
         codelet = Codelet(segment.name, cpu=_cpu_kernel(work), cuda=cuda, cost=lambda views, constants: Cost(flops, moved))
         return _Task(segment, any(map(draws, segment.calls)), codelet, nbytes, borrowed, tiles)
+
+    @cached_property
+    def _late(self) -> set[Segment]:
+        """Segments that only add rows to storages, which nothing but such segments uses after them."""
+        found: set[Segment] = set()
+        used: set[Storage] = set()
+        for segment in reversed(self.segments):
+            if all(call.func is ops.add_rows_gradient.default for call in segment.calls) and used.isdisjoint(segment.updates):
+                found.add(segment)
+            else:
+                used |= {*segment.reads, *segment.updates, *segment.makes}
+        return found
 
     @cached_property
     def _borrowed(self) -> Mapping[Contribution, Mapping[Storage, TileKey]]:
