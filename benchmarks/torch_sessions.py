@@ -63,8 +63,8 @@ class Case:
 
 LLAMA: Final = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32000}
 CASES: Final = {
-    "bert": Case("BERT-base, 4 x 512", "4GB", 4),
-    "t5": Case("T5-small, 8 x 256 and 64", "4GB", 4),
+    "bert": Case("BERT-base, 4 x 512", "3GB", 4),
+    "t5": Case("T5-small, 8 x 256 and 64", "4GB", 2),
     "vit": Case("ViT-B/16, 8 images", "4GB", 4),
     "neox": Case("GPT-NeoX 160M, 4 x 512", "4GB", 4),
     "gpt2": Case("GPT-2 small, 4 x 512", "4GB", 4),
@@ -205,7 +205,7 @@ def rows(name: str, found: dict[str, list[common.Measurement]]) -> list[dict[str
     recording = min(one["recording_seconds"] for one in found.get(SESSION, found.get(RECORDING, [])))
     table = [common.compare(f"{what}: capture and recording", "s", recording, "the bar", MOST_RECORDING, better="less", bar="ratio <= 1")]
     if OWN in found:
-        return [*table, speed("", SESSION, OWN), speed("", SESSION, EAGER), size("", SESSION, OWN, memory[OWN])]
+        return [*table, speed("", SESSION, OWN), speed("", SESSION, EAGER), size("", SESSION, NAMES[OWN], memory[OWN])]
     if RECORDING in found:
         return table
     budget = found[QUARTER][0]["budget_bytes"]
