@@ -42,6 +42,8 @@ BESIDE: Final[Mapping[Beside, tuple[str, ...]]] = {
     "peer": ("torch", "dask.threaded", "distributed", "the same, malloc"),
     "self": (
         "unlimited",
+        "all of it",
+        "nntask's own tiles",
         "before",
         "blocking copies",
         "eager + lru",
@@ -66,6 +68,7 @@ BESIDE: Final[Mapping[Beside, tuple[str, ...]]] = {
         "the step",
         "(n - 1) / n",
         "allowed",
+        "its budget and",
         "python -c pass",
         "import numpy",
     ),

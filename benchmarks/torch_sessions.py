@@ -203,7 +203,9 @@ def rows(name: str, found: dict[str, list[common.Measurement]]) -> list[dict[str
         return common.compare(f"{what}{words}: peak memory", "bytes", memory[side], peer, nbytes, better="less", bar=bar)
 
     recording = min(one["recording_seconds"] for one in found.get(SESSION, found.get(RECORDING, [])))
-    table = [common.compare(f"{what}: capture and recording", "s", recording, "the bar", MOST_RECORDING, better="less", bar="ratio <= 1")]
+    table = [
+        common.compare(f"{what}: capture and recording", "s", recording, "bar", MOST_RECORDING, better="less", bar=f"ours <= {MOST_RECORDING:g}")
+    ]
     if OWN in found:
         return [*table, speed("", SESSION, OWN), speed("", SESSION, EAGER), size("", SESSION, NAMES[OWN], memory[OWN])]
     if RECORDING in found:
