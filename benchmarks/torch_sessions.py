@@ -111,7 +111,6 @@ def measure(side: str, name: str, steps: int, ram: str) -> dict[str, float]:
     if side in (EAGER, COMPILED):
         return _timed(_torch_step(module, batch, compiled=side == COMPILED), steps)
     from wrappers.torch import Session
-    from wrappers.torch.batches import cut
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
         case = CASES[name]
@@ -119,7 +118,9 @@ def measure(side: str, name: str, steps: int, ram: str) -> dict[str, float]:
         with Session(module, lr=1e-4, minibatches=case.minibatches, ram=ram, disk=disk, compiled=side == CHAINS) as session:
             del module
             began = perf_counter()
-            session.training_step(cut(batch, case.minibatches))
+            count = case.minibatches
+            pieces = {key: value.chunk(count) if hasattr(value, "chunk") else [value] * count for key, value in batch.items()}
+            session.training_step([{key: piece[number] for key, piece in pieces.items()} for number in range(count)])
             recording = {"recording_seconds": perf_counter() - began}
             if side == RECORDING:
                 return {**recording, "peak_rss_bytes": common.peak_rss()}
