@@ -193,6 +193,7 @@ def test_the_loss_over_a_vocabulary_needs_no_log_probabilities(reduction: str) -
     assert torch.allclose(results[captured.gradients["scores", 0].storage], module.scores.grad, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_session_is_resumed_with_the_same_choice(tmp_path: Path) -> None:
     """The choice is in session.json; the other one is refused, and nothing is changed; the same one goes on with the same bits."""
     torch.manual_seed(0)

@@ -134,6 +134,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(here: Path, family: str, capsy
     assert f"holds a {family}, for which nntask has no tiles" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_validation_and_sample(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two validations of a masked model are of the same masks; a causal one says bits per byte and ends with text, also within the least memory."""
     train("bert", "a", "--lr=0", "--eval-every=1", "--eval-batches=3")

@@ -22,6 +22,8 @@ import numpy.typing as npt
 
 from nntask.hardware import give_back_freed, reuse_freed_memory
 
+from .turns import Turns
+
 if TYPE_CHECKING:
     from nntask.config import RunConfig
     from nntask.data import Cursor
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from scheduler import Runtime
 
     from .nccl import NcclTransport
+
+LATE_SECONDS: Final = 300
+"""So long a step waits for the message of the step before it."""
 
 T = TypeVar("T")
 _JOBS: Final[dict[str, str]] = {}
@@ -107,6 +112,7 @@ class TrainingNode:
         self._engine: Any = None
         self._closed = False
         self._last_end = 0.0
+        self._turns: Turns | None = None
         self._was_read = False  # whether a checkpoint was read since the last step
 
     async def listen(self, run: RunConfig, num_nodes: int) -> tuple[str, str, float]:
@@ -177,6 +183,7 @@ class TrainingNode:
             select=dataset.select_sequences,
             rows=[m * minibatch + row for m in shard.minibatches for row in range(minibatch)],
         )
+        self._turns = Turns(run.start.step)
         runtime = self._runtime = runtime_for(run)
         start = model_to_start_from(run, runtime)
         transport = self._comms if shard.num_nodes > 1 else None
@@ -268,6 +275,16 @@ class TrainingNode:
     async def step(self, number: int, lr: float, begin: Cursor) -> NodeOutcome:
         """Compute this node's shard of step `number` (from 1), whose batch begins at `begin` in the data; at most two steps are under way."""
         begun = perf_counter()
+        assert self._turns is not None  # open() comes first
+        try:
+            await asyncio.wait_for(self._turns.wait(number), LATE_SECONDS)
+        except TimeoutError:
+            from nntask import ClusterError
+
+            from .failures import blaming
+
+            late = f"worker {self._name} was asked for step {number} and not for the step before it within {LATE_SECONDS} s; start the run again"
+            raise blaming(ClusterError(late), self._name) from None
         flight = await self._run(self._starts, self._start, number, lr, begin)
         return await self._run(self._results, self._finish, flight, number, begun)
 
