@@ -64,29 +64,16 @@ def pass_of(
         UsageError: the pass cannot be captured.
     """
     with _ONE_AT_ONCE:
-        return _pass_of(module, modes, minibatch, function, terms, backward=backward, divisor=divisor)
-
-
-def _pass_of(
-    module: torch.nn.Module,
-    modes: Mapping[torch.nn.Module, bool],
-    minibatch: Mapping[str, Any],
-    function: Function,
-    terms: PassTerms,
-    *,
-    backward: bool,
-    divisor: int,
-) -> Pass:
-    with unchanged(module):
-        for child, is_training in modes.items():
-            child.training = is_training
-        captured = capture(module, minibatch, function, backward=backward, divisor=divisor, on_gpus=terms.on_gpus)
+        with unchanged(module):
+            for child, is_training in modes.items():
+                child.training = is_training
+            captured = capture(module, minibatch, function, backward=backward, divisor=divisor, on_gpus=terms.on_gpus)
+        num_rows = num_rows_of(captured)
+        captured = cut_parameters(with_accumulated_sums(captured), terms.tiles)
+        if terms.compiler is not None:
+            captured = terms.compiler.chained(captured)
     parameters = dict(module.named_parameters())
     dtypes = {name: gradient_dtype_of(parameters[name], name) for name, _ in captured.gradients}
-    num_rows = num_rows_of(captured)
-    captured = cut_parameters(with_accumulated_sums(captured), terms.tiles)
-    if terms.compiler is not None:
-        captured = terms.compiler.chained(captured)
     return Pass(captured, dtypes, num_rows, on_gpus=terms.on_gpus)
 
 

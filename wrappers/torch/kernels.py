@@ -13,7 +13,7 @@ on the worker; on a GPU by rules of `draws`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -80,11 +80,6 @@ def torch_nbytes(call: Call) -> int:
     return sum(storage.nbytes for storage in call.made)
 
 
-def adding_of(call: Call) -> Into | None:
-    """The rule that adds the result of a call to what memory holds, in one pass; None if there is none."""
-    return None if _divides_by_count(call) else _ADDING.get(call.func)
-
-
 def _divides_by_count(call: Call) -> bool:
     """Whether a call is the gradient of a table whose rows are divided by how often their ids occur."""
     return call.func is aten.embedding_dense_backward.default and bool(call.args[4])
@@ -93,25 +88,6 @@ def _divides_by_count(call: Call) -> bool:
 def buffer_nbytes(call: Call) -> int:
     """Bytes that a call takes from PyTorch's allocator for what is between its loops."""
     return call.func.compiled.nbytes if isinstance(call.func, Chain) else 0
-
-
-def _add_product(results: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:
-    torch.addmm(results[0], left, right, out=results[0])  # (M, N) + (M, K) @ (K, N) -> (M, N)
-
-
-def _add_embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, _: int, padding: int, __: bool) -> None:
-    rows.add_gradient(results[0], gradient, ids, 0, padding)
-
-
-def _add_rows_gradient(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, first: int, _: int, padding: int) -> None:
-    rows.add_gradient(results[0], gradient, ids, first, padding)
-
-
-_ADDING: Final[Mapping[Any, Into]] = {
-    aten.mm.default: _add_product,
-    aten.embedding_dense_backward.default: _add_embedding_backward,
-    rows.ops.rows_gradient.default: _add_rows_gradient,
-}
 
 
 def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
@@ -137,7 +113,6 @@ class Program:
     Args:
         calls: the calls, in order.
         numbers: number of each call in the whole pass.
-        added: storages whose memory holds a sum already, to which what makes them is added.
         ends: storages that PyTorch makes -> number of the last call that uses each, after which its memory is given back.
         on_gpu: whether a GPU computes them, and random calls are given uniform numbers instead of a generator.
 
@@ -149,7 +124,6 @@ class Program:
         self,
         calls: Sequence[Call],
         numbers: Sequence[int],
-        added: Collection[Storage] = (),
         ends: Mapping[Storage, int] | None = None,
         *,
         on_gpu: bool = False,
@@ -158,7 +132,7 @@ class Program:
         self._steps = [
             _Step(
                 call,
-                adding_of(call) if call.made & set(added) else rule_of(call.func) if on_gpu and call in self.draws else into_of(call),
+                rule_of(call.func) if on_gpu and call in self.draws else into_of(call),
                 call in self.draws,
             )
             for call in calls

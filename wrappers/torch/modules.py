@@ -127,8 +127,8 @@ def give(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_call(module: torch.nn.Module, _: Any) -> None:
-    """Hook of a module whose weights are in a session: a call would compute with NaN."""
-    if not isinstance(next(module.parameters()), FakeTensor):  # in a capture they are
+    """Hook of a module that a session has: while its values are away, a call would compute with NaN. In a capture it has fake tensors."""
+    if any(not isinstance(value, FakeTensor) and (value.is_meta or _is_empty(value)) for value in module.parameters()):
         raise UsageError(
             "the weights of the module are in a session, or went with one; use the session's predict (a trainer's), or bring them back with "
             "load_into(module) (a trainer's close())"

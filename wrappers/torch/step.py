@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -20,10 +20,10 @@ from tiles.kernels import kernel
 from .capture import Call, Capture, Ref, Storage, TileKey
 from .devices import DTYPES, HOST, as_bytes, as_tensor, compute_on_gpu
 from .draws import num_uniforms, stream_of
-from .kernels import Program, adding_of, draws, generator_of, has_cuda_kernel, tensor_of, torch_nbytes
+from .kernels import Program, draws, generator_of, has_cuda_kernel, tensor_of, torch_nbytes
 from .rows import ops
 from .segments import ALIGNMENT, Segment, scratch_layout, segments_of, storages_of
-from .sums import only_adds
+from .sums import adding_to, only_adds
 
 BYTES = np.dtype(np.uint8)
 FLOAT = np.dtype(np.float32)
@@ -164,10 +164,13 @@ class Pass:
             offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in bound}, segment.ends)
             nbytes = placed + segment.beside_nbytes
         targets = {tile: self.captured.gradients[tile] for tile in tiles}
-        work = _Work(segment, offsets, nbytes > 0, borrowed, targets, frozenset(bound) if contribution == "add" else frozenset(), contribution)
+        calls = segment.calls
+        if contribution == "add":
+            calls = [adding_to(call) or call if not bound.keys().isdisjoint(call.made) else call for call in calls]
+        work = _Work(replace(segment, calls=calls), offsets, nbytes > 0, borrowed, targets, contribution)
         cuda = None
-        if self._on_gpus and all(map(has_cuda_kernel, segment.calls)):
-            uniforms, nbytes = _uniforms_layout(segment.calls, nbytes)
+        if self._on_gpus and all(map(has_cuda_kernel, calls)):
+            uniforms, nbytes = _uniforms_layout(calls, nbytes)
             cuda = _cuda_kernel(work, uniforms)
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
         codelet = Codelet(segment.name, cpu=_cpu_kernel(work), cuda=cuda, cost=lambda views, constants: Cost(flops, moved))
@@ -205,7 +208,7 @@ class Pass:
         adding = {
             storage: tile
             for storage, tile in writing.items()
-            if all(adding_of(call) is not None if storage in call.made else only_adds(call, storage) for call in users[storage])
+            if all(adding_to(call) is not None if storage in call.made else only_adds(call, storage) for call in users[storage])
         }
         return {"write": writing, "add": adding}
 
@@ -233,12 +236,11 @@ class _Work:
     """What a task computes.
 
     Attributes:
-        segment: its calls.
+        segment: its calls; those that make what others have made before add to it.
         offsets: inner storages -> offset in scratch memory.
         has_scratch: whether the CPU's kernel has scratch memory.
         borrowed: storages that only it uses, and that are in the memory of gradients.
         targets: gradients that are handed over by copying, or adding, what it has computed elsewhere.
-        added: storages whose memory holds a sum already, to which what makes them is added.
         contribution: to the gradients.
     """
 
@@ -247,7 +249,6 @@ class _Work:
     has_scratch: bool
     borrowed: Sequence[Storage]
     targets: Mapping[TileKey, Ref]
-    added: Collection[Storage]
     contribution: Contribution
 
     @property
@@ -266,7 +267,7 @@ def _compute(work: _Work, *, on_gpu: bool) -> tuple[Program, _Compute]:
     segment = work.segment
     by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # stays where PyTorch has put it
     ends = {storage: segment.ends[storage] for storage in by_torch if storage in work.offsets}
-    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), work.added, ends, on_gpu=on_gpu)
+    program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), ends, on_gpu=on_gpu)
     outside = (*segment.reads, *segment.updates, *segment.makes, *work.borrowed)
     inner = [(storage, offset) for storage, offset in work.offsets.items() if storage not in by_torch]
     refs, num_outside = tuple(work.targets.values()), len(outside)

@@ -22,19 +22,25 @@ def with_accumulated_sums(capture: Capture) -> Capture:
     calls: list[Call | None] = list(capture.calls)
     kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
     kept |= {ref.storage for ref in capture.gradients.values()}  # a summand may be the gradient of another parameter
+    makers = {storage: number for number, call in enumerate(capture.calls) for storage in call.made}
     moved: dict[Storage, Storage] = {}
     for ref in capture.gradients.values():
         total = ref.storage
-        while (found := _sum_of(calls, total, kept)) is not None:
-            at, made_at, first, adding = found
+        while (at := makers.get(total)) is not None and (found := _sum_of(calls, at, kept)) is not None:
+            made_at, first, adding = found
             calls[made_at], calls[at] = adding, None
             moved[total] = first.storage
             total = first.storage
     return _renamed(replace(capture, calls=[call for call in calls if call is not None]), moved)
 
 
-def adding_to(call: Call, total: Ref) -> Call | None:
-    """A call that adds the result of another one to a tensor of its shape; None if there is none."""
+def adding_to(call: Call, total: Ref | None = None) -> Call | None:
+    """A call that adds the result of another one to a tensor of its shape; None if there is none.
+
+    Args:
+        total: the tensor; None for the result itself, in memory that holds something already.
+    """
+    total = total or call.results[0]
     if call.func is aten.mm.default:
         return Call.of(aten.addmm.out, (total, *call.args), (total,), kwargs={"out": total})
     if call.func is aten.embedding_dense_backward.default and not call.args[4]:
@@ -54,20 +60,18 @@ def only_adds(call: Call, storage: Storage) -> bool:
     return call.func is ops.add_rows_gradient.default and call.args[1].storage is not storage
 
 
-def _sum_of(calls: Sequence[Call | None], total: Storage, kept: set[Storage]) -> tuple[int, int, Ref, Call] | None:
-    """How a storage that is a sum can be computed in place.
+def _sum_of(calls: Sequence[Call | None], at: int, kept: set[Storage]) -> tuple[int, Ref, Call] | None:
+    """How the result of a call, if that is a sum, can be computed in place.
 
     Args:
+        at: number of the call.
         kept: storages that are wanted after the pass, and so cannot be summands that are written over.
 
     Returns:
-        Number of the call that adds up; number of the call that makes the later summand; the earlier summand; the call that replaces the later's.
+        Number of the call that makes the later summand; the earlier summand; the call that replaces the later's.
     """
-    at = next((number for number, call in enumerate(calls) if call is not None and total in call.made), None)
-    if at is None:
-        return None
     call = calls[at]
-    assert call is not None
+    assert call is not None  # only sums are taken out, once each
     if call.func is not aten.add.Tensor or call.kwargs or not all(isinstance(each, Ref) for each in call.args):
         return None
     result = call.results[0]
@@ -87,7 +91,7 @@ def _sum_of(calls: Sequence[Call | None], total: Storage, kept: set[Storage]) ->
         if is_alone and others == [at] and before[-1] == at and before[-2] < made_at:
             adding = adding_to(maker, first)
             if adding is not None:
-                return at, made_at, first, adding
+                return made_at, first, adding
     return None
 
 

@@ -24,12 +24,13 @@ from scheduler import Runtime
 from .capture import Capture
 from .collation import Collator, load_tokenizer
 from .cuts import LARGEST_TILE, tiles_of
-from .dry import PassTerms, captured_step, pass_of
+from .dry import PassTerms, captured_step
 from .engine import TorchEngine
 from .flags import checked_settings
 from .language import TITLES, LanguageModelConfig, language_config
 from .modules import modes_of
 from .objectives import loss_of, objective_of, scalar
+from .recording import Captures
 from .segments import flops_of
 from .session import Session
 from .step import Pass
@@ -107,11 +108,13 @@ class TorchModel:
     """
 
     def __init__(self, config: LanguageModelConfig, settings: TrainSettings) -> None:
-        self._config, self._passes = config, dict[tuple[int, int], Pass]()
+        self._config = config
         self._made: Collator | None = None
-        self._terms = PassTerms(tiles_of(config.module.named_parameters(), parse_size(LARGEST_TILE, "largest_tile")))
         if settings.model.recompute == "block":
             config.recompute_blocks()
+        module = config.module
+        self._terms = PassTerms(tiles_of(module.named_parameters(), parse_size(LARGEST_TILE, "largest_tile")))
+        self._captures = Captures(module, scalar(objective_of(loss_of)), modes_of(module), self._terms)
 
     @property
     def rows_of_tiles(self) -> dict[str, int]:
@@ -179,13 +182,8 @@ class TorchModel:
         return self._collator(run).example(run.step.minibatch, run.model.seq_len)
 
     def _pass(self, run: LanguageRun) -> Pass:
-        """The pass over a minibatch, captured once for each size of minibatches."""
-        key = run.step.minibatch, run.step.num_minibatches
-        if key not in self._passes:
-            module = self._config.module
-            terms: dict[str, Any] = {"backward": True, "divisor": run.step.num_minibatches}
-            self._passes[key] = pass_of(module, modes_of(module), self._example(run), scalar(objective_of(loss_of)), self._terms, **terms)
-        return self._passes[key]
+        """The pass over a minibatch."""
+        return self._captures.pass_over(self._example(run), "train", run.step.num_minibatches)
 
     def _counts(self, run: LanguageRun) -> FlopCounts:
         """Floating-point operations of one sequence, as the captured calls have them."""
