@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,3 +162,20 @@ def make(family: str, num_batches: int, *, seed: int = 0) -> tuple[torch.nn.Modu
     module = getattr(hf, model_class)(getattr(hf, config_class)(**arguments)).train()
     fixed = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     return module, [{**batch(), **fixed} for _ in range(num_batches)]
+
+
+def eager(module: torch.nn.Module, batches: Sequence[Batch], *, minibatches: int = 1, **options: Any) -> list[float]:
+    """Losses of PyTorch itself."""
+    optimizer = torch.optim.AdamW(module.parameters(), **options)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        found = []
+        for number in range(minibatches):
+            part = {name: value.chunk(minibatches)[number] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            loss = module(**part).loss
+            (loss / minibatches).backward()
+            found.append(loss.item())
+        optimizer.step()
+        losses.append(sum(found) / minibatches)
+    return losses

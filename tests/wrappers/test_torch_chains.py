@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.torch_families import make
+from support.torch_families import eager, make
 
 from nntask import DataError, UsageError
 from wrappers.torch import Session, Trainer
@@ -40,13 +40,7 @@ def test_losses_are_eagers_within_rounding(family: str) -> None:
     """Rotary positions and RMSNorm, GELU and layer norms, patches: 5 steps of AdamW within 1e-5, evaluation too."""
     module, batches = make(family, 5)
     theirs = copy.deepcopy(module)
-    optimizer, expected = torch.optim.AdamW(theirs.parameters(), lr=1e-3), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = theirs(**batch).loss
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = eager(theirs, batches, lr=1e-3)
     with Session(module, lr=1e-3, ram="256MB", compiled=True) as session:
         assert [session.step(**batch) for batch in batches] == pytest.approx(expected, abs=1e-5)
         with torch.no_grad():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.torch_families import FAMILIES, Batch, make
+from support.torch_families import FAMILIES, Batch, eager, make
 from support.torch_refusals import REFUSALS, Refusal
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -30,23 +30,6 @@ USUAL = ("bert", "mixtral", "resnet", "t5")
 """Families of the default run: an encoder, grouped products, batch normalisation, tied weights in an encoder and a decoder."""
 ALL = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FAMILIES]
 SAME = [pytest.param(name, marks=() if name in USUAL[:2] else pytest.mark.long) for name in FAMILIES]
-
-
-def eager(module: torch.nn.Module, batches: Sequence[Batch], *, minibatches: int = 1, **options: Any) -> list[float]:
-    """Losses of PyTorch itself."""
-    optimizer = torch.optim.AdamW(module.parameters(), **options)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        found = []
-        for number in range(minibatches):
-            part = {name: value.chunk(minibatches)[number] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-            loss = module(**part).loss
-            (loss / minibatches).backward()
-            found.append(loss.item())
-        optimizer.step()
-        losses.append(sum(found) / minibatches)
-    return losses
 
 
 def train(module: torch.nn.Module, batches: Sequence[Batch], **terms: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
@@ -284,6 +267,7 @@ def test_a_module_without_its_weights_is_refused(tmp_path: Path) -> None:
     with Session(module, weights=tmp_path / "saved", ram=64_000_000, disk=tmp_path / "disk") as session:
         assert session.evaluate(**batches[0]) == expected
         session.load_into(module)
+    assert module.eval()(**batches[0]).loss.item() == pytest.approx(expected, abs=1e-6)
     with Session(module, ram="64MB") as session:
         assert session.evaluate(**batches[0]) == expected
 

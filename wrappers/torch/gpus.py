@@ -7,7 +7,6 @@ random numbers, and neither may follow from which worker was free.
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -18,6 +17,8 @@ from nntask import UsageError
 from nntask.config import ResourceSettings, parse_size
 from nntask.hardware import MachineSpec, machine_of
 from scheduler.machine import RecordedTask
+
+from .threads import WhileOpen
 
 
 def machine_with(
@@ -93,42 +94,29 @@ def fallbacks_of(tasks: Iterable[RecordedTask], machine: MachineSpec) -> dict[st
     return found
 
 
-class GpuTerms:
-    """Lets PyTorch use no CUDA kernel with a sum in no fixed order, where it has another one, from construction to `end`, or to the end of the last
-    of several that overlap."""
+class GpuTerms(WhileOpen):
+    """Lets PyTorch use no CUDA kernel with a sum in no fixed order, where it has another one."""
 
-    _lock: ClassVar = threading.Lock()
-    _num_open: ClassVar[int] = 0
     _before: ClassVar[tuple[bool, bool, bool]] = (False, False, True)
 
-    def __init__(self) -> None:
-        self._is_open = True
-        cls = type(self)
-        with cls._lock:
-            if not cls._num_open:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; without it PyTorch warns of products
-                cls._before = (
-                    torch.are_deterministic_algorithms_enabled(),
-                    torch.is_deterministic_algorithms_warn_only_enabled(),
-                    torch.utils.deterministic.fill_uninitialized_memory,
-                )
-                torch.use_deterministic_algorithms(True, warn_only=True)
-                torch.utils.deterministic.fill_uninitialized_memory = False
-            cls._num_open += 1
+    def _begin(self) -> None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; without it PyTorch warns of products
+        type(self)._before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
-    def end(self) -> None:
-        """Give the program its settings back, and the card what PyTorch keeps of it. Idempotent."""
-        cls = type(self)
-        with cls._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-            cls._num_open -= 1
-            if cls._num_open:
-                return
-            is_on, warns, fills = cls._before
-            torch.use_deterministic_algorithms(is_on, warn_only=warns)
-            torch.utils.deterministic.fill_uninitialized_memory = fills
-            if torch.cuda.is_initialized():
-                torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone
-                torch.cuda.empty_cache()
+    def _join(self) -> None:
+        """Those of all sessions are equal."""
+
+    @classmethod
+    def _restore(cls) -> None:
+        is_on, warns, fills = cls._before
+        torch.use_deterministic_algorithms(is_on, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+        if torch.cuda.is_initialized():  # the card gets back what PyTorch keeps of it
+            torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone
+            torch.cuda.empty_cache()

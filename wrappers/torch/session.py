@@ -15,8 +15,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from nntask import UsageError
 from nntask.config import parse_size
 from nntask.engine import Outcome
-from nntask.hardware import MachineSpec, open_runtime, reuse_freed_memory
+from nntask.hardware import MachineSpec
 from nntask.io import load_tensors
 from nntask.optim import norm_of
 from scheduler import Runtime, Step, Ticket
@@ -40,16 +39,14 @@ from .cuts import LARGEST_TILE, tiles_of
 from .devices import as_tensor
 from .dry import PassTerms
 from .emission import check_ids, key_of, value_of, write_inputs
-from .failures import user_errors
 from .files import MODEL, load_session, save_session, write_model, write_session
-from .gpus import GpuTerms, check_gpus, machine_with
+from .hosting import Host
 from .inductor import check_compiler
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, refuse_call
 from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .recording import Captures, Purpose, RecordedStep, StepRecorder
 from .state import ModuleState
-from .threads import Threads
 from .weights import attach_files
 
 
@@ -174,24 +171,10 @@ class Session:
         limit = parse_size(str(largest_tile), "largest_tile")
         self._seed, self._terms = seed, terms_of(self.optimizer, module)
         self._started: deque[StartedStep] = deque()
-        self._is_borrowed = on is not None
-        self._threads = Threads(threads)
-        self._gpu_terms: GpuTerms | None = None
+        resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
+        self._host = Host(module, on, threads, resources)
+        self.runtime: Runtime = self._host.runtime
         try:
-            if on is None:
-                machine = machine_with(ngpu=ngpu, sim_gpu=sim_gpu, gpu_memory=gpu_memory, workers=workers, ram=ram, disk=disk)
-                if workers is None and machine.num_cpu:
-                    machine = replace(machine, num_cpu=max(1, machine.num_cpu // threads))
-                reuse_freed_memory()
-                on = machine, open_runtime(machine)
-        except BaseException:
-            self._threads.end()
-            raise
-        self._machine, self.runtime = on
-        try:
-            check_gpus(self.runtime.gpus, module)
-            if self.runtime.has_gpus:
-                self._gpu_terms = GpuTerms()
             with self.user_errors():
                 self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
                 values = first_values(module)
@@ -211,13 +194,13 @@ class Session:
         self._guard = module.register_forward_pre_hook(refuse_call)
         function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
         self._steps = StepRecorder(
-            Captures(module, function, modes_of(module), PassTerms(self._state.tiles, compiler, self._machine.has_gpus)),
+            Captures(module, function, modes_of(module), PassTerms(self._state.tiles, compiler, self._host.machine.has_gpus)),
             self._state,
             self._key,
             self._optimizer,
             self.optimizer,
             max_norm=max_grad_norm,
-            machine=None if self._is_borrowed else self._machine,
+            machine=None if self._host.is_borrowed else self._host.machine,
             order=order,
         )
         self.num_steps, self._half_done = 0, ""
@@ -449,8 +432,8 @@ class Session:
         return {
             "seed": self._seed,
             "minibatches": self._num_minibatches,
-            "kind of device": "cuda" if self._machine.has_gpus else "cpu",
-            "threads": self._threads.count,
+            "kind of device": "cuda" if self._host.machine.has_gpus else "cpu",
+            "threads": self._host.threads,
             "compiled": self._is_compiled,
             "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()},
         }
@@ -471,11 +454,7 @@ class Session:
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
-        if not self._is_borrowed:
-            self.runtime.close()
-        self._threads.end()
-        if self._gpu_terms is not None:
-            self._gpu_terms.end()
+        self._host.close()
 
     def __enter__(self) -> Session:
         return self
@@ -484,5 +463,5 @@ class Session:
         self.close()
 
     def user_errors(self) -> AbstractContextManager[None]:
-        """Turns failures of the runtime into the error that says what to do; those of a borrowed runtime stay what they are."""
-        return nullcontext() if self._is_borrowed else user_errors(self.runtime, has_disk=self._machine.disk is not None)
+        """See `Host.user_errors`."""
+        return self._host.user_errors()

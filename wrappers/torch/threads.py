@@ -1,16 +1,61 @@
-"""PyTorch's threads while sessions are open: so many for each worker, and for the program what it had once the last one is closed."""
+"""Settings of PyTorch that are one for the process, while sessions are open; for the program what they were once the last one is closed."""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 
 from nntask import UsageError
 
 
-class Threads:
-    """Lets PyTorch compute with some threads from construction to `end`, or to the end of the last of several that overlap.
+class WhileOpen(ABC):
+    """Settings that hold from construction to `end`, or to the end of the last of several of the same class that overlap."""
+
+    _lock: ClassVar[threading.Lock]
+    _num_open: ClassVar[int]
+
+    def __init_subclass__(cls) -> None:
+        cls._lock, cls._num_open = threading.Lock(), 0
+
+    def __init__(self) -> None:
+        cls = type(self)
+        with cls._lock:
+            if cls._num_open:
+                self._join()
+            else:
+                self._begin()
+            cls._num_open += 1
+        self._is_open = True
+
+    def end(self) -> None:
+        """Give the program its settings back. Idempotent."""
+        cls = type(self)
+        with cls._lock:
+            if self._is_open:
+                self._is_open = False
+                cls._num_open -= 1
+                if not cls._num_open:
+                    cls._restore()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Note the program's settings, and set these."""
+
+    @abstractmethod
+    def _join(self) -> None:
+        """Refuse to overlap with those that hold, if these are others."""
+
+    @classmethod
+    @abstractmethod
+    def _restore(cls) -> None:
+        """Set the program's again."""
+
+
+class Threads(WhileOpen):
+    """Lets PyTorch compute with some threads.
 
     Args:
         count: threads inside an operation, in every worker.
@@ -19,33 +64,25 @@ class Threads:
         count: likewise.
 
     Raises:
-        UsageError: sessions that are open have another number, which is one for the whole process.
+        UsageError: sessions that are open have another number.
     """
 
-    _lock = threading.Lock()
-    _num_open = 0
-    _before = 1
+    _before: ClassVar[int] = 1
 
     def __init__(self, count: int) -> None:
-        cls = type(self)
-        with cls._lock:
-            if not cls._num_open:
-                cls._before = torch.get_num_threads()
-                torch.set_num_threads(count)
-            elif torch.get_num_threads() != count:
-                raise UsageError(
-                    f"sessions that are open at once must have equal threads=, got {count} beside {torch.get_num_threads()}; close the other first"
-                )
-            cls._num_open += 1
         self.count = count
-        self._is_open = True
+        super().__init__()
 
-    def end(self) -> None:
-        """Give the program its threads back. Idempotent."""
-        cls = type(self)
-        with cls._lock:
-            if self._is_open:
-                self._is_open = False
-                cls._num_open -= 1
-                if not cls._num_open:
-                    torch.set_num_threads(cls._before)
+    def _begin(self) -> None:
+        type(self)._before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
+
+    def _join(self) -> None:
+        if torch.get_num_threads() != self.count:
+            raise UsageError(
+                f"sessions that are open at once must have equal threads=, got {self.count} beside {torch.get_num_threads()}; close the other first"
+            )
+
+    @classmethod
+    def _restore(cls) -> None:
+        torch.set_num_threads(cls._before)
