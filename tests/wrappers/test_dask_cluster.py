@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from distributed import Client, Event, LocalCluster
+from distributed import Client, Future, LocalCluster
 from support.commands import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
 from support.dask_command import CONFIG, TRAIN, read
 from support.deadline import DEADLINE
@@ -373,23 +373,28 @@ def team(connection: Connection) -> Iterator[Team]:
     found.close()
 
 
+def endless(client: Client) -> Future:
+    """A call that never ends, because no worker has what it asks for."""
+    return client.submit(int, resources={"what no worker has": 1}, pure=False)
+
+
 def test_what_one_node_finds_wrong_is_told_while_others_wait_for_it(team: Team) -> None:
     """The first node's step would never end: the second one's error ends the team at once, not as a hang."""
     client = team.connection.client
-    waits = client.submit(Event("never", client=client).wait, 120, pure=False)
+    waits = endless(client)
     with pytest.raises(DataError, match="other data"):
         team.gather([waits, client.submit(fail, pure=False)], 100)
-    Event("never", client=client).set()
+    waits.cancel()
 
 
 def test_an_actor_that_is_gone_is_missed_though_its_worker_answers(team: Team) -> None:
     """As after a worker has died and another one was started at its address."""
     client = team.connection.client
-    waits = client.submit(Event("gone", client=client).wait, 120, pure=False)
+    waits = endless(client)
     client.cancel(team._futures[1], force=True)
     with pytest.raises(NodesChanged, match=f"lost worker {team.workers[1].address}"):
         team.gather([waits], 100)
-    Event("gone", client=client).set()
+    waits.cancel()
     team.actors = team.actors[:1]
 
 
