@@ -153,21 +153,21 @@ class Sides:
         import psutil
 
         self.client, self.engine, self.stream, self.block = client, engine, stream, block
-        self.number = 0
+        self.asked, self.own = 0, 0  # steps that nodes were asked for, which they count, and steps that they drove themselves
         me = psutil.Process()
         self.processes = [me, *me.children(recursive=True)]  # the scheduler is a thread of this one
 
     def through(self) -> Block:
         """A block as the trainer drives it."""
-        begin, numbers = self.processor_seconds(), range(self.number + 1, self.number + self.block + 3)
-        self.number = numbers[-1]
+        begin, numbers = self.processor_seconds(), range(self.asked + 1, self.asked + self.block + 3)
+        self.asked = numbers[-1]
         ends = two_in_flight(numbers, lambda number: self.engine.start(number, 1e-3, self.stream.next()), lambda started: started.result())
         return self._block(seconds_of(ends), begin)
 
     def bare(self) -> Block:
         """A block that the nodes drive themselves."""
-        begin, first = self.processor_seconds(), self.number + 1
-        self.number += self.block + 2
+        begin, first = self.processor_seconds(), self.own + 1
+        self.own += self.block + 2
         laps = self.client.run(_loop(), first, self.block + 2)
         return self._block(max(laps.values()), begin)
 
