@@ -91,7 +91,7 @@ def search(
         scorer: called once with the B*N rows of ids, `num_beams` neighbours a prompt. The search changes these lists. It gives a function
             rows (B*N,) -> (B*N, V), scores of what follows each row as it is when called; row i is row rows[i] of the call before and one token
             more. Rows stay with their prompt, and those of a prompt whose search has ended are where they were.
-        vocab_size: ids that may come; scores beyond them are ignored.
+        vocab_size: ids that may come; the others have their share of probability.
         stop: tokens that end a text.
 
     Returns:
@@ -109,7 +109,7 @@ def search(
         rows = np.arange(len(texts), dtype=np.int32)
         for each in beams:
             if not each.is_done:
-                rows[each.rows] = each.step(found[each.rows, :vocab_size], penalties)
+                rows[each.rows] = each.step(found[each.rows], vocab_size, penalties)
     return [each.hypotheses() for each in beams]
 
 
@@ -132,10 +132,16 @@ class _Beams:
         self._scores[0] = 0
         self._ended: list[tuple[np.float32, tuple[int, ...]]] = []
 
-    def step(self, scores: Scores, penalties: Penalties) -> Rows:
-        """Let every beam go on by a token, from scores (N, V) of what follows it; returns the rows (N,) that the new beams come from."""
+    def step(self, scores: Scores, limit: int | None, penalties: Penalties) -> Rows:
+        """Let every beam go on by a token, from scores (N, V) of what follows it; returns the rows (N,) that the new beams come from.
+
+        Args:
+            limit: ids that may come, None for V.
+        """
         first, num_beams, texts = self.rows.start, self._how.num_beams, self._texts[self.rows]
-        sums = np.stack([_log_softmax(row, penalties, text) for row, text in zip(scores, texts, strict=True)]) + self._scores[:, None]  # (N, V)
+        sums = (
+            np.stack([_log_softmax(row, limit, penalties, text) for row, text in zip(scores, texts, strict=True)]) + self._scores[:, None]
+        )  # (N, V)
         vocab_size, flat = sums.shape[1], sums.reshape(-1)
         count = max(2, 1 + len(self._stop)) * num_beams
         chosen = best_ids(flat, count)
@@ -180,8 +186,8 @@ class _Beams:
         return new[:-1] if new and new[-1] in self._stop else new
 
 
-def _log_softmax(scores: Scores, penalties: Penalties, text: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Logarithms of probabilities (V,) of what follows a text, with penalties.
+def _log_softmax(scores: Scores, limit: int | None, penalties: Penalties, text: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Logarithms of the probabilities among all V of the first `limit` ids to follow a text, with penalties.
 
     Raises:
         Diverged: a score is not finite.
@@ -190,4 +196,4 @@ def _log_softmax(scores: Scores, penalties: Penalties, text: Sequence[int]) -> n
     shifted = scores.astype(np.float32)
     shifted -= shifted.max()
     shifted -= np.log(np.exp(shifted).sum())
-    return np.asarray(penalties.apply(shifted, text), np.float32)
+    return np.asarray(penalties.apply(shifted[:limit], text), np.float32)
