@@ -139,9 +139,8 @@ class _Beams:
             limit: ids that may come, None for V.
         """
         first, num_beams, texts = self.rows.start, self._how.num_beams, self._texts[self.rows]
-        sums = (
-            np.stack([_log_softmax(row, limit, penalties, text) for row, text in zip(scores, texts, strict=True)]) + self._scores[:, None]
-        )  # (N, V)
+        logarithms = [_log_softmax(row, limit, penalties, text) for row, text in zip(scores, texts, strict=True)]
+        sums = np.stack(logarithms) + self._scores[:, None]  # (N, V) + (N, 1)
         vocab_size, flat = sums.shape[1], sums.reshape(-1)
         count = max(2, 1 + len(self._stop)) * num_beams
         chosen = best_ids(flat, count)
