@@ -117,7 +117,7 @@ def test_beams_are_those_of_transformers(family, seed):
             for text, (one, other) in enumerate(zip(found, want, strict=True)):
                 assert same(one, other), (num_beams, penalty, early, stop, text)
             num_ended += sum(len(text) < COUNT for one in found for text, _ in one)
-    assert num_ended > 10
+    assert num_ended > 5
 
 
 @pytest.mark.parametrize(("family", "seed"), FAMILIES)
