@@ -1,5 +1,7 @@
+from .beams import STEEPEST, BeamSearch, Hypothesis, search
 from .generator import Generator
 from .memory_check import check_memory, check_scoring
+from .penalties import Penalties
 from .pretrained import ModelSource, TextIds
 from .samples import HOW, sample_prompt, sample_text
 from .sampling import Sampling, choose
@@ -7,8 +9,12 @@ from .scoring import perplexity
 
 __all__ = [
     "HOW",
+    "STEEPEST",
+    "BeamSearch",
     "Generator",
+    "Hypothesis",
     "ModelSource",
+    "Penalties",
     "Sampling",
     "TextIds",
     "check_memory",
@@ -17,4 +23,5 @@ __all__ = [
     "perplexity",
     "sample_prompt",
     "sample_text",
+    "search",
 ]

@@ -23,7 +23,9 @@ from ..errors import UsageError
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
-from .sampling import Sampling, choose
+from .beams import BeamSearch, Hypothesis, Rows, search
+from .penalties import NO_PENALTIES, Penalties
+from .sampling import Sampling, check_finite, choose_allowed
 
 if TYPE_CHECKING:
     from scheduler import Runtime, Step
@@ -33,9 +35,8 @@ Scores = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class _DecodingStep:
-    """A recorded step of one token per text, for the tiles that the tokens lie in."""
+    """A recorded step of one token per text, for the tiles that the tokens lie in; another one where texts go on from others."""
 
-    written: range
     step: Step
     output: TileTensor
 
@@ -77,6 +78,7 @@ class Generator:
         vocab_size: int | None = None,
         stop: Collection[int] = (),
         first: int = 0,
+        penalties: Penalties = NO_PENALTIES,
     ) -> Iterator[list[int | None]]:
         """Yield the next token of every text, and None for texts that have ended; until all have.
 
@@ -99,7 +101,7 @@ class Generator:
             found = scores()
             tokens: list[int | None] = []
             for row, text in enumerate(texts):
-                token = choose(found[row, :vocab_size], how, how.draw(first + row, number)) if goes_on[row] else None
+                token = _next(found[row, :vocab_size], text, penalties, how, how.draw(first + row, number)) if goes_on[row] else None
                 if token is not None and token not in stop:
                     text.append(token)
                     goes_on[row] = len(text) <= self.context
@@ -113,16 +115,57 @@ class Generator:
             if not any(goes_on):
                 return
 
+    def beams(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        how: BeamSearch,
+        *,
+        vocab_size: int | None = None,
+        stop: Collection[int] = (),
+        penalties: Penalties = NO_PENALTIES,
+    ) -> list[list[Hypothesis]]:
+        """Search for the most probable texts: for each prompt its hypotheses, at most `how.num_beams` and at least one, the best first.
+
+        A text ends after `count` tokens, with a token of `stop`, and when its context is full. Arguments as of `stream`.
+
+        Raises:
+            UsageError: see `check`.
+            Diverged: the model's scores are not finite.
+        """
+        self.check(prompts)
+        limits = [min(count, self.context + 1 - len(prompt)) for prompt in prompts]
+
+        def scorer(texts: list[list[int]]) -> Callable[[Rows], Scores]:
+            if not self.use_cache:
+                return lambda rows: self._scores_again(texts)
+            length = self._cache_length(prompts, count)
+            cache = self._cache(len(prompts), length)
+            self._fill(cache, prompts)
+            if how.num_beams > 1:
+                of_prompts, cache = cache, self._cache(len(prompts), length, how.num_beams)
+                cache.take(of_prompts)
+            return _Steps(self.model, self.runtime, cache, texts).scores
+
+        return search(prompts, limits, how, scorer, vocab_size=vocab_size, stop=stop, penalties=penalties)
+
     def _scorer(self, texts: list[list[int]], count: int) -> Callable[[], Scores]:
         """A function that scores what follows each text as it is when called  # -> (B, V)."""
         if not self.use_cache:
             return lambda: self._scores_again(texts)
-        length = min(self.context, max(map(len, texts)) + count - 1)
-        cache = KVCache(self.model.config, self.model.given_tiling, self.runtime, len(texts), length, self.model.lm_head.dtype)
+        cache = self._cache(len(texts), self._cache_length(texts, count))
         self._fill(cache, texts)
         return _Steps(self.model, self.runtime, cache, texts).scores
 
-    def _fill(self, cache: KVCache, texts: list[list[int]]) -> None:
+    def _cache_length(self, texts: Sequence[Sequence[int]], count: int) -> int:
+        """Positions of a cache for `count` new tokens of each text."""
+        return min(self.context, max(map(len, texts)) + count - 1)
+
+    def _cache(self, batch: int, length: int, num_beams: int = 1) -> KVCache:
+        model = self.model
+        return KVCache(model.config, model.given_tiling, self.runtime, batch, length, model.lm_head.dtype, num_beams=num_beams)
+
+    def _fill(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> None:
         """Put keys and values of all tokens but the last of each text into the cache, tile by tile; behind shorter texts lies padding that is
         never read."""
         longest = max(map(len, texts)) - 1
@@ -154,31 +197,55 @@ class Generator:
             return self.model.next_logits(tokens, last).read()[:, 0]
 
 
+def _next(scores: Scores, text: list[int], penalties: Penalties, how: Sampling, draw: float) -> int:
+    """The token that follows a text, from the model's scores (V,).
+
+    Raises:
+        Diverged: a score is not finite.
+    """
+    check_finite(scores)
+    return choose_allowed(penalties.apply(scores, text), how, draw)
+
+
 class _Steps:
     """Scores of a batch of texts whose tokens but the last are in a cache; each step adds the last ones."""
 
     def __init__(self, model: LanguageModel, runtime: Runtime, cache: KVCache, texts: list[list[int]]) -> None:
         self._model, self._runtime, self._cache, self._texts = model, runtime, cache, texts
         self._tokens, self._positions = cache.inputs(1)
-        self._recorded: _DecodingStep | None = None
+        self._sources, self._itself = cache.sources(), np.arange(len(texts), dtype=np.int32)
+        self._shared = min(map(len, texts)) - 1
+        self._written = range(0)
+        self._recorded: dict[bool, _DecodingStep] = {}
 
-    def scores(self) -> Scores:
-        """Scores of what follows each text  # -> (B, V). A text that has ended is where it was."""
+    def scores(self, rows: Rows | None = None) -> Scores:
+        """Scores of what follows each text  # -> (B, V). A text that has ended is where it was.
+
+        Args:
+            rows: (B,), the text that each text was before its last token, of those with equal prompts; None for itself.
+        """
         positions = [len(text) - 1 for text in self._texts]
         last = self._cache.last_position
         at = np.minimum(np.array(positions, np.int32), last)[:, None]
         self._tokens.write(np.array([[text[-1]] for text in self._texts], np.int32))
         self._positions.write(at)
-        recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1))
+        forks = False
+        if rows is not None and not np.array_equal(rows, self._itself):
+            self._sources.write(rows)
+            forks = True
+        recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), forks)
         scores: Scores = recorded.step.replay().read(recorded.output)[:, 0]
         return scores
 
-    def _step(self, written: range) -> _DecodingStep:
+    def _step(self, written: range, forks: bool) -> _DecodingStep:
         """The recorded step for tokens in these tiles of the cache."""
-        if self._recorded is None or self._recorded.written != written:
-            self._recorded = None
+        if self._written != written:
+            self._recorded.clear()
+            self._written = written
+        if forks not in self._recorded:
             self._cache.grow(written.stop * self._cache.tile)
+            sources = self._sources if forks else None
             with no_grad(), self._runtime.record() as step:
-                output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written)).data
-            self._recorded = _DecodingStep(written, step, output)
-        return self._recorded
+                output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written, sources, self._shared)).data
+            self._recorded[forks] = _DecodingStep(step, output)
+        return self._recorded[forks]

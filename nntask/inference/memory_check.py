@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from .pretrained import ModelSource
 
 
-def check_memory(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, *, batch: int, length: int, prompt_length: int) -> None:
+def check_memory(
+    source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, *, batch: int, length: int, prompt_length: int, num_beams: int = 1
+) -> None:
     """Check that texts can be written to their ends; takes no memory, and 0.3 s for gpt2-large.
 
     Args:
@@ -39,22 +41,31 @@ def check_memory(source: ModelSource, tiling: ModelTiling, dtype: str, machine: 
         batch: texts at a time.
         length: tokens of the longest, in the cache.
         prompt_length: tokens of the longest prompt, which are what the cache has with a single new token.
+        num_beams: of each text.
 
     Raises:
         DoesNotFit: a budget is too small; says by how much.
     """
 
-    def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int) -> TileTensor:
-        cache = KVCache(model.config, model.given_tiling, runtime, batch, length, model.lm_head.dtype)
+    def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int, num_beams: int) -> TileTensor:
+        cache = KVCache(model.config, model.given_tiling, runtime, batch, length, model.lm_head.dtype, num_beams=num_beams)
         tokens, positions = cache.inputs(1)
         last = cache.last_position // cache.tile
+        sources = cache.sources() if num_beams > 1 else None
         with runtime.record(), no_grad():
-            return model.continued_logits(tokens, cache.past(positions, range(last, last + 1))).data
+            return model.continued_logits(tokens, cache.past(positions, range(last, last + 1), sources)).data
 
-    def needs(batch: int, length: int) -> Needs:
-        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
+    def needs(batch: int, length: int, num_beams: int) -> Needs:
+        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length, num_beams))
 
-    _check(machine, needs, batch, length, {"--max-new-tokens": (batch, prompt_length), "--batch": (1, length)})
+    size: tuple[int, ...] = (batch, length, num_beams)
+    smaller: dict[str, tuple[int, ...]] = {
+        "--max-new-tokens": (batch, prompt_length, num_beams),
+        "--batch": (1, length, num_beams),
+        "--num-beams": (batch, length, 1),
+    }
+    beams = f"{num_beams} beams x " if num_beams > 1 else ""
+    _check(machine, needs, size, f"{batch} x {beams}{length} tokens", smaller)
 
 
 def check_scoring(source: ModelSource, dtype: str, machine: MachineSpec, *, batch: int, length: int) -> None:
@@ -79,7 +90,7 @@ def check_scoring(source: ModelSource, dtype: str, machine: MachineSpec, *, batc
         tiling = default_tiling(source.config, batch, length, device=machine.gpus.device_class)
         return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
 
-    _check(machine, needs, batch, length, {"--batch": (1, length), "--seq-len": (batch, 1)})
+    _check(machine, needs, (batch, length), f"{batch} x {length} tokens", {"--batch": (1, length), "--seq-len": (batch, 1)})
 
 
 def _needs(
@@ -98,22 +109,24 @@ def _needs(
         return needs_of(runtime.plan, reading=runtime.reading_nbytes)
 
 
-def _check(machine: MachineSpec, needs: Callable[[int, int], Needs], batch: int, length: int, smaller: Mapping[str, tuple[int, int]]) -> None:
-    """Check that a machine has what `batch` times `length` tokens need.
+def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, ...], said: str, smaller: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a machine has what work needs.
 
     Args:
-        smaller: flags, each with batch and length where it has its least value.
+        size: of the work, as `needs` takes it.
+        said: the size as a message says it.
+        smaller: flags, each with the size where it has its least value.
 
     Raises:
         DoesNotFit: it has not, or its budgets are not to be had.
     """
     check_budgets(machine)
-    target, found = this_machine(machine), needs(batch, length)
+    target, found = this_machine(machine), needs(*size)
     if found.fit(target):
         return
-    flags = " or ".join(flag for flag, size in smaller.items() if size != (batch, length) and needs(*size).fit(target))
+    flags = " or ".join(flag for flag, less in smaller.items() if less != size and needs(*less).fit(target))
     more = _more(target, found, machine)
-    raise DoesNotFit(f"{batch} x {length} tokens: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
+    raise DoesNotFit(f"{said}: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
 
 
 def _more(target: MachineModel, needs: Needs, machine: MachineSpec) -> str:

@@ -46,15 +46,31 @@ def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) ->
     Raises:
         Diverged: a score is not finite.
     """
+    check_finite(logits)
+    return choose_allowed(logits, how, draw)
+
+
+def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
+    """Check scores as a model gives them.
+
+    Raises:
+        Diverged: one is not finite.
+    """
     if (bad := first_not_finite(logits)) is not None:
         raise Diverged(
             f"the scores of the next token must be finite, and one is {bad}: weights are not finite, or too large for the element type; "
             "use an earlier checkpoint, or --dtype fp32"
         )
+
+
+def choose_allowed(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) -> int:
+    """The same, where scores of minus infinity are of tokens that must not come; of none but those, the first."""
     if how.temperature == 0:
         return int(np.argmax(logits))
     scores = np.asarray(logits, np.float64)
-    ids = _best(scores, how.top_k)
+    if np.isneginf(scores.max()):
+        return 0
+    ids = best_ids(scores, how.top_k)
     if how.top_p < 1:
         ids = ids[np.argsort(-scores[ids], kind="stable")]
     weights = np.exp((scores[ids] - scores[ids].max()) / how.temperature)
@@ -65,7 +81,7 @@ def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) ->
     return int(ids[min(where, len(mass) - 1)])
 
 
-def _best(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
+def best_ids(scores: npt.NDArray[np.floating[Any]], count: int) -> npt.NDArray[np.intp]:
     """Ids of the `count` best scores (0: of all), ascending; of equal ones the lowest ids."""
     if not 0 < count < len(scores):
         return np.arange(len(scores))

@@ -31,15 +31,23 @@ class LayerPast:
         keys, values: (B, P, G*D).
         positions: (B, w) int32 of the new tokens; those of one sequence follow one another.
         written: tiles along P that any of the positions lies in. What the new tokens see ends with the last of them.
+        sources: (B,) int32, the sequence that each sequence goes on from; None for itself.
+        forked: tiles along P in which it matters from which one.
     """
 
     keys: TileTensor
     values: TileTensor
     positions: TileTensor
     written: range
+    sources: TileTensor | None = None
+    forked: range = range(0)
 
     def attend(self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float) -> TileTensor:
-        """Keep the new k and v (B, w, G*D), then attend from q (B, w, H*D) to positions up to each token's own -> (B, w, H*D)."""
+        """Bring each sequence the past it goes on from and keep the new k and v (B, w, G*D); then attend from q (B, w, H*D) to positions up to each
+        token's own -> (B, w, H*D)."""
+        if self.sources is not None:
+            for kept in (self.keys, self.values):
+                cache_ops.reorder_rows(kept, self.sources, self.forked)
         cache_ops.append(k, v, self.positions, self.keys, self.values, self.written)
         return cache_ops.cached_attention(q, self.keys, self.values, self.positions, self.written.stop, head_size=head_size, scale=scale)
 
@@ -58,24 +66,28 @@ class Past:
 
 
 class KVCache:
-    """Keys and values of a batch of texts.
+    """Keys and values of a batch of texts, or of several rows for each text, its beams.
 
     Args:
         config: of the model.
         tiling: of the model; seq_tile is the tile along the positions.
         runtime: owner of the data.
-        batch: B.
+        batch: texts.
         length: P, most tokens of a text.
         dtype: element type of the model.
+        num_beams: rows of a text, neighbours in one tile; B is `batch` times as many.
     """
 
-    def __init__(self, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, batch: int, length: int, dtype: npt.DTypeLike) -> None:
+    def __init__(
+        self, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, batch: int, length: int, dtype: npt.DTypeLike, *, num_beams: int = 1
+    ) -> None:
         cut = tiling.resolve(config, batch, length)
         width, group = config.n_kv_head * config.head_size, config.n_head // config.n_kv_head
-        shape, tile = (batch, length, width), (cut.minibatch_tile, cut.seq_tile, cut.head_tile // group * config.head_size)
+        self._rows = cut.minibatch_tile * num_beams
+        shape, tile = (batch * num_beams, length, width), (self._rows, cut.seq_tile, cut.head_tile // group * config.head_size)
         self.tile = cut.seq_tile
         self._grown = 0
-        self._runtime, self._rows = runtime, cut.minibatch_tile
+        self._runtime = runtime
         self._layers = [
             tuple(
                 TileTensor(runtime, shape, tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {layer}")
@@ -105,6 +117,27 @@ class KVCache:
         )
         return tokens, positions
 
-    def past(self, positions: TileTensor, written: range) -> Past:
-        """What a pass over tokens at `positions` (B, w) needs; `written` are the tiles along P that any of them lies in."""
-        return Past(positions, [LayerPast(keys, values, positions, written) for keys, values in self._layers])
+    def sources(self) -> TileTensor:
+        """An input (B,) int32: the row that each row goes on from, of its own text; to be written before the pass."""
+        return TileTensor(self._runtime, self._layers[0][0].shape[:1], (self._rows,), np.int32, kind="input", data_class="data", name="sources")
+
+    def past(self, positions: TileTensor, written: range, sources: TileTensor | None = None, shared: int = 0) -> Past:
+        """What a pass over tokens at `positions` (B, w) needs.
+
+        Args:
+            written: the tiles along P that any of the positions lies in.
+            sources: see `sources`; None where each row goes on from itself.
+            shared: positions up to which all rows of a text are equal.
+        """
+        forked = range(shared // self.tile, written.stop)
+        return Past(positions, [LayerPast(keys, values, positions, written, sources, forked) for keys, values in self._layers])
+
+    def take(self, texts: KVCache) -> None:
+        """Give all rows of each text what another cache has of it, as long as this one, with one row a text. That one gives its memory back layer by
+        layer, and is of no use afterwards."""
+        rows, batch = self.sources(), texts._layers[0][0].shape[0]
+        rows.write(np.repeat(np.arange(batch, dtype=np.int32), rows.shape[0] // batch))
+        for layer in self._layers:
+            for source, target in zip(texts._layers.pop(0), layer, strict=True):
+                cache_ops.gather_rows(source, rows, target, range(texts._grown))
+        self._grown = texts._grown

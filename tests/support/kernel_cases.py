@@ -203,6 +203,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [], {"v_start": 8, "accumulate": True}),
     ],
     "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
+    "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
     "head_backward": [lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
     "head_finish": [
         lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),

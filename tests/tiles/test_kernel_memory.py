@@ -217,6 +217,11 @@ def _rotary(m: Maker, sequences: int) -> Call:
     return [x, m(t, size // 2), m(t, size // 2), np.empty_like(x)], {"head_size": size, "inverse": False}
 
 
+def _gather(m: Maker, num_rows: int) -> Call:
+    x = m(num_rows, m.rows, m.columns)
+    return [x, np.zeros(num_rows, np.int32), np.empty_like(x)], {"start": 0}
+
+
 def _select(m: Maker, rows: int) -> Call:
     x = m(m.rows // rows, rows, m.columns)
     return [x, np.zeros(x.shape[0], np.int32), m(x.shape[0], 1, m.columns)], {"start": 0, "length": 2 * rows}
@@ -252,6 +257,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "embedding": [lambda m, p=p: _embedding(m, part=p) for p in (False, True)],
     "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],
     "fill": _tiles(1, value=2.5),
+    "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
     "head_backward": [lambda m: _head(m, backward=True)],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
     "head_forward": [lambda m: _head(m, backward=False)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -57,3 +58,30 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         cache.append(tensor((B, 4, G * D), (2, 4, D)), tensor((B, 4, G * D), (2, 4, D)), tensor((B, 3), (2, 3), np.int32), keys, keys, range(1))
     with pytest.raises(ValueError, match="must hold the heads that share"):
         cache.cached_attention(tensor((B, 1, H * D), (2, 1, D)), keys, keys, tensor((B, 1), (2, 1), np.int32), 1, head_size=D, scale=1.0)
+
+
+@pytest.mark.parametrize(("b", "t", "g"), [(4, 11, 2), (2, 3, 1)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+def test_rows_of_a_cache_change_places_within_tiles(dtype: type, b: int, t: int, g: int) -> None:
+    """One sequence goes on as several: at chosen tiles of the positions, and nowhere else; and one row becomes several of another tensor."""
+    runtime, rng = InlineRuntime(), np.random.default_rng(0)
+    x = rng.standard_normal((4, T, G * D)).astype(dtype)
+    found, rows = data(x, (b, t, g * D), runtime), np.array([1, 0, 3, 3], np.int32)
+    cache.reorder_rows(found, data(rows, (b,), runtime), range(1, found.grid[1]))
+    assert np.array_equal(found.read()[:, t:], x[rows][:, t:])
+    assert np.array_equal(found.read()[:, :t], x[:, :t])
+    wide = TileTensor(runtime, (12, T, G * D), (3 * b, t, g * D), dtype)
+    cache.gather_rows(data(x, (b, t, g * D), runtime), data(np.repeat(np.arange(4, dtype=np.int32), 3), (3 * b,), runtime), wide, range(wide.grid[1]))
+    assert np.array_equal(wide.read(), np.repeat(x, 3, axis=0))
+
+
+@pytest.mark.parametrize("row", [-1, 1, 4])
+def test_rows_of_another_tile_are_named(row: int) -> None:
+    """Below, before and behind the tile: IndexError with the row and the range; tensors that differ in more than their sequences are refused."""
+    runtime = InlineRuntime()
+    x, rows = data(np.zeros((4, 3, 2), np.float32), (2, 3, 2), runtime), data(np.array([0, 1, 2, row], np.int32), (2,), runtime)
+    with pytest.raises(IndexError, match=rf"must be 2 to 3, got {row} for row 1 of it"):
+        cache.reorder_rows(x, rows, [0])
+    for other in (x, TileTensor(runtime, (4, 3, 2), (2, 2, 2), np.float32)):
+        with pytest.raises(ValueError, match="gathered into another tensor with the same positions"):
+            cache.gather_rows(x, rows, other, [0])

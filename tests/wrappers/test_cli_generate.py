@@ -55,12 +55,12 @@ def here(folder):
     return folder
 
 
-def expected(theirs, tokenizer, begin, prompt, count=12):
-    """Prompt and greedy continuation by transformers."""
+def expected(theirs, tokenizer, begin, prompt, count=12, **options):
+    """Prompt and greedy continuation, or the best of beams, by transformers."""
     ids = [int(i) for i in tokenizer.encode([prompt])[0]]
     given = torch.tensor([[*begin, *ids]])
     stop = theirs.generation_config.eos_token_id
-    new = theirs.generate(given, max_new_tokens=count, do_sample=False, pad_token_id=0)[0, given.shape[1] :].tolist()
+    new = theirs.generate(given, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)[0, given.shape[1] :].tolist()
     if stop is not None:
         new = [i for i in new if i not in np.atleast_1d(stop)]
     return tokenizer.decode([*ids, *new])
@@ -91,6 +91,27 @@ def test_texts_of_a_directory_are_those_of_transformers(here, capsys, family):
     else:
         code, err = refuse(capsys, ["generate", "gpt2"])
         assert (code, "bos_token_id" in err) == (2, True)
+
+
+SEARCHES = [
+    ({"num_beams": 4}, ["--num-beams=4"]),
+    ({"num_beams": 3, "length_penalty": 2.0, "early_stopping": True}, ["--num-beams=3", "--length-penalty=2", "--early-stopping=true"]),
+    ({"num_beams": 2, "repetition_penalty": 1.4}, ["--num-beams=2", "--repetition-penalty=1.4"]),
+    ({"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, ["--repetition-penalty=1.4", "--no-repeat-ngram-size=2"]),
+]
+
+
+def test_searches_of_a_directory_are_those_of_transformers(here, capsys):
+    """Beams and penalties, with the stop tokens of the directory; texts of a file side by side, and JSON."""
+    theirs, tokenizer = write_llama(here / "llama"), load_tokenizer(here / "llama")
+    for options, flags in SEARCHES:
+        want = [expected(theirs, tokenizer, [7], prompt, **options) for prompt in PROMPTS]
+        assert main(["generate", "llama", "--prompt-file=prompts.txt", "--batch=2", "--json", *GREEDY, *flags]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [row["text"] for row in rows] == want, flags
+        assert all((row["end"] == "length") == (row["tokens"] == 12) for row in rows)
+    assert main(["generate", "llama", "--prompt-file=prompts.txt", "--no-cache", *GREEDY, *flags]) == 0
+    assert capsys.readouterr().out == "".join(f"--- {number}\n{text}\n" for number, text in enumerate(want, 1))
 
 
 def test_a_run_says_the_same_everywhere(here, capsys):
@@ -226,6 +247,14 @@ def test_perplexity_is_that_of_transformers(here, capsys, family, monkeypatch):
         (["generate", "gpt2", "--prompt-file=gpt2/model.safetensors"], 4, "is not text in UTF-8"),
         (["generate", "gpt2", "--prompt-file=prompts.txt", "--prompt=a"], 2, "both say how texts begin"),
         (["generate", "gpt2", "--prompt=a", "--batch=0"], 2, "--batch must be at least 1"),
+        (["generate", "gpt2", "--prompt=a", "--num-beams=0"], 2, "--num-beams must be at least 1, got 0; the nearest legal value is 1"),
+        (["generate", "gpt2", "--prompt=a", "--num-beams=2"], 2, "searches and draws nothing, and --temperature is 0.8; add --temperature 0"),
+        (["generate", "gpt2", "--prompt=a", "--early-stopping=never"], 2, "--num-beams is 1; raise it, or drop --early-stopping"),
+        (["generate", "gpt2", "--prompt=a", "--length-penalty=2"], 2, "--num-beams is 1; raise it, or drop --length-penalty"),
+        (["generate", "gpt2", "--prompt=a", "--length-penalty=nan"], 2, "--length-penalty must be from -5 to 5, got nan"),
+        (["generate", "gpt2", "--prompt=a", "--repetition-penalty=0"], 2, "--repetition-penalty must be above 0, got 0.0"),
+        (["generate", "gpt2", "--prompt=a", "--no-repeat-ngram-size=-1"], 2, "--no-repeat-ngram-size must be 0 or more, got -1"),
+        (["generate", "huge", "--prompt=a", "--num-beams=2", "--temperature=0"], 5, "the scores of the next token must be finite"),
         (["generate", "gpt2", "--prompt=a", "--ncpu=0"], 2, "--ncpu 0 leaves nobody to compute"),
         (["generate", "gpt2", "--prompt=a", "--gpu-memory=1MB"], 2, "add --sim-gpu 1"),
         (["generate", "gpt2", "--prompt=a", "--tokenizer-path=gpt2"], 2, "has its own; drop it"),
@@ -269,6 +298,22 @@ def test_texts_that_find_no_room_are_refused_before_they_begin(here, capsys, mac
     assert (code, change.format(flag_size(least)) in err) == (3, True), err
     assert refuse(capsys, [*argv, flag.format(least - 4096)])[0] == 3
     assert main([*argv, flag.format(least)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "flag", "shown"),
+    [([], "--ram={}", "--ram (now {})"), (["--ram=200KiB"], "--disk=tier:{}", "SIZE in --disk DIR:SIZE (now tier:{})")],
+)
+def test_beams_count_in_what_texts_need(here, capsys, machine, flag, shown):
+    """More than without, refused below the least budget with the flags that would do, and enough at it; one beam fits in less."""
+    argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=40", "--temperature=0", *machine]
+    code, err = refuse(capsys, [*argv, "--num-beams=4", flag.format("100KiB")])
+    least = int(re.search(r"3 x 4 beams x \d+ tokens: the step needs ([\d,]+) B of", err)[1].replace(",", ""))
+    assert (code, f"raise {shown.format('100KiB')} to at least {flag_size(least)}" in err) == (3, True), err
+    code, err = refuse(capsys, [*argv, "--num-beams=4", flag.format(least - 4096)])
+    assert (code, "; lower --max-new-tokens or --batch or --num-beams, or raise" in err) == (3, True), err
+    assert main([*argv, flag.format(least - 4096)]) == 0
+    assert main([*argv, "--num-beams=4", flag.format(least)]) == 0
 
 
 @pytest.mark.parametrize(("machine", "flag"), [([], "--ram"), (["--ncpu=0", "--sim-gpu=1", "--ram=1MiB"], "--gpu-memory")])

@@ -39,6 +39,33 @@ def append(k: TileTensor, v: TileTensor, positions: TileTensor, keys: TileTensor
         emit(k.runtime, "append_to_cache", accesses, start=t * keys.tile[1])
 
 
+def gather_rows(source: TileTensor, rows: TileTensor, target: TileTensor, tiles: Iterable[int]) -> None:
+    """target[b, p] = source[rows[b], p] at the positions p of some tiles, whatever was there.
+
+    Args:
+        source: (A, P, G * D).
+        rows: (B,) int32, cut like the sequences of `target`. Each tile of it has rows of the tile of `source` with its number only: others fail
+            the task with IndexError.
+        target: (B, P, G * D), cut like `source` but for the sequences; another tensor.
+        tiles: of the positions.
+    """
+    same_axis(target, 0, rows, 0)
+    if target is source or source.grid != target.grid or source.shape[1:] != target.shape[1:] or source.tile[1:] != target.tile[1:]:
+        raise ValueError(f"rows are gathered into another tensor with the same positions, features and grid, got {source!r} and {target!r}")
+    for b, h, t in itertools.product(range(source.grid[0]), range(source.grid[2]), tiles):
+        accesses: list[Access] = [(source[b, t, h], R), (rows[b,], R), (target[b, t, h], W)]
+        emit(source.runtime, "gather_rows", accesses, start=b * source.tile[0])
+
+
+def reorder_rows(x: TileTensor, rows: TileTensor, tiles: Iterable[int]) -> None:
+    """x[b, p] = x[rows[b], p] at the positions p of some tiles, by way of a tile beside each; arguments as of `gather_rows`."""
+    moved = x.like(name="reordered")
+    for t in tiles:
+        gather_rows(x, rows, moved, [t])
+        for b, h in itertools.product(range(x.grid[0]), range(x.grid[2])):
+            emit(x.runtime, "copy", [(moved[b, t, h], R), (x[b, t, h], W)])
+
+
 def cached_attention(
     q: TileTensor, keys: TileTensor, values: TileTensor, positions: TileTensor, num_tiles: int, *, head_size: int, scale: float
 ) -> TileTensor:

@@ -1,8 +1,10 @@
-"""Choosing one token of each sequence. A copy of one row per sequence: nothing to gain over a plain loop, so there is no ladder."""
+"""Choosing one token of each sequence, and sequences of a batch. Copies of whole rows: nothing to gain over plain loops, so there is no ladder."""
 
 from __future__ import annotations
 
-from ..reference.select import select_rows
-from ..registry import register
+from ..reference.select import gather_rows, select_rows
+from ..registry import register, register_bf16
 
 register("select_rows", "cpu")(select_rows)
+register("gather_rows", "cpu")(gather_rows)
+register_bf16("gather_rows", takes=lambda views, constants: True)(gather_rows)

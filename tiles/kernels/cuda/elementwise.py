@@ -140,6 +140,13 @@ def select_rows(x: DeviceArray, positions: DeviceArray, out: DeviceArray, *, sta
     _source.each("select_rows", x.dtype, out.size, x, positions, out, np.int32(start), np.int32(x.shape[1]), np.int32(x.shape[2]))
 
 
+@register("gather_rows", "cuda")
+def gather_rows(source: DeviceArray, rows: DeviceArray, out: DeviceArray, *, start: int) -> None:
+    """out[b] = source[rows[b] - start]; a row outside the tile becomes 0."""
+    numbers = (np.int32(start), np.int32(source.shape[0]), np.int64(source.size // source.shape[0]))
+    _source.each("gather_rows", source.dtype, out.size, source, rows, out, *numbers)
+
+
 @register("matmul", "cuda")
 def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) over rows."""

@@ -1,4 +1,4 @@
-"""Choosing one token of each sequence, written to be read."""
+"""Choosing one token of each sequence, and sequences of a batch, written to be read."""
 
 from __future__ import annotations
 
@@ -29,3 +29,19 @@ def select_rows(x: Array, positions: Array, out: Array, *, start: int, length: i
             out[b, 0] = x[b, position - start]
         elif start == 0:
             out[b, 0] = 0  # the first tile's task finds garbage here
+
+
+@register("gather_rows", "reference")
+def gather_rows(source: Array, rows: Array, out: Array, *, start: int) -> None:
+    """out[b] = source[rows[b] - start].
+
+    Args:
+        source: (r, ...) tile of rows start .. start + r.
+        rows: (b,) global rows, all in the tile.
+        out: (b, ...) of the same element type.
+    """
+    for b in range(len(rows)):
+        row = int(rows[b])
+        if not start <= row < start + len(source):
+            raise IndexError(f"rows of this tile must be {start} to {start + len(source) - 1}, got {row} for row {b} of it; gather within tiles only")
+        out[b] = source[row - start]

@@ -19,7 +19,7 @@ from ..options.help import parse
 from ..options.runtime_flags import machine_from, runtime_of
 
 if TYPE_CHECKING:
-    from nntask.inference import Generator, Sampling, TextIds
+    from nntask.inference import Generator, Penalties, TextIds
 
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -44,6 +44,16 @@ class TextSettings:
     """only the best tokens that together have this probability"""
     seed: int = 0
     """of the draws"""
+    num_beams: int = 1
+    """texts that run side by side in a search for the most probable one, beside --temperature 0; 1 for no search"""
+    length_penalty: float = 1.0
+    """texts of a search rank by the logarithm of their probability, by their length to this power"""
+    early_stopping: Literal["false", "true", "never"] = "false"
+    """when a search ends; true: with --num-beams ended texts, false: when the best beam is no better now, never: when it cannot become better"""
+    repetition_penalty: float = 1.0
+    """above 1 what the text has already is less probable"""
+    no_repeat_ngram_size: int = 0
+    """no run of so many tokens comes twice in a text; 0 for any"""
     cache: bool = True
     """keep keys and values; --no-cache computes every token from the whole text again, for comparison"""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -65,29 +75,28 @@ class GenerateSettings:
 def run(argv: Sequence[str]) -> int:
     """Write texts and print them as they grow; returns 0."""
     settings, words = parse(GenerateSettings, argv, "nntask generate", words=("MODEL",))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     check(settings.text)
     machine = machine_from(settings.machine)
     prompts = prompts_of(settings.text)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from nntask.inference import Generator, ModelSource, Sampling, check_memory
+    from nntask.inference import Generator, ModelSource, check_memory
     from nntask.tiling import generation_tiling
 
     asked = settings.text
     source = ModelSource.open(words[0])
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
-    how = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
     tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
     if asked.cache and longest <= source.context:
         length = min(source.context, longest + asked.max_new_tokens - 1)
-        check_memory(source, tiling, asked.dtype, machine, batch=batch, length=length, prompt_length=longest)
+        check_memory(source, tiling, asked.dtype, machine, batch=batch, length=length, prompt_length=longest, num_beams=asked.num_beams)
     with runtime_of(machine, "--batch" if batch > 1 else "") as runtime:
         model = source.build(runtime, tiling, asked.dtype)
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)
         generator.check(begins)
         for first in range(0, len(prompts), asked.batch):
             batch_of = slice(first, first + asked.batch)
-            _write(generator, ids, prompts[batch_of], begins[batch_of], first, asked, how)
+            _write(generator, ids, prompts[batch_of], begins[batch_of], first, asked)
     return 0
 
 
@@ -99,6 +108,7 @@ def check(asked: TextSettings) -> None:
     """
     from nntask import UsageError
     from nntask.config import LARGEST, check_prompt
+    from nntask.inference import STEEPEST
 
     rules = (
         ("--batch", asked.batch, asked.batch >= 1, "at least 1", "1"),
@@ -106,11 +116,20 @@ def check(asked: TextSettings) -> None:
         ("--temperature", asked.temperature, 0 <= asked.temperature < float("inf"), "0 or more", "0"),
         ("--top-k", asked.top_k, asked.top_k >= 0, "0 or more", "0"),
         ("--top-p", asked.top_p, 0 < asked.top_p <= 1, "above 0 and at most 1", "1"),
+        ("--num-beams", asked.num_beams, 1 <= asked.num_beams <= LARGEST, "at least 1", "1"),
+        ("--length-penalty", asked.length_penalty, abs(asked.length_penalty) <= STEEPEST, f"from -{STEEPEST} to {STEEPEST}", "1"),
+        ("--repetition-penalty", asked.repetition_penalty, 0 < asked.repetition_penalty < float("inf"), "above 0", "1"),
+        ("--no-repeat-ngram-size", asked.no_repeat_ngram_size, asked.no_repeat_ngram_size >= 0, "0 or more", "0"),
         ("--seed", asked.seed, 0 <= asked.seed <= LARGEST, f"at least 0 and at most {LARGEST}", "0" if asked.seed < 0 else str(LARGEST)),
     )
     for flag, value, ok, rule, near in rules:
         if not ok:
             raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+    if asked.num_beams > 1 and asked.temperature > 0:
+        raise UsageError(f"--num-beams {asked.num_beams} searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0")
+    if asked.num_beams == 1 and (asked.length_penalty, asked.early_stopping) != (1.0, "false"):
+        flag = "--early-stopping" if asked.length_penalty == 1 else "--length-penalty"
+        raise UsageError(f"{flag} is of a search for the most probable text, and --num-beams is 1; raise it, or drop {flag}")
     check_prompt(asked.prompt)
     if asked.prompt and asked.prompt_file:
         raise UsageError(f"--prompt and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them")
@@ -179,22 +198,40 @@ class _Text:
         return "length" if len(self.new) == count else "stop"
 
 
-def _write(
-    generator: Generator, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], first: int, asked: TextSettings, how: Sampling
-) -> None:
+def _write(generator: Generator, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], first: int, asked: TextSettings) -> None:
     """Write the texts of one batch, whose prompts have the ids `begins`; `first` is the number of texts before it."""
+    from nntask.inference import Penalties, Sampling
+
     texts = [_Text(first + row + 1, prompt, begin, ids) for row, (prompt, begin) in enumerate(zip(prompts, begins, strict=True))]
     printer = _Printer(texts, asked, generator.context)
-    for tokens in generator.stream(begins, asked.max_new_tokens, how, vocab_size=ids.vocab_size, stop=ids.stop, first=first):
-        for text, token in zip(texts, tokens, strict=True):
-            if token is None:
-                text.is_complete = True
-            else:
-                text.new.append(token)
-        printer.show()
+    penalties = Penalties(asked.repetition_penalty, asked.no_repeat_ngram_size)
+    if asked.num_beams > 1:
+        _search(generator, ids, texts, begins, asked, penalties)
+    else:
+        how = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+        drawn = generator.stream(begins, asked.max_new_tokens, how, vocab_size=ids.vocab_size, stop=ids.stop, first=first, penalties=penalties)
+        for tokens in drawn:
+            for text, token in zip(texts, tokens, strict=True):
+                if token is None:
+                    text.is_complete = True
+                else:
+                    text.new.append(token)
+            printer.show()
     for text in texts:
         text.is_complete = True
     printer.show()
+
+
+def _search(
+    generator: Generator, ids: TextIds, texts: Sequence[_Text], begins: Sequence[list[int]], asked: TextSettings, penalties: Penalties
+) -> None:
+    """Give each text the best continuation of its beams."""
+    from nntask.inference import BeamSearch
+
+    how = BeamSearch(asked.num_beams, asked.length_penalty, asked.early_stopping)
+    found = generator.beams(begins, asked.max_new_tokens, how, vocab_size=ids.vocab_size, stop=ids.stop, penalties=penalties)
+    for text, (best, *_) in zip(texts, found, strict=True):
+        text.new.extend(best.tokens)
 
 
 class _Printer:

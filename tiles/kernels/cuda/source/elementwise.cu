@@ -172,3 +172,12 @@ KERNEL select_rows(const T *x, const int *positions, T *out, int start, int leng
     }
 }
 EXPORT(select_rows)
+
+// out[b] = source[rows[b] - start]; a row outside the tile becomes 0  // (length, width), (b,) -> (b, width)
+KERNEL gather_rows(const T *source, const int *rows, T *out, int start, int length, long long width, long long count) {
+    EACH(i, count) {
+        long long b = i / width, row = (long long)rows[b] - start;
+        out[i] = row >= 0 && row < length ? source[row * width + i % width] : narrow<T>(0.0f);
+    }
+}
+EXPORT(gather_rows)
