@@ -132,35 +132,31 @@ class _Beams:
         self._scores[0] = 0
         self._ended: list[tuple[np.float32, tuple[int, ...]]] = []
 
-    def step(self, scores: Scores, limit: int | None, penalties: Penalties) -> Rows:
+    def step(self, logits: Scores, vocab_size: int | None, penalties: Penalties) -> Rows:
         """Let every beam go on by a token, from scores (N, V) of what follows it; returns the rows (N,) that the new beams come from.
 
         Args:
-            limit: ids that may come, None for V.
+            vocab_size: ids that may come, None for V.
         """
         first, num_beams, texts = self.rows.start, self._how.num_beams, self._texts[self.rows]
-        logarithms = [_log_softmax(row, limit, penalties, text) for row, text in zip(scores, texts, strict=True)]
-        sums = np.stack(logarithms) + self._scores[:, None]  # (N, V) + (N, 1)
-        vocab_size, flat = sums.shape[1], sums.reshape(-1)
-        count = max(2, 1 + len(self._stop)) * num_beams
-        chosen = best_ids(flat, count)
-        chosen = chosen[np.argsort(-flat[chosen], kind="stable")]
-        beam, token, sums = chosen // vocab_size, chosen % vocab_size, flat[chosen]
+        logarithms = np.stack([_log_softmax(row, vocab_size, penalties, text) for row, text in zip(logits, texts, strict=True)])
+        all_sums = (logarithms + self._scores[:, None]).reshape(-1)  # (N, V) + (N, 1) -> (N V,)
+        chosen = best_ids(all_sums, max(2, 1 + len(self._stop)) * num_beams)
+        chosen = chosen[np.argsort(-all_sums[chosen], kind="stable")]
+        beam, token = np.divmod(chosen, logarithms.shape[1])
+        sums = all_sums[chosen]
         self._length += 1
         ends = np.isin(token, self._stop) | (self._length >= self._limit)
-        self._keep_ended(sums[:num_beams], [(*texts[b], int(t)) for b, t in zip(beam[:num_beams], token, strict=False)], ends)
+        scores = sums[:num_beams] / self._power(self._length)
+        for each in np.flatnonzero(ends[:num_beams] & (scores > _NEVER)):  # of the best N only
+            self._ended.append((scores[each], (*texts[beam[each]], int(token[each]))))
+        self._ended = sorted(self._ended, key=lambda ended: -ended[0])[:num_beams]
         running = np.where(ends, sums + _NEVER, sums)
         going = np.argsort(-running, kind="stable")[:num_beams]
         self._texts[self.rows] = [[*texts[beam[each]], int(token[each])] for each in going]
         self._scores = running[going]
         self.is_done = bool(ends.all()) or not self._can_improve()
         return np.asarray(first + beam[going], np.int32)
-
-    def _keep_ended(self, sums: npt.NDArray[np.float32], texts: list[tuple[int, ...]], ends: npt.NDArray[np.bool_]) -> None:
-        """Of the best candidates, enter those that end among the hypotheses; the best N of all stay."""
-        scores = sums / self._power(self._length)
-        found = [(score, text) for score, text, has_ended in zip(scores, texts, ends, strict=False) if has_ended and score > _NEVER]
-        self._ended = sorted([*self._ended, *found], key=lambda each: -each[0])[: self._how.num_beams]
 
     def _can_improve(self) -> bool:
         """Whether a beam may still become a better hypothesis than the worst one."""

@@ -25,7 +25,7 @@ from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
 from .beams import BeamSearch, Hypothesis, Rows, search
 from .penalties import NO_PENALTIES, Penalties
-from .sampling import Sampling, check_finite, choose_allowed
+from .sampling import Sampling, choose
 
 if TYPE_CHECKING:
     from scheduler import Runtime, Step
@@ -101,7 +101,7 @@ class Generator:
             found = scores()
             tokens: list[int | None] = []
             for row, text in enumerate(texts):
-                token = _next(found[row, :vocab_size], text, penalties, how, how.draw(first + row, number)) if goes_on[row] else None
+                token = choose(found[row, :vocab_size], how, how.draw(first + row, number), text, penalties) if goes_on[row] else None
                 if token is not None and token not in stop:
                     text.append(token)
                     goes_on[row] = len(text) <= self.context
@@ -197,16 +197,6 @@ class Generator:
             return self.model.next_logits(tokens, last).read()[:, 0]
 
 
-def _next(scores: Scores, text: list[int], penalties: Penalties, how: Sampling, draw: float) -> int:
-    """The token that follows a text, from the model's scores (V,).
-
-    Raises:
-        Diverged: a score is not finite.
-    """
-    check_finite(scores)
-    return choose_allowed(penalties.apply(scores, text), how, draw)
-
-
 class _Steps:
     """Scores of a batch of texts whose tokens but the last are in a cache; each step adds the last ones."""
 
@@ -229,11 +219,10 @@ class _Steps:
         at = np.minimum(np.array(positions, np.int32), last)[:, None]
         self._tokens.write(np.array([[text[-1]] for text in self._texts], np.int32))
         self._positions.write(at)
-        forks = False
-        if rows is not None and not np.array_equal(rows, self._itself):
-            self._sources.write(rows)
-            forks = True
-        recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), forks)
+        moved = None if rows is None or np.array_equal(rows, self._itself) else rows
+        if moved is not None:
+            self._sources.write(moved)
+        recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), moved is not None)
         scores: Scores = recorded.step.replay().read(recorded.output)[:, 0]
         return scores
 

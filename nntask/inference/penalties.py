@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from ..errors import UsageError
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -22,10 +25,19 @@ class Penalties:
     Args:
         repetition: scores of tokens that the text has are divided by it where they are positive, and multiplied where negative; 1 for none.
         no_repeat_ngram: no run of so many tokens comes twice; 0 for any.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     repetition: float = 1.0
     no_repeat_ngram: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.repetition < inf:
+            raise UsageError(f"repetition must be above 0 and finite, got {self.repetition}; 1 is for no penalty")
+        if self.no_repeat_ngram < 0:
+            raise UsageError(f"no_repeat_ngram must be at least 0, got {self.no_repeat_ngram}; the nearest legal value is 0")
 
     def apply(self, scores: Floats, text: Sequence[int]) -> Floats:
         """Scores (V,) of what follows `text`, changed: the same array where nothing is asked for, otherwise another one, in fp32 at least."""

@@ -5,6 +5,7 @@ Chance is a counter: token number i of text number n draws the same uniform numb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from ..errors import Diverged
 from ..io.finite import first_not_finite
+from .penalties import NO_PENALTIES, Penalties
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +38,19 @@ class Sampling:
         return float(np.random.Generator(np.random.PCG64([self.seed, number, text])).random())
 
 
-def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) -> int:
+def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float, text: Sequence[int] = (), penalties: Penalties = NO_PENALTIES) -> int:
     """The next token.
 
     Args:
         logits: (V,) scores.
         draw: uniform in [0, 1).
+        text: that it continues, which `penalties` look at.
 
     Raises:
         Diverged: a score is not finite.
     """
     check_finite(logits)
-    return choose_allowed(logits, how, draw)
+    return _drawn(penalties.apply(logits, text), how, draw)
 
 
 def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
@@ -63,8 +66,8 @@ def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
         )
 
 
-def choose_allowed(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) -> int:
-    """The same, where scores of minus infinity are of tokens that must not come; of none but those, the first."""
+def _drawn(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) -> int:
+    """The next token, where scores of minus infinity are of tokens that must not come; of none but those, the first."""
     if how.temperature == 0:
         return int(np.argmax(logits))
     scores = np.asarray(logits, np.float64)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import gpt2_oracle, llama_oracle
+from support.small_texts import CUT, LLAMA, SMALL, everywhere, prompts_of
 
 from nntask.errors import Diverged, UsageError
 from nntask.inference.beams import BeamSearch, search
@@ -16,25 +17,12 @@ from nntask.inference.generator import Generator
 from nntask.inference.penalties import Penalties
 from nntask.inference.sampling import Sampling
 from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
 from nntask.models.llama import Llama
 from nntask.nn.kv_cache import KVCache
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
 
 CONTEXT, COUNT = 64, 24
-SMALL = GPT2Config(vocab_size=61, n_positions=48, n_embd=24, n_layer=2, n_head=4, initializer_range=0.2)
-LLAMA = llama_oracle.random_config(
-    0, vocab_size=61, num_hidden_layers=2, max_position_embeddings=48, num_attention_heads=4, num_key_value_heads=2, hidden_size=24
-)
-COARSE = ModelTiling(seq_tile=10, inner_tile=48, head_tile=2, vocab_tile=31)
-CUT = ModelTiling(minibatch_tile=2, seq_tile=5, embd_tile=10, inner_tile=40, head_tile=2, vocab_tile=25)
-
-
-def prompts_of(vocab_size, *lengths):
-    """Random prompts."""
-    rng = np.random.default_rng(1)
-    return [[int(i) for i in rng.integers(0, vocab_size, length)] for length in lengths]
 
 
 def oracle(family, seed):
@@ -149,6 +137,15 @@ def test_greedy_texts_without_penalties_are_what_they_were():
         assert scores.tolist() == [1, -2, 3]
 
 
+@pytest.mark.parametrize(
+    ("values", "words"), [((0.0,), "repetition must be above 0"), ((np.inf,), "and finite, got inf"), ((1.0, -1), "at least 0, got -1")]
+)
+def test_penalties_that_are_none(values, words):
+    """Refused where they are made, not met as infinite scores."""
+    with pytest.raises(UsageError, match=words):
+        Penalties(*values)
+
+
 def test_sampled_texts_repeat_no_run():
     """Tokens that may not come are never drawn; where none may, text goes on."""
     with Runtime(cpu_workers=2, ram=1 << 26) as runtime:
@@ -161,27 +158,11 @@ def test_sampled_texts_repeat_no_run():
         assert [token for (token,) in drawn] == [0] * 5
 
 
-MACHINES = {
-    "one worker": {"cpu_workers": 1},
-    "device": {"cpu_workers": 0, "sim_gpus": 2, "gpu_memory": 120 << 10},
-    "disk": {"cpu_workers": 2, "ram": 190 << 10, "disk": True},
-    "disk, fifo, late": {"cpu_workers": 1, "ram": 190 << 10, "disk": True, "evict": "fifo", "prefetch": False, "sched": "eager"},
-}
-
-
 @pytest.mark.parametrize("config", [pytest.param(SMALL, id="gpt2", marks=pytest.mark.long), pytest.param(LLAMA, id="llama")])
 def test_beams_are_the_same_everywhere(config, tmp_path):
     """Texts and scores to the last bit on one and two workers, devices, and with RAM that holds a piece of weights and cache."""
-    prompts, found = prompts_of(61, 2, 13, 5), {}
-    for name, machine in {"plain": {"cpu_workers": 2}, **MACHINES}.items():
-        options = {"ram": 1 << 26, **machine}
-        if machine.get("disk"):
-            options["disk"] = tmp_path
-        with Runtime(**options) as runtime:
-            model = (GPT2 if config is SMALL else Llama)(config, COARSE, runtime, seed=4)
-            found[name] = our_beams(Generator(model, runtime, 48), prompts, 12, BeamSearch(3), stop=[7, 8])
-            runtime.wait()
-            assert (runtime.stats()["evictions"] > 0) == (name.startswith("disk") or name == "device"), name
+    prompts = prompts_of(61, 2, 13, 5)
+    found = everywhere(config, 190 << 10, 120 << 10, tmp_path, lambda generator: our_beams(generator, prompts, 12, BeamSearch(3), stop=[7, 8]))
     assert len(set(map(str, found.values()))) == 1
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from support import gpt2_oracle, llama_oracle
+from support.small_texts import CUT, LLAMA, SMALL, everywhere, prompts_of
 
 from nntask import no_grad
 from nntask.errors import UsageError
 from nntask.inference.generator import Generator
 from nntask.inference.sampling import Sampling
 from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
 from nntask.models.llama import Llama
 from nntask.nn.kv_cache import KVCache
 from nntask.tiling.model_tiling import ModelTiling, generation_tiling
@@ -21,18 +21,6 @@ from scheduler import InlineRuntime, Runtime
 
 GREEDY = Sampling(temperature=0)
 CONTEXT, COUNT = 80, 64
-SMALL = GPT2Config(vocab_size=61, n_positions=48, n_embd=24, n_layer=2, n_head=4, initializer_range=0.2)
-COARSE = ModelTiling(seq_tile=10, inner_tile=48, head_tile=2, vocab_tile=31)
-CUT = ModelTiling(minibatch_tile=2, seq_tile=5, embd_tile=10, inner_tile=40, head_tile=2, vocab_tile=25)
-LLAMA = llama_oracle.random_config(
-    0, vocab_size=61, num_hidden_layers=2, max_position_embeddings=48, num_attention_heads=4, num_key_value_heads=2, hidden_size=24
-)
-
-
-def prompts_of(vocab_size, *lengths):
-    """Random prompts."""
-    rng = np.random.default_rng(1)
-    return [[int(i) for i in rng.integers(0, vocab_size, length)] for length in lengths]
 
 
 @pytest.mark.parametrize(
@@ -115,28 +103,11 @@ def test_pieces_of_a_text_have_the_scores_of_the_whole(config, dtype):
     assert np.abs(found - want)[seen].max() < tolerance * np.abs(want).max()
 
 
-MACHINES = {
-    "one worker": {"cpu_workers": 1},
-    "two workers, lws": {"cpu_workers": 2, "sched": "lws"},
-    "device": {"cpu_workers": 0, "sim_gpus": 2, "gpu_memory": 80 << 10},
-    "disk": {"cpu_workers": 2, "ram": 140 << 10, "disk": True},
-    "disk, fifo, late": {"cpu_workers": 1, "ram": 140 << 10, "disk": True, "evict": "fifo", "prefetch": False, "sched": "eager"},
-}
-
-
 @pytest.mark.parametrize("config", [pytest.param(SMALL, id="gpt2", marks=pytest.mark.long), pytest.param(LLAMA, id="llama")])
 def test_tokens_are_the_same_everywhere(config, tmp_path):
     """Drawn tokens of unequal prompts on one and two workers, devices, and with RAM that holds a part of weights and cache, whatever leaves first."""
-    prompts, how, found = prompts_of(61, 2, 13, 5), Sampling(temperature=1.5, seed=9), {}
-    for name, machine in {"plain": {"cpu_workers": 2}, **MACHINES}.items():
-        options = {"ram": 1 << 26, **machine}
-        if machine.get("disk"):
-            options["disk"] = tmp_path
-        with Runtime(**options) as runtime:
-            model = (GPT2 if config is SMALL else Llama)(config, COARSE, runtime, seed=4)
-            found[name] = texts_of(Generator(model, runtime, 48), prompts, 12, how)
-            runtime.wait()
-            assert (runtime.stats()["evictions"] > 0) == (name.startswith("disk") or name == "device"), name
+    prompts, how = prompts_of(61, 2, 13, 5), Sampling(temperature=1.5, seed=9)
+    found = everywhere(config, 140 << 10, 80 << 10, tmp_path, lambda generator: texts_of(generator, prompts, 12, how))
     assert all(len(text) == 12 for text in found["plain"])
     assert len(set(map(str, found.values()))) == 1
 

@@ -154,12 +154,7 @@ class Session:
         compiled: bool = False,
         **options: Any,
     ) -> None:
-        if not 0 <= seed < 1 << 63:
-            raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
-        if not isinstance(threads, int) or not 1 <= threads <= 1024:
-            raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
-        if not isinstance(minibatches, int) or minibatches < 1:
-            raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")
+        _check_numbers(seed, threads, minibatches)
         check_module(module, has_weights=weights is not None)
         if compiled:
             check_compiler()
@@ -176,17 +171,7 @@ class Session:
         self.runtime: Runtime = self._host.runtime
         try:
             with self.user_errors():
-                self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
-                values = first_values(module)
-                if weights is not None:
-                    saved = module.state_dict().keys()
-                    attach_files(Path(weights), {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
-                    values = {name: value for name, value in values.items() if name not in saved}
-                with self._state.take(values):
-                    self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
-                    self._key = key_of(self.runtime)
-                    self._key.write(np.array([seed, 0], np.uint64))
-                    self.runtime.wait()
+                self._take(module, None if weights is None else Path(weights), limit, max_grad_norm)
         except BaseException:
             self.close()
             raise
@@ -204,6 +189,20 @@ class Session:
             order=order,
         )
         self.num_steps, self._half_done = 0, ""
+
+    def _take(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> None:
+        """Make the state of the module and of its optimizer on the runtime, with the first values."""
+        self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
+        values = first_values(module)
+        if weights is not None:
+            saved = module.state_dict().keys()
+            attach_files(weights, {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
+            values = {name: value for name, value in values.items() if name not in saved}
+        with self._state.take(values):
+            self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
+            self._key = key_of(self.runtime)
+            self._key.write(np.array([self._seed, 0], np.uint64))
+            self.runtime.wait()
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -465,3 +464,17 @@ class Session:
     def user_errors(self) -> AbstractContextManager[None]:
         """See `Host.user_errors`."""
         return self._host.user_errors()
+
+
+def _check_numbers(seed: int, threads: int, minibatches: int) -> None:
+    """Refuse numbers of a session that are out of range.
+
+    Raises:
+        UsageError: one is.
+    """
+    if not 0 <= seed < 1 << 63:
+        raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
+    if not isinstance(threads, int) or not 1 <= threads <= 1024:
+        raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
+    if not isinstance(minibatches, int) or minibatches < 1:
+        raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")
