@@ -181,20 +181,21 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     return on_tape("silu_gate", [gate, up], [elementwise.silu_gate(gate_data, up_data)], backward)[0]
 
 
-def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int) -> Tensor:
+def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_size: int | None = None) -> Tensor:
     """Rotate every head of x (B, T, H*D) by the angles of its position (Su et al., RoFormer, 2021).
 
     Args:
-        cos, sin: (T, D / 2), of the angles; rows cut like T.
+        cos, sin: (T, R / 2), of the angles, rows cut like T; or (B, T, R / 2), cut like B and T, where sequences are at positions of their own.
         head_size: D.
+        rotary_size: R, even: as many first features of each head turn, pairs (i, i + R / 2) of them; None for D.
     """
     edge = x.edge
 
     def backward(gradients: Gradients) -> None:
         if edge is not None:
-            edge.add(elementwise.rotary(only(gradients), cos, sin, head_size, inverse=True))
+            edge.add(elementwise.rotary(only(gradients), cos, sin, head_size, rotary_size, inverse=True))
 
-    return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size)], backward)[0]
+    return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size, rotary_size)], backward)[0]
 
 
 class _How(TypedDict):

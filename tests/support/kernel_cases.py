@@ -249,9 +249,10 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "rms_norm": [lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})],
     "rms_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
     "rotary": [
-        lambda m, i=i, at=at: ([m(2, 5, 12), m(*at, 2), m(*at, 2), m(2, 5, 12)], [3], {"head_size": 4, "inverse": i})
+        lambda m, i=i, at=at, d=d: ([m(2, 5, 3 * d), m(*at, 2), m(*at, 2), m(2, 5, 3 * d)], [3], {"head_size": d, "inverse": i})
         for i in (False, True)
         for at in ((5,), (2, 5))
+        for d in (4, 7)
     ],
     "rotary_angles": [lambda m, t=t: ([m.positive(5), m(t, 5), m(t, 5)], [1, 2], {"start": 7}) for t in (4, 1100)],
     "rotary_angles_at": [lambda m, t=t: ([m.positive(5), m.ids(900, 2, t), m(2, t, 5), m(2, t, 5)], [2, 3], {}) for t in (4, 1100)],

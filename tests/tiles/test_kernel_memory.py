@@ -209,12 +209,13 @@ def _embedding(m: Maker, *, part: bool) -> Call:
     return [m.ids(vocab), m(50 if part else vocab, m.columns), m.tile()], {"v_start": 0, "vocab": vocab, "accumulate": part}
 
 
-def _rotary(m: Maker, sequences: int) -> Call:
-    """`sequences` short sequences, or one long one, of heads of 2 or 64 columns."""
-    size = 64 if m.columns % 64 == 0 else 2
+def _rotary(m: Maker, sequences: int, partial: bool = False) -> Call:
+    """`sequences` short sequences, or one long one, of heads of 2 or 64 columns, or of 6 or 192 of which so many turn."""
+    turning = 64 if m.columns % 64 == 0 else 2
+    size = 3 * turning if partial else turning
     t, columns = m.rows // sequences, m.columns - m.columns % size
     x = m(sequences, t, columns)
-    return [x, m(t, size // 2), m(t, size // 2), np.empty_like(x)], {"head_size": size, "inverse": False}
+    return [x, m(t, turning // 2), m(t, turning // 2), np.empty_like(x)], {"head_size": size, "inverse": False}
 
 
 def _gather(m: Maker, num_rows: int) -> Call:
@@ -280,7 +281,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "residual_rms_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.tile(), m.tile(), m.column()], {"eps": 1e-5})],
     "rms_norm": [lambda m: ([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5})],
     "rms_norm_backward": [lambda m: _norm_backward(m, True)],
-    "rotary": [lambda m: _rotary(m, 1), lambda m: _rotary(m, m.rows)],
+    "rotary": [lambda m, p=p, n=n: _rotary(m, n or m.rows, p) for p in (False, True) for n in (1, 0)],
     "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
     "rotary_angles_at": [lambda m: ([m.row(), m.ids(5), m(1, m.rows, m.columns), m(1, m.rows, m.columns)], {})],
     "row_dots": [lambda m, a=a: ([m.tile(), m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],

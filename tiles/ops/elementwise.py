@@ -166,23 +166,27 @@ def _check_frequencies(frequencies: TileTensor) -> None:
         raise ValueError(f"frequencies must be one tile of one axis, got {frequencies!r}")
 
 
-def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, *, inverse: bool = False) -> TileTensor:
+def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_size: int | None = None, *, inverse: bool = False) -> TileTensor:
     """Rotary position embedding of every head; the inverse rotation is its backward pass.
 
     Args:
         x: (B, T, H * D), tiles of whole heads.
-        cos, sin: (T, D / 2), rows cut like T; or (B, T, D / 2), cut like B and T, where sequences are at positions of their own.
-        head_size: D, even.
+        cos, sin: (T, R / 2), rows cut like T; or (B, T, R / 2), cut like B and T, where sequences are at positions of their own.
+        head_size: D.
+        rotary_size: R, even: as many first features of each head turn, and the others stay; None for D.
         inverse: rotate by the negative angles.
     """
-    if head_size % 2 or x.shape[2] % head_size or x.tile[2] % head_size:
-        raise ValueError(f"heads of an even size must fill whole tiles; got head size {head_size} and {x!r}")
+    rotary_size = head_size if rotary_size is None else rotary_size
+    if x.shape[2] % head_size or x.tile[2] % head_size:
+        raise ValueError(f"heads must fill whole tiles; got head size {head_size} and {x!r}")
+    if rotary_size % 2 or not 0 < rotary_size <= head_size:
+        raise ValueError(f"an even number of features of a head turn, 2 to its size {head_size}; got {rotary_size}")
     for table in (cos, sin):
         rank = len(table.shape)
         for axis in range(rank - 1):
             same_axis(x, 3 - rank + axis, table, axis)
-        if table.grid[-1] != 1 or table.shape[-1] != head_size // 2:
-            raise ValueError(f"angles must be one tile of {head_size // 2} columns, got {table!r}")
+        if table.grid[-1] != 1 or table.shape[-1] != rotary_size // 2:
+            raise ValueError(f"angles must be one tile of {rotary_size // 2} columns, got {table!r}")
     out = x.like(name="rotary")
     for index in x.tiling.indices():
         row = index[3 - len(cos.shape) : 2]

@@ -321,10 +321,12 @@ def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Arr
 
 @register("rotary", "cpu")
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + D/2) of each head by the position's angles; see the reference."""
-    half = head_size // 2
+    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles; see the reference."""
+    half = cos.shape[-1]
     source = x.reshape(*x.shape[:-1], -1, head_size)
     target = y.reshape(source.shape)
+    if 2 * half < head_size:
+        target[..., 2 * half :] = source[..., 2 * half :]
     if single(x, cos, sin, y):
         from .numba import loops
 
@@ -340,9 +342,10 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
         for t in cut(length, most // (h.stop - h.start)):
             for b in cut(batch, most // ((h.stop - h.start) * (t.stop - t.start))):
                 c, s = (angles[t, None] if angles.ndim == 2 else angles[b, t, None] for angles in (cos, sin))
-                first, second = source[b, t, h, :half], source[b, t, h, half:]
+                first, second = source[b, t, h, :half], source[b, t, h, half : 2 * half]
                 other = work[: first.size].reshape(first.shape)
-                for out, one, two, combine in ((target[b, t, h, :half], first, second, back), (target[b, t, h, half:], second, first, turn)):
+                turned = (target[b, t, h, :half], first, second, back), (target[b, t, h, half : 2 * half], second, first, turn)
+                for out, one, two, combine in turned:
                     np.multiply(one, c, out=out)
                     np.multiply(two, s, out=other)
                     combine(out, other, out=out)

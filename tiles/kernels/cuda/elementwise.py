@@ -110,9 +110,10 @@ def silu_gate_backward(gate: DeviceArray, up: DeviceArray, dy: DeviceArray, dgat
 
 @register("rotary", "cuda")
 def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + D/2) of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, D / 2)."""
-    length, half, sign = np.int32(cos.rows().shape[0]), np.int32(head_size // 2), np.float32(-1.0 if inverse else 1.0)
-    _source.each("rotary", x.dtype, x.size // 2, x, cos, sin, y, length, np.int32(x.shape[2]), half, sign)
+    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, R / 2)."""
+    length, half, sign = np.int32(cos.rows().shape[0]), cos.shape[-1], np.float32(-1.0 if inverse else 1.0)
+    count = x.size // head_size * (head_size - half)  # pairs, and features that stay
+    _source.each("rotary", x.dtype, count, x, cos, sin, y, length, np.int32(x.shape[2]), np.int32(head_size), np.int32(half), sign)
 
 
 @register("rotary_angles", "cuda")

@@ -128,16 +128,16 @@ def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Arr
 
 @register("rotary", "reference")
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + D/2) of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).
+    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).
 
-    Shapes: x, y (mb, t, h * D); cos, sin (t, D / 2), or (mb, t, D / 2) where sequences are at positions of their own.
+    Shapes: x, y (mb, t, h * D); cos, sin (t, R / 2), or (mb, t, R / 2) where sequences are at positions of their own. Features behind R stay.
     """
-    half = head_size // 2
+    half = cos.shape[-1]
     sign = -1.0 if inverse else 1.0
     heads = x.reshape(*x.shape[:-1], -1, head_size)
-    first, second = heads[..., :half], heads[..., half:]
+    first, second, others = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     c, s = cos[..., None, :], sign * sin[..., None, :]
-    y[...] = np.concatenate([first * c - second * s, second * c + first * s], axis=-1).reshape(x.shape)
+    y[...] = np.concatenate([first * c - second * s, second * c + first * s, others], axis=-1).reshape(x.shape)
 
 
 @register("add_into", "reference")

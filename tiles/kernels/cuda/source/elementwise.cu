@@ -112,12 +112,18 @@ KERNEL silu_gate_backward(const T *gate, const T *up, const T *dy, T *dgate, T *
 }
 EXPORT(silu_gate_backward)
 
-// pairs (i, i + D/2) of each head turn by the position's angles  // x (mb, t, h D), cos and sin (length, D/2), row r of x takes r % length; `count` pairs
-KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int length, int width, int half, float sign, long long count) {
+// pairs (i, i + R/2) of each head's first R features turn by the position's angles, the others stay  // x (mb, t, h D), cos and sin (length, R/2), half R/2,
+// row r of x takes r % length; `count` pairs and features that stay
+KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int length, int width, int size, int half, float sign, long long count) {
+    int per_head = size - half, per_row = width / size * per_head;
     EACH(n, count) {
-        long long row = n / (width / 2);
-        int in_row = (int)(n % (width / 2)), head = in_row / half, i = in_row % half;
-        long long at = row * width + head * 2 * half + i;
+        long long row = n / per_row;
+        int in_row = (int)(n % per_row), head = in_row / per_head, i = in_row % per_head;
+        long long at = row * width + (long long)head * size + i;
+        if (i >= half) {
+            y[at + half] = x[at + half];
+            continue;
+        }
         int angle = (int)(row % length) * half + i;
         float c = cosine[angle], s = sign * sine[angle], first = widen(x[at]), second = widen(x[at + half]);
         y[at] = narrow<T>(first * c - second * s);
