@@ -37,6 +37,7 @@ ACTIVATIONS: Final = {
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
+    "tanh": "tanh",
 }
 """Name of an activation in configs -> name of its kernel. The first four names are the tanh approximation of GELU."""
 

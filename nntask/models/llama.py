@@ -78,7 +78,7 @@ class MLP(Module):
 
     def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        gated = functional.silu_gate(self.gate_proj(x, masks), self.up_proj(x, masks))  # silu((B, T, C) @ (I, C)^T) * the same -> (B, T, I)
+        gated = functional.gated(self.gate_proj(x, masks), self.up_proj(x, masks), "silu")  # silu((B, T, C) @ (I, C)^T) * the same -> (B, T, I)
         return self.down_proj(gated, masks)  # (B, T, I) @ (C, I)^T -> (B, T, C)
 
 

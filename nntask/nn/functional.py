@@ -168,17 +168,43 @@ def _layer_norm_backward(
     return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
 
 
-def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, equal shapes and tilings (SwiGLU of Shazeer, 2020, without its products)."""
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, equal shapes and tilings (Shazeer, GLU variants, 2020, without its products).
+
+    Args:
+        activation: silu (SwiGLU), gelu_new or gelu (GEGLU), relu (ReGLU), tanh, or a registered one.
+    """
     gate_data, up_data, gate_edge, up_edge = gate.data, up.data, gate.edge, up.edge
 
     def backward(gradients: Gradients) -> None:
-        found = elementwise.silu_gate_backward(gate_data, up_data, only(gradients))
+        found = elementwise.gated_backward(gate_data, up_data, only(gradients), activation)
         for edge, gradient in zip((gate_edge, up_edge), found, strict=True):
             if edge is not None:
                 edge.add(gradient)
 
-    return on_tape("silu_gate", [gate, up], [elementwise.silu_gate(gate_data, up_data)], backward)[0]
+    return on_tape("gated", [gate, up], [elementwise.gated(gate_data, up_data, activation)], backward)[0]
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """factor * x."""
+    edge = x.edge
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(elementwise.scale(only(gradients), factor))
+
+    return on_tape("scaled", [x], [elementwise.scale(x.data, factor)], backward)[0]
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), which stays between -cap and cap (Gemma 2, 2024)."""
+    edge, y = x.edge, elementwise.capped(x.data, cap)
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(elementwise.capped_backward(y, only(gradients), cap))
+
+    return on_tape("capped", [x], [y], backward)[0]
 
 
 def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_size: int | None = None) -> Tensor:

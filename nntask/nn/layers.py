@@ -57,31 +57,34 @@ class Adaptable(Module):
 
 
 class Linear(Adaptable):
-    """x (.., K) @ weight (K, N) + bias (N,) -> (.., N).
+    """x (.., K) @ weight (K, N) [+ bias (N,)] -> (.., N), and an activation in the same pass.
 
     Args:
         num_in: K.
         num_out: N.
         tile: features in and out per weight tile.
         std: of the first weights; the bias begins at zero.
-        activation: applied in the same pass: gelu_new, gelu, relu, silu, or None.
+        activation: gelu_new, gelu, relu, silu, tanh, or None.
+        has_bias: whether there is one.
     """
 
     has_rows_in = True
 
-    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None) -> None:
+    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = True) -> None:
         self.activation = activation
-        self.weight = Parameter((num_in, num_out), tile, normal(std))
-        self.bias = Parameter((num_out,), tile[1:], constant(0.0))
+        shape, cut = ((num_in, num_out), tile) if self.has_rows_in else ((num_out, num_in), tile[::-1])
+        self.weight = Parameter(shape, cut, normal(std))
+        self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
 
     def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
         """(.., K) -> (.., N)."""
+        transpose, added = not self.has_rows_in, self.added(masks)
         if self.activation is not None:
-            return functional.linear_activation(x, self.weight, self.bias, self.activation, added=self.added(masks))
-        return functional.linear(x, self.weight, self.bias, added=self.added(masks))
+            return functional.linear_activation(x, self.weight, self.bias, self.activation, transpose_w=transpose, added=added)
+        return functional.linear(x, self.weight, self.bias, transpose_w=transpose, added=added)
 
 
-class TransposedLinear(Adaptable):
+class TransposedLinear(Linear):
     """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N): the layout of torch, whose files then map onto tiles as they are.
 
     Args:
@@ -89,18 +92,16 @@ class TransposedLinear(Adaptable):
         num_out: N.
         tile: features in and out per weight tile.
         std: of the first weights; the bias begins at zero.
+        activation: as of `Linear`.
         has_bias: whether there is one.
     """
 
     has_rows_in = False
 
-    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool = False) -> None:
-        self.weight = Parameter((num_out, num_in), tile[::-1], normal(std))
-        self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
-
-    def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
-        """(.., K) -> (.., N)."""
-        return functional.linear(x, self.weight, self.bias, transpose_w=True, added=self.added(masks))
+    def __init__(
+        self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = False
+    ) -> None:
+        super().__init__(num_in, num_out, tile, std=std, activation=activation, has_bias=has_bias)
 
 
 class LayerNorm(Module):

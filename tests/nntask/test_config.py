@@ -53,7 +53,7 @@ BROKEN = {
         ({"vocab_size": -5}, ["vocab_size", "at least 1", "got -5"]),
         ({"n_inner": 0}, ["n_inner", "at least 1"]),
         ({"n_embd": 770}, ["divisible by n_head", "n_embd 770 and n_head 12", "n_head is 11"]),
-        ({"activation_function": "tanh"}, ["activation_function", '"tanh"', "gelu_new"]),
+        ({"activation_function": "elu"}, ["activation_function", '"elu"', "gelu_new"]),
         ({"activation_function": 3}, ["activation_function", "3 (a whole number)"]),
         ({"attn_pdrop": 1.0}, ["attn_pdrop", "below 1", "got 1.0"]),
         ({"resid_pdrop": "0.1"}, ["resid_pdrop", "a number", '"0.1" (a string)']),

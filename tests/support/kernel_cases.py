@@ -133,10 +133,12 @@ def _product(trans_a: bool, trans_b: bool, accumulate: bool) -> dict[str, Any]:
     return {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
 
 
+KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
+
 CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "accumulate": [lambda m: ([m(5, 7), m(5, 7)], [], {})],
-    "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
-    "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
+    "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in KINDS],
+    "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
     "adam": [lambda m, d=d, c=c: _adam(m, d, c) for d in (False, True) for c in (False, True)],
     "add": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
     "add_into": [lambda m: ([m(5, 7), m(5, 7)], [1], {"accumulate": False}), lambda m: ([m(5, 7), m(5, 7)], [], {"accumulate": True})],
@@ -187,6 +189,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         for e in (False, True)
         for g in (1, 2)
     ],
+    "cap": [lambda m: ([m(9, 3000), m(9, 3000)], [1], {"most": 1.5})],
+    "cap_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"most": 5.0})],
     "column_sums": [
         lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),
         lambda m: ([m(3, 50, 700), m(700)], [], {"accumulate": True}),
@@ -203,6 +207,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [], {"v_start": 8, "accumulate": True}),
     ],
     "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
+    "gate": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
+    "gate_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {"kind": k}) for k in KINDS],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
     "head_backward": [lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
     "head_finish": [

@@ -127,7 +127,7 @@ def _sgd(m: Maker, momentum: float, clip: bool) -> Case:
     return args, [0, *([3] if momentum else []), len(args) - 1], constants
 
 
-KINDS = ("gelu_new", "gelu", "relu", "silu")
+KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
 BOTH = (False, True)
 CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "activation": [lambda m, k=k: ([m(9, 301), m(9, 301)], [1], {"kind": k}) for k in KINDS],

@@ -232,7 +232,7 @@ def _each(kinds: tuple[str, ...], count: int) -> list[Callable[[Maker], Call]]:
     return [case for kind in kinds for case in _tiles(count, kind=kind)]
 
 
-KINDS = ("gelu_new", "gelu", "relu", "silu")
+KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
 CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "accumulate": _tiles(2),
@@ -252,12 +252,16 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "attention_scores": [_attention_scores],
     "batched_matmul": [_batched],
     "cached_attention": [lambda m, w=w, g=g: _cached(m, w, g) for w in (1, 200) for g in (1, 2)],
+    "cap": _tiles(2, most=1.5),
+    "cap_backward": _tiles(3, most=1.5),
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],
     "dropout": [lambda m, f=f: ([m.tile(), KEY, m.tile()], _place(m, f, p=0.3)) for f in (False, True)],
     "embedding": [lambda m, p=p: _embedding(m, part=p) for p in (False, True)],
     "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],
     "fill": _tiles(1, value=2.5),
+    "gate": _each(KINDS, 3),
+    "gate_backward": _each(KINDS, 5),
     "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
     "head_backward": [lambda m: _head(m, backward=True)],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],

@@ -108,6 +108,30 @@ def silu_gate_backward(gate: DeviceArray, up: DeviceArray, dy: DeviceArray, dgat
     _source.each("silu_gate_backward", dy.dtype, dy.size, gate, up, dy, dgate, dup)
 
 
+@register("gate", "cuda")
+def gate(gates: DeviceArray, up: DeviceArray, y: DeviceArray, *, kind: str) -> None:
+    """y = activation(gates) * up."""
+    _source.each("gate", y.dtype, y.size, gates, up, y, _number(kind))
+
+
+@register("gate_backward", "cuda")
+def gate_backward(gates: DeviceArray, up: DeviceArray, dy: DeviceArray, dgates: DeviceArray, dup: DeviceArray, *, kind: str) -> None:
+    """Gradients of `gate`."""
+    _source.each("gate_backward", dy.dtype, dy.size, gates, up, dy, dgates, dup, _number(kind))
+
+
+@register("cap", "cuda")
+def cap(x: DeviceArray, y: DeviceArray, *, most: float) -> None:
+    """y = most * tanh(x / most)."""
+    _source.each("cap", x.dtype, x.size, x, y, np.float32(most))
+
+
+@register("cap_backward", "cuda")
+def cap_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: float) -> None:
+    """dx = dy * (1 - (y / most)^2), from the output y of `cap`."""
+    _source.each("cap_backward", y.dtype, y.size, y, dy, dx, np.float32(most))
+
+
 @register("rotary", "cuda")
 def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
     """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, R / 2)."""

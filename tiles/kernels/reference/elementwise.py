@@ -33,6 +33,8 @@ def activate(x: Array, kind: str) -> Array:
         return np.maximum(x, 0)
     if kind == "silu":
         return x / (1.0 + np.exp(-x))
+    if kind == "tanh":
+        return np.asarray(np.tanh(x))
     raise ValueError(f"unknown activation {kind!r}; there are {', '.join(BUILT_IN_ACTIVATIONS)}")
 
 
@@ -48,6 +50,8 @@ def slope(x: Array, kind: str) -> Array:
     if kind == "silu":
         s = 1.0 / (1.0 + np.exp(-x))
         return s * (1.0 + x * (1.0 - s))
+    if kind == "tanh":
+        return 1.0 - np.tanh(x) ** 2
     raise ValueError(f"unknown activation {kind!r}; there are {', '.join(BUILT_IN_ACTIVATIONS)}")
 
 
@@ -124,6 +128,31 @@ def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Arr
     """Gradients of `silu_gate`."""
     dgate[...] = dy * up * slope(gate, "silu")
     dup[...] = dy * activate(gate, "silu")
+
+
+@register("gate", "reference")
+def gate(gates: Array, up: Array, y: Array, *, kind: str) -> None:
+    """y = activation(gates) * up (Shazeer 2020, without the products)."""
+    y[...] = activate(gates, kind) * up
+
+
+@register("gate_backward", "reference")
+def gate_backward(gates: Array, up: Array, dy: Array, dgates: Array, dup: Array, *, kind: str) -> None:
+    """Gradients of `gate`."""
+    dgates[...] = dy * up * slope(gates, kind)
+    dup[...] = dy * activate(gates, kind)
+
+
+@register("cap", "reference")
+def cap(x: Array, y: Array, *, most: float) -> None:
+    """y = most * tanh(x / most) (Bello et al. 2016, eq. 16; Gemma 2)."""
+    y[...] = most * np.tanh(x / most)
+
+
+@register("cap_backward", "reference")
+def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
+    """dx = dy * (1 - (y / most)^2), from the output y of `cap`."""
+    dx[...] = dy * (1.0 - (y / most) ** 2)
 
 
 @register("rotary", "reference")
