@@ -115,29 +115,44 @@ def residual_layer_norm(x: Tensor, branch: Tensor, gamma: Tensor, beta: Tensor, 
     return out[0], out[1]
 
 
-def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean of squares + eps) * gamma (C,) over the last axis -> (.., C)."""
-    y, rstd = norm.rms_norm(x.data, gamma.data, eps)
+def rms_norm(x: Tensor, gamma: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean of squares + eps) * (gamma (C,) + offset) over the last axis -> (.., C)."""
+    y, rstd = norm.rms_norm(x.data, gamma.data, eps, offset)
     x_data, gamma_data, x_edge, gamma_edge = x.data, gamma.data, x.edge, gamma.edge
 
     def backward(gradients: Gradients) -> None:
-        dx = _rms_norm_backward(x_data, gamma_data, rstd, only(gradients), gamma_edge, None if x_edge is None else x_edge.take())
+        taken = None if x_edge is None else x_edge.take()
+        dx = _rms_norm_backward(x_data, gamma_data, rstd, only(gradients), gamma_edge, taken, offset)
         if x_edge is not None:
             x_edge.add(dx)
 
     return on_tape("rms_norm", [x, gamma], [y], backward)[0]
 
 
-def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def head_norm(x: Tensor, gamma: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean of squares + eps) * (gamma (D,) + offset) within each head (Henry et al., 2020)  # (.., H*D) -> (.., H*D)."""
+    y, rstd = norm.head_norm(x.data, gamma.data, eps, offset)
+    x_data, gamma_data, x_edge, gamma_edge = x.data, gamma.data, x.edge, gamma.edge
+
+    def backward(gradients: Gradients) -> None:
+        dgamma, taken = None if gamma_edge is None else accumulator_of(gamma_edge), None if x_edge is None else x_edge.take()
+        dx = norm.head_norm_backward(x_data, gamma_data, rstd, only(gradients), dgamma, dresidual=taken, offset=offset)
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("head_norm", [x, gamma], [y], backward)[0]
+
+
+def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """s = x + branch (.., C) and rms_norm(s), in one pass -> (s, normed)."""
-    s, y, rstd = norm.residual_rms_norm(x.data, branch.data, gamma.data, eps)
+    s, y, rstd = norm.residual_rms_norm(x.data, branch.data, gamma.data, eps, offset)
     gamma_data, gamma_edge = gamma.data, gamma.edge
     edges = [t.edge for t in (x, branch) if t.edge is not None]
 
     def backward(gradients: Gradients) -> None:
         ds, dy = gradients  # (.., C) each: past the norm, through the norm
         if dy is not None:
-            ds = _rms_norm_backward(s, gamma_data, rstd, dy, gamma_edge, ds)
+            ds = _rms_norm_backward(s, gamma_data, rstd, dy, gamma_edge, ds, offset)
         assert ds is not None  # a node without any gradient is not visited
         for edge in edges:
             edge.add(ds)
@@ -147,11 +162,11 @@ def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> t
 
 
 def _rms_norm_backward(
-    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None
+    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None, offset: float
 ) -> TileTensor:
     """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, if gamma is learnt."""
     dgamma = None if edge is None else accumulator_of(edge)
-    return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual)
+    return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual, offset=offset)
 
 
 def _layer_norm_backward(

@@ -120,21 +120,50 @@ class LayerNorm(Module):
         """(x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
 
+    def of_sum(self, x: Tensor, branch: Tensor) -> Tensor:
+        """The norm of x + branch alone, (.., C), in one pass; the sum stays only as long as the gradient of the norm needs it."""
+        return self.after_add(x, branch)[1]
+
 
 class RMSNorm(Module):
-    """RMS norm over the last axis (Zhang and Sennrich, 2019) with weight (C,)."""
+    """RMS norm over the last axis (Zhang and Sennrich, 2019), multiplied by weight (C,) + offset.
 
-    def __init__(self, width: int, tile: int, eps: float) -> None:
-        self.eps = eps
-        self.weight = Parameter((width,), (tile,), constant(1.0))
+    Args:
+        width: C.
+        tile: features of a tile.
+        eps: added to the mean of squares.
+        offset: added to the weight (Gemma: 1); the first weight is 1 - offset.
+    """
+
+    def __init__(self, width: int, tile: int, eps: float, offset: float = 0.0) -> None:
+        self.eps, self.offset = eps, offset
+        self.weight = Parameter((width,), (tile,), constant(1.0 - offset))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(.., C) -> (.., C)."""
-        return functional.rms_norm(x, self.weight, self.eps)
+        return functional.rms_norm(x, self.weight, self.eps, self.offset)
 
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm), (.., C) each, in one pass."""
-        return functional.residual_rms_norm(x, branch, self.weight, self.eps)
+        return functional.residual_rms_norm(x, branch, self.weight, self.eps, self.offset)
+
+
+class HeadNorm(Module):
+    """RMS norm within each head (Henry et al., 2020), multiplied by weight (D,) + offset, the same for all heads; tiles hold whole heads.
+
+    Args:
+        head_size: D.
+        eps: added to the mean of squares.
+        offset: added to the weight; the first weight is 1 - offset.
+    """
+
+    def __init__(self, head_size: int, eps: float, offset: float = 0.0) -> None:
+        self.eps, self.offset = eps, offset
+        self.weight = Parameter((head_size,), (-1,), constant(1.0 - offset))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(.., H*D) -> (.., H*D)."""
+        return functional.head_norm(x, self.weight, self.eps, self.offset)
 
 
 class Embedding(Module):

@@ -1,6 +1,8 @@
 """Differentiable elementwise operations and norms beside torch in double precision: odd sizes, ragged tiles, gradients of inputs and weights."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -8,11 +10,11 @@ import pytest
 import torch
 
 from nntask.nn import functional
-from nntask.nn.autograd import Tensor
+from nntask.nn.autograd import Tensor, no_grad
 from nntask.nn.initializers import constant
-from nntask.nn.layers import Linear, TransposedLinear
+from nntask.nn.layers import HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
 from nntask.nn.module import Parameter
-from scheduler import Codelet, InlineRuntime
+from scheduler import Codelet, Handle, InlineRuntime
 from tiles import TileTensor
 from tiles.ops import elementwise
 
@@ -192,3 +194,125 @@ def test_linear_layers(tile: tuple[int, int], transposed: bool, has_bias: bool, 
     for parameter, grad in zip([given, *layer.parameters()], grads, strict=True):
         assert parameter.gradient is not None
         np.testing.assert_allclose(parameter.gradient.read(), grad.numpy(), atol=1e-11)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
+    """RMS norm as transformers' Gemma has it."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * (weight + offset)
+
+
+@tilings
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_with_an_offset(tile: tuple[int, int, int], offset: float) -> None:
+    """The plain form and the one after a sum, over whole and cut widths; what is past the norm joins its gradient."""
+    given = [(random(B, T, 7), tile), (random(7, seed=1), tile[2:])]
+    agree(lambda x, g: functional.rms_norm(x, g, 1e-5, offset), lambda x, g: rms(x, g, offset), *given)
+    agree(lambda x, g: x + functional.rms_norm(x, g, 1e-5, offset), lambda x, g: x + rms(x, g, offset), *given)
+
+    def ours(x: Tensor, branch: Tensor, gamma: Tensor) -> Tensor:
+        s, y = functional.residual_rms_norm(x, branch, gamma, 1e-5, offset)
+        return s + y
+
+    branch = (random(B, T, 7, seed=2), tile)
+    agree(ours, lambda x, b, g: x + b + rms(x + b, g, offset), given[0], branch, given[1])
+
+
+@tilings
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("past", [False, True])
+def test_head_norm(tile: tuple[int, int, int], offset: float, past: bool) -> None:
+    """Each head by itself, one weight for all of them, whose gradient is the sum over heads; also where the input goes past the norm."""
+    b, t, h = tile
+    given = [(random(B, T, H * D), (b, t, h * D if h > 0 else h)), (random(D, seed=1), (-1,))]
+
+    def ours(x: Tensor, gamma: Tensor) -> Tensor:
+        x = functional.scaled(x, 1.5)  # x + y has one gradient for both
+        y = functional.head_norm(x, gamma, 1e-5, offset)
+        return x + y if past else y
+
+    def theirs(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+        x = 1.5 * x
+        y = rms(x.reshape(B, T, H, D), gamma, offset).reshape(B, T, H * D)
+        return x + y if past else y
+
+    agree(ours, theirs, *given)
+
+
+@pytest.mark.parametrize("layer", [RMSNorm(H * D, 2 * D, 1e-5, 1.0), HeadNorm(D, 1e-5, 1.0)], ids=["rms", "heads"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_norms_with_an_offset_in_short_types(layer: RMSNorm | HeadNorm, dtype: type) -> None:
+    """Weights begin at 1 - offset = 0; the sum of weight and offset is not rounded to bf16."""
+    runtime, error = InlineRuntime(), 2.0 ** (-20 if dtype == np.float32 else -7)
+    layer.allocate(runtime, dtype, 0)
+    assert not layer.weight.read().any()
+    layer.weight.data.write(np.full(layer.weight.shape, 2.0**-9, dtype))  # 1 + 2^-9 is no bf16
+    x = leaf(runtime, random(B, T, H * D), (2, 3, 2 * D), dtype)
+    y = layer(x)
+    exact, weight = x.read().astype(np.float64), torch.full(layer.weight.shape, 2.0**-9, dtype=torch.float64, requires_grad=True)
+    want = rms(torch.tensor(exact).reshape(B, T, -1, len(weight)), weight, 1.0)
+    np.testing.assert_allclose(y.read().astype(np.float64), want.detach().numpy().reshape(B, T, H * D), rtol=2 * error, atol=2 * error)
+    y.backward(elementwise.copy(x.data))
+    (grad,) = torch.autograd.grad(want, [weight], torch.tensor(exact).reshape(want.shape))
+    assert layer.weight.gradient is not None
+    np.testing.assert_allclose(layer.weight.gradient.read(), grad.numpy(), rtol=32 * error, atol=32 * error)
+
+
+def test_norms_without_an_offset_keep_their_tasks() -> None:
+    """No scratch and no constant more than there was."""
+    for offset, count in ((0.0, 4), (1.0, 5)):
+        seen: list[tuple[str, int, dict[str, object]]] = []
+
+        class Seen(InlineRuntime):
+            def _submit(self, codelet: Codelet, accesses, constants, priority, terms, seen=seen) -> None:  # type: ignore[no-untyped-def]
+                seen.append((codelet.name, len(accesses), dict(constants)))
+                super()._submit(codelet, accesses, constants, priority, terms)
+
+        runtime = Seen()
+        x, gamma = leaf(runtime, random(B, T, 7), (-1, -1, -1)), leaf(runtime, random(7), (-1,))
+        seen.clear()
+        functional.rms_norm(x, gamma, 1e-5, offset)
+        assert seen == [("rms_norm", count, {"eps": 1e-5} | ({"offset": 1.0} if offset else {}))]
+
+
+def test_heads_fill_tiles() -> None:
+    """A head in two tiles is refused."""
+    runtime = InlineRuntime()
+    with pytest.raises(ValueError, match="tiles must hold whole heads"):
+        functional.head_norm(leaf(runtime, random(B, T, H * D), (-1, -1, D + 1)), leaf(runtime, random(D), (-1,)), 1e-5)
+
+
+@tilings
+def test_a_norm_of_a_sum_drops_the_sum(tile: tuple[int, int, int]) -> None:
+    """Post-norm blocks: gradients are right; the sum dies at once without a tape, and with one when the norm's gradient has been taken."""
+    sums: list[weakref.ref[Handle]] = []
+
+    class Watching(InlineRuntime):
+        def handle(self, nbytes: int, view: Any = None, **options: Any) -> Handle:
+            found = super().handle(nbytes, view, **options)
+            if str(options.get("name", "")).startswith(("residual", "add")):
+                sums.append(weakref.ref(found))
+            return found
+
+    runtime = Watching()
+    layer = LayerNorm(7, tile[2], 1e-5)
+    layer.allocate(runtime, np.float64, 0)
+
+    def theirs(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x + b, (7,), eps=1e-5)
+
+    given = [(random(B, T, 7), tile), (random(B, T, 7, seed=1), tile)]
+    x, branch = (leaf(runtime, values, cut) for values, cut in given)
+    with no_grad():
+        layer.of_sum(x, branch)
+    assert sums
+    assert not any(tile() for tile in sums)
+    y = layer.of_sum(x, branch)
+    assert any(tile() for tile in sums)
+    want = theirs(*(values for values, _ in given))
+    np.testing.assert_allclose(y.read(), want.detach().numpy(), atol=1e-12)
+    dy = random(*want.shape, seed=9).detach()
+    y.backward(data(runtime, dy.numpy(), y.data.tile))
+    assert not any(tile() for tile in sums)
+    for parameter, grad in zip((x, branch), torch.autograd.grad(want, [values for values, _ in given], dy), strict=True):
+        assert parameter.gradient is not None
+        np.testing.assert_allclose(parameter.gradient.read(), grad.numpy(), atol=1e-12)

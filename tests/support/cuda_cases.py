@@ -25,6 +25,8 @@ FLOATS = {
     "embedding_backward": (2,),
     "head_backward": (5, 8, 9),
     "head_forward": (5, 6, 7),
+    "head_norm": (3,),
+    "head_norm_backward": (2, -1),
     "layer_norm": (4, 5),
     "layer_norm_backward": (2, 3, -2, -1),
     "norm_apply": (1, 2),
@@ -59,7 +61,8 @@ def all_cases(skipped: set[str]) -> list[tuple[str, int]]:
 def arguments(op: str, number: int, short: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Arguments of a case, pure outputs full of NaN, and its constants."""
     args, outputs, constants = CASES[op][number](Maker(np.float32))
-    kept = {place % len(args) for place in FLOATS.get(op, ()) if place < len(args)}
+    num_tiles = len(args) - bool(constants.get("offset"))  # negative places count from before the scratch of an offset
+    kept = {place % num_tiles for place in FLOATS.get(op, ()) if place < num_tiles}
     if constants.get("stored"):
         kept.discard(4)  # stored weights are like activations
     for place, arg in enumerate(args):

@@ -101,6 +101,22 @@ def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> 
     return args, list(range(first, len(args))) if not accumulate else [first], {"accumulate": accumulate, "residual": residual}
 
 
+def _shifted(case: Case) -> Case:
+    """The same with weights of 1 more, for which there is scratch at the end."""
+    args, outputs, constants = case
+    width = max(array.shape[0] for array in args if array.ndim == 1)
+    return [*args, np.empty(8 * width, np.uint8)], outputs, {**constants, "offset": 1.0}
+
+
+def _head_norm(make: Maker) -> Case:
+    return [make(2, 9, 33), make(11), make(2, 9, 33), make(2, 9, 3)], [2, 3], {"eps": 1e-5}
+
+
+def _head_norm_backward(make: Maker, residual: bool, accumulate: bool) -> Case:
+    args = [make(2, 9, 33), make(11), make.positive(2, 9, 3), make(2, 9, 33), *([make(2, 9, 33)] if residual else []), make(2, 9, 33), make(11)]
+    return args, [len(args) - 2] + ([] if accumulate else [len(args) - 1]), {"accumulate": accumulate, "residual": residual}
+
+
 def _norm_room(make: Maker) -> np.ndarray:
     return np.empty(norm_scratch(18, 33, make.dtype.itemsize), np.uint8)
 
@@ -215,6 +231,11 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),
     ],
     "head_forward": [lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
+    "head_norm": [_head_norm, lambda m: _shifted(_head_norm(m))],
+    "head_norm_backward": [
+        *[lambda m, r=r, a=a: _head_norm_backward(m, r, a) for r in (False, True) for a in (False, True)],
+        *[lambda m, r=r: _shifted(_head_norm_backward(m, r, r)) for r in (False, True)],
+    ],
     "keyed_uniform": [lambda m: ([np.array([1, 2], np.uint64), m(3, 4, 20)], [1], {"stream": 5})],
     "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, False, r, a) for r in (False, True) for a in (False, True)],
@@ -235,8 +256,12 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "norm_apply": [
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(33), m(2, 9, 33)], [5], {}),
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(2, 9, 33)], [4], {}),
+        lambda m: _shifted(([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(2, 9, 33)], [4], {})),
     ],
-    "norm_backward_apply": [lambda m, c=c, a=a: _apply_backward(m, c, a) for c in (False, True) for a in (False, True)],
+    "norm_backward_apply": [
+        *[lambda m, c=c, a=a: _apply_backward(m, c, a) for c in (False, True) for a in (False, True)],
+        lambda m: _shifted(_apply_backward(m, False, True)),
+    ],
     "norm_backward_sums": [
         lambda m: (
             [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)],
@@ -244,6 +269,11 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
             {"accumulate": False},
         ),
         lambda m: ([m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"accumulate": True}),
+        lambda m: (
+            [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m), np.empty(8 * 33, np.uint8)],
+            [5, 6],
+            {"accumulate": False, "offset": 1.0},
+        ),
     ],
     "norm_finish": [lambda m: ([m(2, 9), m.positive(2, 9), m(2, 9), m(2, 9)], [2, 3], {"width": 70, "eps": 1e-5})],
     "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
@@ -251,9 +281,18 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "residual_layer_norm": [
         lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9), m(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
     ],
-    "residual_rms_norm": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
-    "rms_norm": [lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})],
-    "rms_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
+    "residual_rms_norm": [
+        lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5}),
+        lambda m: _shifted(([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5})),
+    ],
+    "rms_norm": [
+        lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5}),
+        lambda m: _shifted(([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})),
+    ],
+    "rms_norm_backward": [
+        *[lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
+        *[lambda m, r=r: _shifted(_norm_backward(m, True, r, not r)) for r in (False, True)],
+    ],
     "rotary": [
         lambda m, i=i, at=at, d=d: ([m(2, 5, 3 * d), m(*at, 2), m(*at, 2), m(2, 5, 3 * d)], [3], {"head_size": d, "inverse": i})
         for i in (False, True)

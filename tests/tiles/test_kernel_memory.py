@@ -157,6 +157,22 @@ def _norm_backward(m: Maker, rms: bool) -> Call:
     return args, {"accumulate": False, "residual": True}
 
 
+def _shifted(call: Call) -> Call:
+    """The same with weights of 1 more, for which there is scratch at the end."""
+    args, constants = call
+    return [*args, np.empty(8 * max(array.size for array in args if array.ndim == 1), np.uint8)], {**constants, "offset": 1.0}
+
+
+def _heads(m: Maker, *, backward: bool) -> Call:
+    """Heads of 2 or 64 columns."""
+    size = 64 if m.columns % 64 == 0 else 2
+    heads = m.columns // size
+    tiles, gamma, rstd = [m(1, m.rows, heads * size) for _ in range(4)], m(size), m(1, m.rows, heads)
+    if not backward:
+        return [tiles[0], gamma, tiles[1], rstd], {"eps": 1e-5}
+    return [tiles[0], gamma, rstd, *tiles[1:], m(size)], {"accumulate": False, "residual": True}
+
+
 def _norm_room(m: Maker) -> np.ndarray:
     return np.empty(norm_scratch(m.rows, m.columns, m.dtype.itemsize), np.uint8)
 
@@ -266,6 +282,8 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "head_backward": [lambda m: _head(m, backward=True)],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
     "head_forward": [lambda m: _head(m, backward=False)],
+    "head_norm": [lambda m: _heads(m, backward=False), lambda m: _shifted(_heads(m, backward=False))],
+    "head_norm_backward": [lambda m: _heads(m, backward=True), lambda m: _shifted(_heads(m, backward=True))],
     "keyed_uniform": [lambda m: ([KEY, m.tile()], {"stream": 5})],
     "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m: _norm_backward(m, False)],
@@ -283,8 +301,11 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "random_uniform": [lambda m, f=f: ([m.tile()], _place(m, f, low=-1.0, high=2.0, seed=5)) for f in (False, True)],
     "residual_layer_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.row(), m.tile(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "residual_rms_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.tile(), m.tile(), m.column()], {"eps": 1e-5})],
-    "rms_norm": [lambda m: ([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5})],
-    "rms_norm_backward": [lambda m: _norm_backward(m, True)],
+    "rms_norm": [
+        lambda m: ([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5}),
+        lambda m: _shifted(([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5})),
+    ],
+    "rms_norm_backward": [lambda m: _norm_backward(m, True), lambda m: _shifted(_norm_backward(m, True))],
     "rotary": [lambda m, p=p, n=n: _rotary(m, n or m.rows, p) for p in (False, True) for n in (1, 0)],
     "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
     "rotary_angles_at": [lambda m: ([m.row(), m.ids(5), m(1, m.rows, m.columns), m(1, m.rows, m.columns)], {})],
