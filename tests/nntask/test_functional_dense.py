@@ -13,6 +13,7 @@ from nntask.nn import functional
 from nntask.nn.autograd import Tensor, no_grad
 from nntask.nn.initializers import constant
 from nntask.nn.layers import HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
+from nntask.nn.linear import LowRank
 from nntask.nn.module import Parameter
 from scheduler import Codelet, Handle, InlineRuntime
 from tiles import TileTensor
@@ -316,3 +317,17 @@ def test_a_norm_of_a_sum_drops_the_sum(tile: tuple[int, int, int]) -> None:
     for parameter, grad in zip((x, branch), torch.autograd.grad(want, [values for values, _ in given], dy), strict=True):
         assert parameter.gradient is not None
         np.testing.assert_allclose(parameter.gradient.read(), grad.numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_activations_of_layers_with_an_adapter(transposed: bool) -> None:
+    """Something of low rank is added before the activation, beside weights of either layout."""
+
+    def ours(x: Tensor, w: Tensor, b: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return functional.linear_activation(x, w, b, "tanh", transpose_w=transposed, added=LowRank(down, up, 0.5))
+
+    def theirs(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ (w.T if transposed else w) + b + 0.5 * x @ down.T @ up.T)
+
+    weight = (random(7, 6), (3, 4)) if transposed else (random(6, 7), (4, 3))
+    agree(ours, theirs, (random(B, T, 6), (2, 3, 4)), weight, (random(7), (3,)), (random(2, 6), (-1, 4)), (random(7, 2), (3, -1)))
