@@ -16,7 +16,6 @@ from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 from tiles.ops import elementwise, norm
 from tiles.ops import embedding as embedding_ops
-from tiles.ops import loss as loss_ops
 from tiles.ops import random as random_ops
 
 from ..errors import UsageError
@@ -25,6 +24,7 @@ from .autograd import add as add  # the sum, which `Tensor` has as an operator, 
 from .kv_cache import LayerPast
 from .linear import linear as linear  # a part of this module's names
 from .linear import linear_activation as linear_activation
+from .loss import linear_cross_entropy as linear_cross_entropy
 
 SITES: Final = 1 << 12
 """Most places in a model that drop out: adapters have the second half of them, everything else the first."""
@@ -258,29 +258,3 @@ def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:
             edge.add(random_ops.dropout(only(gradients), p, key, stream))
 
     return on_tape("dropout", [x], [random_ops.dropout(x.data, p, key, stream)], backward)[0]
-
-
-def linear_cross_entropy(x: Tensor, w: Tensor, targets: TileTensor, *, scale: float) -> Tensor:
-    """scale * sum of the token losses -log softmax(x @ w.T)[target] -> (1,); the logits (B, T, V) are never whole.
-
-    Args:
-        x: (B, T, C).
-        w: (V, C).
-        targets: (B, T) int32; -1 is ignored.
-        scale: 1 / (B*T) for the mean over tokens.
-
-    Returns:
-        (1,), a loss: where a backward pass begins.
-    """
-    loss, lse = loss_ops.linear_cross_entropy(x.data, w.data, targets, scale=scale)
-    x_data, w_data, x_edge, w_edge = x.data, w.data, x.edge, w.edge
-
-    def backward(gradients: Gradients) -> None:
-        if gradients[0] is not None:
-            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, and here it came from a later tensor; use its scale=")
-        dw = None if w_edge is None else accumulator_of(w_edge)
-        dx = loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, scale=scale)
-        if x_edge is not None:
-            x_edge.add(dx)
-
-    return on_tape("linear_cross_entropy", [x, w], [loss], backward, is_loss=True)[0]

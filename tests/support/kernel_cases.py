@@ -13,6 +13,7 @@ from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.reference.attention import Pair
+from tiles.kernels.reference.loss import PLAIN, Head
 
 Case = tuple[list[np.ndarray], list[int], dict[str, Any]]
 """Arguments, which of them are pure outputs (they start as NaN), constants."""
@@ -80,17 +81,28 @@ def _append(make: Maker, num_tokens: int) -> Case:
     return [make(5, num_tokens, 6), make(5, num_tokens, 6), positions, make(5, 5, 6), make(5, 5, 6)], [], {"start": 9}
 
 
-def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True) -> Case:
+def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how: Head = PLAIN) -> Case:
     xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
     targets = make.ids(30, 2, 5)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
     partials = np.empty(head_scratch(10, 11, 8), np.uint8)
+    given, more = [*xs, *ws, *([make(11)] if how.has_bias else []), targets], {} if how == PLAIN else {"how": how}
+    start = len(given)
     if not backward:
-        constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first}
-        return [*xs, *ws, targets, make(2, 5), make.positive(2, 5), make(2, 5), partials], [5, 6, 7] if first else [], constants
+        constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first, **more}
+        return [*given, make(2, 5), make.positive(2, 5), make(2, 5), partials], [start, start + 1, start + 2] if first else [], constants
     grads = [make(2, 5, 3), make(2, 5, 4), *([make(11, 3), make(11, 4)] if has_dw else [])]
-    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
-    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, partials], [6, 7, 8, 9][: len(grads)] if first else [], constants
+    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": has_dw and not first, **more}
+    given += [make.positive(2, 5) * 3, *([make.positive(1)] if how.has_factor else []), *grads]
+    outputs = list(range(len(given) - len(grads), len(given))) if first else []
+    if how.has_dbias:
+        outputs.append(len(given))
+        given.append(make(11))
+    return [*given, partials], outputs, constants
+
+
+HEADS = (Head(True, True, True), Head(cap=1.5), Head(has_factor=True), Head(True, True, True, 1.5), Head(has_bias=True))
+"""Ways of a head beyond the plain one."""
 
 
 def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> Case:
@@ -204,11 +216,23 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
-    "head_backward": [lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
+    "head_backward": [
+        *[lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
+        *[lambda m, f=f, h=h: _head(m, backward=True, first=f, has_dw=f, how=h) for f in (False, True) for h in HEADS],
+        lambda m: _head(m, backward=True, first=False, how=HEADS[0]),
+    ],
     "head_finish": [
         lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),
+        lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m.positive(1), m(2, 5), np.empty(1)], [5, 6], {"scale": 0.5}),
     ],
-    "head_forward": [lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
+    "head_forward": [
+        *[lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
+        *[
+            lambda m, f=f, h=h: _head(m, backward=False, first=f, how=h)
+            for f in (False, True)
+            for h in (Head(True), Head(cap=1.5), Head(True, cap=1.5))
+        ],
+    ],
     "keyed_uniform": [lambda m: ([np.array([1, 2], np.uint64), m(3, 4, 20)], [1], {"stream": 5})],
     "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, False, r, a) for r in (False, True) for a in (False, True)],

@@ -23,6 +23,7 @@ from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
 from tiles.kernels.reference.attention import Pair
+from tiles.kernels.reference.loss import PLAIN, Head
 
 LIMIT = 64 << 10
 WHOLE = 1 << 20
@@ -139,16 +140,18 @@ def _attention_delta(m: Maker) -> Call:
     return [m(1, tq, h * size), m(1, tq, h * size), m(1, h, tq)], {"head_size": size}
 
 
-def _head(m: Maker, *, backward: bool) -> Call:
+def _head(m: Maker, *, backward: bool, how: Head = PLAIN) -> Call:
     """Rows by a vocabulary: the wide shape is a large vocabulary, the tall one many rows of a small one."""
     width, vocab = 512 if m.rows == 512 else 32, m.columns
     x, w, ids = m(1, m.rows, width), m(vocab, width), m.ids(vocab)
     ids[0, 0] = -1
     partials = np.empty(head_scratch(m.rows, vocab, m.dtype.itemsize), np.uint8)
-    constants: dict[str, Any] = {"num_c": 1, "v_start": 0, "first": False}
+    constants: dict[str, Any] = {"num_c": 1, "v_start": 0, "first": False, **({} if how == PLAIN else {"how": how})}
+    given = [x, w, *([m(vocab)] if how.has_bias else []), ids]
     if backward:
-        return [x, w, ids, 5 * m.column(), np.zeros_like(x), np.zeros_like(w), partials], {**constants, "scale": 0.5, "accumulate": True}
-    return [x, w, ids, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
+        given += [5 * m.column(), *([m(1)] if how.has_factor else []), np.zeros_like(x), np.zeros_like(w), *([m(vocab)] if how.has_dbias else [])]
+        return [*given, partials], {**constants, "scale": 0.5, "accumulate": True}
+    return [*given, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
 
 
 def _norm_backward(m: Maker, rms: bool) -> Call:
@@ -258,9 +261,9 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],
     "fill": _tiles(1, value=2.5),
     "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
-    "head_backward": [lambda m: _head(m, backward=True)],
+    "head_backward": [lambda m, h=h: _head(m, backward=True, how=h) for h in (PLAIN, Head(True, True, True, 1.5))],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
-    "head_forward": [lambda m: _head(m, backward=False)],
+    "head_forward": [lambda m, h=h: _head(m, backward=False, how=h) for h in (PLAIN, Head(True, cap=1.5))],
     "keyed_uniform": [lambda m: ([KEY, m.tile()], {"stream": 5})],
     "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m: _norm_backward(m, False)],
