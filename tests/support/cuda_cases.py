@@ -26,6 +26,7 @@ FLOATS = {
     "embedding_backward": (2,),
     "layer_norm": (4, 5),
     "layer_norm_backward": (2, 3, -2, -1),
+    "mean_tokens": (1,),
     "norm_apply": (1, 2),
     "norm_backward_apply": (2, 3, 5, 6, 9, 10),
     "norm_backward_sums": (2, 3, 5, 6),

@@ -215,6 +215,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [], {"v_start": 8, "accumulate": True}),
     ],
     "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
+    "first_token": [lambda m: ([m(3, 5, 7), m(3, 1, 7)], [1], {})],
+    "first_token_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {})],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
     "head_backward": [
         *[lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
@@ -249,6 +251,12 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 5, 6), m(2, 5, 7), m(6, 7)], [], _product(True, False, True)),
         lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7)], [2], _product(False, True, False)),
     ],
+    "mean_tokens": [
+        lambda m: ([m(3, 5, 70), m(3, 70), m(3, 1, 70)], [1, 2], {"first": True, "length": 5}),
+        lambda m: ([m(3, 5, 70), m(3, 70)], [1], {"first": True, "length": 9}),
+        lambda m: ([m(3, 5, 70), m(3, 70), m(3, 1, 70)], [2], {"first": False, "length": 9}),
+    ],
+    "mean_tokens_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {"length": 9})],
     "multiply": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
     "norm_apply": [
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(33), m(2, 9, 33)], [5], {}),
@@ -303,4 +311,5 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
     "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
+    "swap_tokens": [lambda m, t=t, c=c: ([m(2, t, c), m(2, c, t)], [1], {}) for t, c in ((5, 7), (1, 40), (65, 33))],
 }

@@ -167,6 +167,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
         lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [2], {"v_start": 8, "vocab": 20, "accumulate": True}),
     ],
+    "first_token": [lambda m: ([m(3, 5, 7), m(3, 1, 7)], [1], {})],
+    "first_token_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {})],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
     "head_backward": [
         *[lambda m, n=n, f=f, w=w: _head(m, n, f, True, w) for n in (1, 2) for f in BOTH for w in BOTH],
@@ -192,6 +194,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m.wide(2, 9), m.wide(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
     ],
     "sgd": [lambda m, o=o, c=c: _sgd(m, o, c) for o in (0.0, 0.9) for c in BOTH],
+    "swap_tokens": [lambda m: ([m(2, 65, 33), m(2, 33, 65)], [1], {})],
 }
 
 

@@ -260,6 +260,8 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "embedding": [lambda m, p=p: _embedding(m, part=p) for p in (False, True)],
     "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],
     "fill": _tiles(1, value=2.5),
+    "first_token": [lambda m: ([m.tile(), m(1, 1, m.columns)], {})],
+    "first_token_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {})],
     "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
     "head_backward": [lambda m, h=h: _head(m, backward=True, how=h) for h in (PLAIN, Head(True, True, True, 1.5))],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
@@ -270,6 +272,8 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "linear_activation": [lambda m: ([*_linear(m), m.tile()], {"kind": "gelu_new", "trans_b": False, "accumulate": False})],
     "linear_bias": [lambda m: (_linear(m), {"trans_b": False})],
     "matmul": [lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)],
+    "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
+    "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],
     "multiply": _tiles(3),
     "norm_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.row(), m.row(), m.tile()], {})],
     "norm_backward_apply": [_norm_backward_apply],
@@ -301,6 +305,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "softmax_sums": [lambda m, a=a: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"accumulate": a}) for a in (False, True)],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], {})],
     "sum_squares": [lambda m: ([m.tile(), np.empty(1)], {})],
+    "swap_tokens": [lambda m: ([m.tile(), m(1, m.columns, m.rows)], {})],
 }
 
 

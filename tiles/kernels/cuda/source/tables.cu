@@ -1,4 +1,4 @@
-// Table lookup, the loss of a linear head, optimizers, sums over whole tiles, random numbers.
+// Table lookup, the loss of a linear head, tokens of sequences, optimizers, sums over whole tiles, random numbers.
 
 #include "common.cuh"
 
@@ -120,6 +120,49 @@ KERNEL head_finish(
     if (threadIdx.x == 0) loss[0] = (factor ? scale * (double)factor[0] : scale) * sums[0];
 }
 EXPORT(head_finish)
+
+// The first token of each sequence  // (b, length, width) -> (b, 1, width)
+KERNEL first_token(const T *x, T *y, int length, int width, long long count) {
+    EACH(i, count) y[i] = x[i / width * length * width + i % width];
+}
+EXPORT(first_token)
+
+KERNEL first_token_backward(const T *dy, T *dx, int length, int width, long long count) {
+    EACH(i, count) dx[i] = i / width % length == 0 ? dy[i / width / length * width + i % width] : narrow<T>(0.0f);
+}
+EXPORT(first_token_backward)
+
+// total (+)= sum over tokens, in order; y = total * shrink, if there is a y  // (b, length, width) -> (b, width)
+KERNEL mean_tokens(const T *x, float *total, T *y, int length, int width, int first, float shrink, long long count) {
+    EACH(i, count) {
+        const T *column = x + i / width * length * width + i % width;
+        float sum = first ? 0.0f : total[i];
+        for (int t = 0; t < length; t++) sum += widen(column[(long long)t * width]);
+        total[i] = sum;
+        if (y) y[i] = narrow<T>(sum * shrink);
+    }
+}
+EXPORT(mean_tokens)
+
+KERNEL mean_tokens_backward(const T *dy, T *dx, int length, int width, float shrink, long long count) {
+    EACH(i, count) dx[i] = narrow<T>(shrink * widen(dy[i / width / length * width + i % width]));
+}
+EXPORT(mean_tokens_backward)
+
+// (b, length, width) -> (b, width, length): a block turns 32 tokens by 32 features in shared memory, so that both sides are read and written in rows.
+// Grid: b times pieces of tokens, pieces of features.
+KERNEL swap_tokens(const T *x, T *y, int length, int width) {
+    SHARED(T, square);
+    int pieces = (length + 31) / 32, column = threadIdx.x % 32;
+    int t = blockIdx.x % pieces * 32, c = blockIdx.y * 32;
+    long long start = (long long)(blockIdx.x / pieces) * length * width;
+    for (int r = threadIdx.x / 32; r < 32; r += blockDim.x / 32)
+        if (t + r < length && c + column < width) square[r * 33 + column] = x[start + (long long)(t + r) * width + c + column];
+    __syncthreads();
+    for (int r = threadIdx.x / 32; r < 32; r += blockDim.x / 32)
+        if (c + r < width && t + column < length) y[start + (long long)(c + r) * length + t + column] = square[column * 33 + r];
+}
+EXPORT(swap_tokens)
 
 // Sum of squares in double, part by part: `parts` has one number a block, and one block adds them up in a second launch
 KERNEL squares(const T *x, double *parts, long long count) {
