@@ -25,6 +25,7 @@ from .kv_cache import LayerPast
 from .linear import linear as linear  # a part of this module's names
 from .linear import linear_activation as linear_activation
 from .loss import linear_cross_entropy as linear_cross_entropy
+from .tokens import cast as cast
 from .tokens import first_token as first_token
 from .tokens import mean_tokens as mean_tokens
 from .tokens import swapped as swapped

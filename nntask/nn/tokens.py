@@ -1,10 +1,13 @@
-"""Tokens of sequences, differentiable: one vector for all of them, and tokens in the place of features.
+"""Tokens of sequences, differentiable: one vector for all of them, tokens in the place of features, and given numbers in the model's type.
 
 Letters: B sequences, T tokens, C features. The rules of `functional` hold, of which this is a part.
 """
 
 from __future__ import annotations
 
+import numpy.typing as npt
+
+from tiles.ops import elementwise
 from tiles.ops import tokens as token_ops
 
 from .autograd import Gradients, Tensor, on_tape, only
@@ -41,3 +44,16 @@ def swapped(x: Tensor) -> Tensor:
             edge.add(token_ops.swapped(only(gradients)))
 
     return on_tape("swapped", [x], [token_ops.swapped(x.data)], backward)[0]
+
+
+def cast(x: Tensor, dtype: npt.DTypeLike) -> Tensor:
+    """x in another element type; `x` itself where it has that type. Layers want inputs in the type of their weights."""
+    if x.dtype == dtype:
+        return x
+    edge, before = x.edge, x.dtype
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(elementwise.cast(only(gradients), before))
+
+    return on_tape("cast", [x], [elementwise.cast(x.data, dtype)], backward)[0]

@@ -105,3 +105,36 @@ def test_what_are_no_tokens_of_sequences_is_refused() -> None:
             refused(flat)
     with pytest.raises(ValueError, match="of one token"):
         token_ops.first_token_backward(several, T, T)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, BF16])
+@pytest.mark.parametrize("tile", [(-1, -1, -1), (2, 3, 4)], ids=str)
+def test_a_layer_over_given_numbers(tile: tuple[int, int, int], dtype: Any) -> None:
+    """Patches of images, fp32 whatever the model's type, need no gradient, and the layer over them is learnt."""
+    runtime, rng = InlineRuntime(), np.random.default_rng(0)
+    values = {name: rng.standard_normal(shape) for name, shape in {"patches": (B, T, C), "w": (C, 5), "bias": (5,), "dy": (B, T, 5)}.items()}
+    rounded = {name: torch.tensor(value.astype(dtype).astype(np.float64)) for name, value in values.items()}
+    patches = TileTensor(runtime, (B, T, C), tile, np.float32, kind="input", name="patches")
+    patches.write(values["patches"])
+    w, bias = (parameter(runtime, values[name], cut, dtype) for name, cut in (("w", (tile[2], 2)), ("bias", (2,))))
+    x = functional.cast(Tensor(patches), dtype)
+    y = functional.linear(x, w, bias)
+    assert (x.edge, x.dtype, y.dtype) == (None, dtype, dtype)
+    y.backward(like(y, values["dy"]))
+    rtol = {8: 1e-5, 4: 1e-5, 2: 2**-6}[np.dtype(dtype).itemsize]
+    want = rounded["patches"] @ rounded["w"] + rounded["bias"]
+    np.testing.assert_allclose(y.read().astype(np.float64), want.numpy(), rtol=rtol, atol=2 * rtol)
+    dw = torch.einsum("btc,btn->cn", rounded["patches"], rounded["dy"])
+    np.testing.assert_allclose(w.gradient.read(), dw.numpy(), rtol=rtol, atol=2 * rtol)
+    np.testing.assert_allclose(bias.gradient.read(), rounded["dy"].sum((0, 1)).numpy(), rtol=rtol, atol=2 * rtol)
+
+
+def test_a_cast_to_the_same_type_is_no_task() -> None:
+    """And to another one it has a gradient of the first."""
+    x = parameter(InlineRuntime(), np.ones((B, T, C)), (2, 3, 4), np.float32)
+    assert functional.cast(x, np.float32) is x
+    y = functional.cast(x, BF16)
+    y.backward(like(y, np.full((B, T, C), 0.5)))
+    assert y.dtype == BF16
+    assert x.gradient.dtype == np.float32
+    assert np.array_equal(x.gradient.read(), np.full((B, T, C), 0.5, np.float32))
