@@ -10,19 +10,19 @@ way and adds its own in the same pass over memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Final
 
 from tiles import TileTensor
-from tiles.ops import attention as attention_ops
 from tiles.ops import elementwise, norm
 from tiles.ops import embedding as embedding_ops
 from tiles.ops import loss as loss_ops
 from tiles.ops import random as random_ops
 
 from ..errors import UsageError
+from .attention import RelativeBias as RelativeBias  # a part of this module's names
+from .attention import attention as attention
 from .autograd import Edge, Gradients, Tensor, accumulator_of, contribute_late, on_tape, only
 from .autograd import add as add  # the sum, which `Tensor` has as an operator, lives with the tape
-from .kv_cache import LayerPast
 from .linear import linear as linear  # a part of this module's names
 from .linear import linear_activation as linear_activation
 
@@ -195,56 +195,6 @@ def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int) -> Tenso
             edge.add(elementwise.rotary(only(gradients), cos, sin, head_size, inverse=True))
 
     return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size)], backward)[0]
-
-
-class _How(TypedDict):
-    """What the forward and the backward pass of attention share."""
-
-    head_size: int
-    scale: float
-    causal: bool
-    dropout: attention_ops.Dropout | None
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    head_size: int,
-    scale: float,
-    dropout: attention_ops.Dropout | None = None,
-    flash: bool = True,
-    past: LayerPast | None = None,
-) -> Tensor:
-    """Causal self-attention of q (B, T, H*D) and k, v (B, T, G*D) -> (B, T, H*D).
-
-    Where G < H, H / G heads of q in a row share each head of k and v (Ainslie et al., GQA, 2023).
-
-    Args:
-        head_size: D.
-        scale: scores are q . k * scale.
-        dropout: of the attention probabilities.
-        flash: never hold the (B, H, T, T) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
-        past: keys and values of the tokens before these; the new ones join them. Without dropout, and nothing leaves a tape.
-    """
-    if past is not None:
-        return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale))
-    edges = (q.edge, k.edge, v.edge)
-    qd, kd, vd = q.data, k.data, v.data
-    how: _How = {"head_size": head_size, "scale": scale, "causal": True, "dropout": dropout}
-    forward = attention_ops.attention if flash else attention_ops.stored_attention
-    o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, T)
-
-    def backward(gradients: Gradients) -> None:
-        do = only(gradients)  # (B, T, H*D)
-        through = attention_ops.attention_backward if flash else attention_ops.stored_attention_backward
-        found = through(qd, kd, vd, o, kept, do, **how)
-        for edge, gradient in zip(edges, found, strict=True):
-            if edge is not None:
-                edge.add(gradient)
-
-    return on_tape("attention", [q, k, v], [o], backward)[0]
 
 
 def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:

@@ -60,6 +60,8 @@ def arguments(op: str, number: int, short: bool) -> tuple[list[np.ndarray], dict
     """Arguments of a case, pure outputs full of NaN, and its constants."""
     args, outputs, constants = CASES[op][number](Maker(np.float32))
     kept = {place % len(args) for place in FLOATS.get(op, ()) if place < len(args)}
+    if op == "attention_backward" and "accumulate" in constants:
+        kept.add(len(args) - 2)
     if constants.get("stored"):
         kept.discard(4)  # stored weights are like activations
     for place, arg in enumerate(args):

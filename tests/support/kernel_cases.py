@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
-from tiles.kernels.reference.attention import Pair
+from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.reference.attention import FLOOR, Pair, Pattern, optional_tiles, scores
+from tiles.kernels.reference.buckets import Buckets
 
 Case = tuple[list[np.ndarray], list[int], dict[str, Any]]
 """Arguments, which of them are pure outputs (they start as NaN), constants."""
@@ -62,6 +65,79 @@ def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.
     args = [q, k, v, do, kept, make(2, h, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
     constants = {"at": _pair(p), "stored": stored, "first_k": first, "first_q": first}
     return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
+
+
+PATTERNS = {
+    "cap": Pattern(cap=0.8),
+    "bias": Pattern(buckets=Buckets(8, True, 6)),
+    "window": Pattern(window=3),
+    "documents": Pattern(documents=2),
+    "all": Pattern(cap=0.8, buckets=Buckets(6, False, 7), window=5, documents=1),
+}
+
+
+def _patterned(name: str, p: float, causal: bool) -> Pair:
+    return replace(_pair(p, 6, 2, causal), pattern=PATTERNS[name], num_keys=23)
+
+
+def _pattern_args(make: Maker, at: Pair, b: int, h: int, tq: int, tk: int) -> list[np.ndarray]:
+    """Dropout key, documents in which one query of the first sequence is alone, and table."""
+    args = [np.array([1, 2], np.uint64)] if at.p else []
+    documents = [make.ids(2, b, t) for t in (tq, tk)]
+    documents[0][0, 1] = 9
+    args += [documents[0], documents[1]][: at.pattern.documents]
+    return [*args, make(at.pattern.buckets.count, h)] if at.pattern.buckets else args
+
+
+def _room(at: Pair, b: int, h: int, tq: int, tk: int) -> np.ndarray:
+    bias = bias_scratch(b, h, tq, tk, at.pattern.buckets.count, 8) if at.pattern.buckets else 0
+    return np.empty(attention_scratch(tq, tk, 8, at.p, bias), np.uint8)
+
+
+def patterned_attention(make: Maker, name: str, *, first: bool, p: float = 0.0, causal: bool = True, size: int = 4, tq: int = 7, tk: int = 7) -> Case:
+    """Two heads of queries share each of three of keys; of a chain the first task or the last."""
+    at = replace(_patterned(name, p, causal), head_size=size, scale=2 / size)
+    q, k, v, o = make(2, tq, 6 * size), make(2, tk, 3 * size), make(2, tk, 3 * size), make(2, tq, 6 * size)
+    peak, total, lse = make(2, 6, tq), make.positive(2, 6, tq), make(2, 6, tq)
+    args = [q, k, v, o, peak, total, lse, *_pattern_args(make, at, 2, 6, tq, tk), _room(at, 2, 6, tq, tk)]
+    return args, [3, 4, 5, 6] if first else [6], {"at": at, "first": first, "last": True}
+
+
+def patterned_backward(
+    make: Maker, name: str, *, stored: bool, first: bool, p: float = 0.0, causal: bool = True, size: int = 4, tq: int = 7, tk: int = 7
+) -> Case:
+    """The gradients of such a task; stored weights are 0 where keys are masked."""
+    at = replace(_patterned(name, p, causal), head_size=size, scale=2 / size)
+    q, k, v, do = make(2, tq, 6 * size), make(2, tk, 3 * size), make(2, tk, 3 * size), make(2, tq, 6 * size)
+    more = _pattern_args(make, at, 2, 6, tq, tk)
+    kept = make.positive(2, 6, tq) * 5 + 1
+    if stored:
+        seen = scores(q, k, at, optional_tiles(more, at)) != -np.inf
+        kept = make.positive(2, 6, tq, tk) * seen.astype(make.dtype)
+    grads = [make(2, tq, 6 * size), make(2, tk, 3 * size), make(2, tk, 3 * size)]
+    args, constants = [q, k, v, do, kept, make(2, 6, tq), *grads, *more], {"at": at, "stored": stored, "first_k": first, "first_q": first}
+    outputs = [6, 7, 8] if first else []
+    if at.pattern.buckets:
+        args.append(make(at.pattern.buckets.count, 6))
+        outputs += [len(args) - 1] if first else []
+        constants["accumulate"] = not first
+    return [*args, _room(at, 2, 6, tq, tk)], outputs, constants
+
+
+def _patterned_scores(make: Maker, name: str) -> Case:
+    at = _patterned(name, 0.3, True)
+    more = _pattern_args(make, replace(at, p=0.0), 2, 6, 7, 7)
+    return [make(2, 7, 24), make(2, 7, 12), make(2, 6, 7, 7), *more, *([_room(at, 2, 6, 7, 7)] if more else [])], [2], {"at": at}
+
+
+def _blind_lse(make: Maker, first: bool) -> Case:
+    """Scores of which two rows are masked."""
+    s = make(2, 3, 7, 9)
+    s[0, :, 2:4] = -np.inf
+    peak, total = make(2, 3, 7), make.positive(2, 3, 7)
+    peak[0, 0, 2], total[0, 0, 2] = FLOOR, 0
+    room = np.empty(lse_scratch(42, 9, 8), np.uint8)
+    return [s, peak, total, make(2, 3, 7), room], [1, 2, 3] if first else [3], {"first": first, "may_blind": True}
 
 
 def _cached(make: Maker, *, num_tokens: int, first: bool, last: bool, group: int = 1) -> Case:
@@ -149,6 +225,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "attention": [
         *[lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
         *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
+        *[lambda m, n=n, f=f, p=p: patterned_attention(m, n, first=f, p=p) for n in PATTERNS for f, p in ((True, 0.0), (False, 0.3))],
+        *[lambda m, n=n: patterned_attention(m, n, first=True, causal=False) for n in ("cap", "bias", "documents")],
     ],
     "attention_apply": [
         lambda m, a=a, p=p: (
@@ -169,13 +247,19 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "attention_backward": [
         *[lambda m, f=f, p=p, s=s: _attention_backward(m, first=f, stored=s, p=p) for f in (False, True) for p in (0.0, 0.3) for s in (False, True)],
         *[lambda m, s=s, g=g: _attention_backward(m, first=s, stored=s, p=0.3, group=g) for s in (False, True) for g in (2, 3)],
+        *[lambda m, n=n, s=s, p=p: patterned_backward(m, n, stored=s, first=not p, p=p) for n in PATTERNS for s in (False, True) for p in (0.0, 0.3)],
+        *[lambda m, n=n: patterned_backward(m, n, stored=False, first=True, causal=False) for n in ("cap", "bias", "documents")],
     ],
     "attention_delta": [lambda m: ([m(2, 7, 12), m(2, 7, 12), m(2, 3, 7)], [2], {"head_size": 4})],
     "attention_lse": [
         lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [1, 2], {"first": True}),
         lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), m(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [3], {"first": False}),
+        *[lambda m, f=f: _blind_lse(m, f) for f in (False, True)],
     ],
-    "attention_scores": [lambda m, g=g: ([m(2, 7, 12 * g), m(2, 9, 12), m(2, 3 * g, 7, 9)], [2], {"at": _pair()}) for g in (1, 2)],
+    "attention_scores": [
+        *[lambda m, g=g: ([m(2, 7, 12 * g), m(2, 9, 12), m(2, 3 * g, 7, 9)], [2], {"at": _pair()}) for g in (1, 2)],
+        *[lambda m, n=n: _patterned_scores(m, n) for n in PATTERNS],
+    ],
     "batched_matmul": [
         lambda m: ([m(2, 3, 4, 5), m(2, 3, 5, 6), m(2, 3, 4, 6)], [2], _product(False, False, False)),
         lambda m: ([m(2, 3, 5, 4), m(2, 3, 6, 5), m(2, 3, 4, 6)], [], _product(True, True, True)),

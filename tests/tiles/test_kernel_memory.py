@@ -17,11 +17,11 @@ import pytest
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu import blas
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
+from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.reference.attention import Pair
 
 LIMIT = 64 << 10

@@ -6,7 +6,7 @@ many cores happen to be free.
 
 from importlib.metadata import version
 
-from . import attention, cache, elementwise, embedding, loss, matmul, norm, optimizer, random, select  # noqa: F401
+from . import attention, cache, elementwise, embedding, loss, matmul, norm, optimizer, random, select, stored_attention  # noqa: F401
 from .blas import fp32_products, set_blas_threads
 from .onednn import bf16, bf16_attention  # noqa: F401
 

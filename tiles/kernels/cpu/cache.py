@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.attention import Pair
+from ..reference.attention import NOTHING, Pair
 from ..registry import register, register_bf16
-from . import attention as blocks
+from . import attention as whole
+from .attention_blocks import attention_scratch_nbytes
 from .elementwise import single
 
 Array = npt.NDArray[Any]
@@ -23,7 +24,7 @@ Array = npt.NDArray[Any]
 
 def cache_scratch_nbytes(num_tokens: int, num_heads: int, num_keys: int, itemsize: int) -> int:
     """Working memory of one task: the scores of all heads of one token, or those of `attention`."""
-    return max(num_heads * num_keys * itemsize, blocks.attention_scratch_nbytes(num_tokens, num_keys, itemsize))
+    return max(num_heads * num_keys * itemsize, attention_scratch_nbytes(num_tokens, num_keys, itemsize))
 
 
 @register_bf16("append_to_cache", takes=lambda views, constants: True)
@@ -75,6 +76,6 @@ def cached_attention(
     for b in range(batch):
         at = Pair(head_size, scale, True, int(positions[b, 0]), start, 0, 0, 0, 0)
         one = slice(b, b + 1)
-        blocks.add_keys(q[one], keys[one], values[one], o[one], peak[one], total[one], None, scratch, at, first)
+        whole.add_keys(q[one], keys[one], values[one], o[one], peak[one], total[one], NOTHING, scratch, at, first)
     if last:
-        blocks.finish(o, total, head_size)
+        whole.finish(o, total, head_size)

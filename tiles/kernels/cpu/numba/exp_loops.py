@@ -151,6 +151,33 @@ def attention_weights_again(s: Array, seen: int, lse: Array) -> None:
         _exp_row(s[i], max(0, min(s.shape[1], seen + i)), lse[i])
 
 
+@inlined(EXACT)
+def _tanh(x: Any) -> Any:
+    """Of one fp32 number, within 2^-23; NaN stays NaN."""
+    return ONE - TWO / (ONE + _bounded_exp(TWO * x))
+
+
+@compiled(EXACT)
+def capped(s: Array, cap: Any) -> None:
+    """s = cap tanh(s / cap)  # (R, N)."""
+    factor = ONE / cap
+    for i in range(s.shape[0]):
+        row = s[i]
+        for j in range(row.size):
+            row[j] = cap * _tanh(row[j] * factor)
+
+
+@compiled(EXACT)
+def capped_backward(ds: Array, s: Array, cap: Any) -> None:
+    """ds *= 1 - tanh(s / cap)^2  # (R, N)."""
+    factor = ONE / cap
+    for i in range(s.shape[0]):
+        row, slopes = s[i], ds[i]
+        for j in range(row.size):
+            t = _tanh(row[j] * factor)
+            slopes[j] *= ONE - t * t
+
+
 @compiled(REASSOCIATE)
 def add_to_lse(s: Array, peak: Array, total: Array) -> None:
     """Add a block of logits to the running maximum and sum of exponentials; the logits are read only  # (R, N)."""

@@ -1,0 +1,133 @@
+"""Attention on the tape: a bias that layers share, documents, another sequence; and plain attention emits what it always has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nntask.errors import UsageError
+from nntask.nn import functional as F
+from nntask.nn.autograd import ParameterEdge, Tensor
+from scheduler import InlineRuntime
+from tiles import TileTensor
+
+B, T, S, H, D = 2, 7, 5, 2, 4
+
+
+def parameter(runtime: InlineRuntime, tile: tuple[int, ...], values: np.ndarray) -> Tensor:
+    """What is learnt, with these values."""
+    found = TileTensor(runtime, values.shape, tile, values.dtype, kind="persistent", name="parameter")
+    found.write(values)
+    return Tensor(found, ParameterEdge(found))
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Reproducible values that want a gradient."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def copy(x: Tensor) -> Tensor:
+    """The same in tiles of its own: a task gets no tile twice."""
+    zeros = x.data.like()
+    zeros.write(np.zeros(x.shape))
+    return x + Tensor(zeros)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("flash", [True, False])
+def test_layers_share_a_bias(flash: bool, lanes: int) -> None:
+    """Two layers in a row, the second over another sequence's padding: gradients of both meet in the table, and of one query alone nothing comes."""
+    runtime = InlineRuntime(lanes=lanes)
+    x, other, table = random(B, T, H * D), random(B, S, H * D, seed=1), random(6, H, seed=2)
+    ids = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32)
+    ones = np.ones((B, T), np.int32)
+    ones[1, 2] = 4
+    tall = lambda y: y.view(B, -1, H, D).transpose(1, 2)  # noqa: E731
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distances = torch.arange(T)[None, :] - torch.arange(T)[:, None]
+    added = table[T5Attention._relative_position_bucket(distances, False, 6, 5)].permute(2, 0, 1)
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        s = (tall(y) @ tall(y).mT + added).masked_fill(distances > 0, -torch.inf)
+        return (s.softmax(-1) @ tall(y)).transpose(1, 2).reshape(B, T, H * D)
+
+    hidden = torch.from_numpy(ones[:, :, None] != ids[:, None, :])[:, None]
+    weights = (tall(layer(layer(x))) @ tall(other).mT).masked_fill(hidden, -1e300).softmax(-1).masked_fill(hidden, 0)
+    want = (weights @ tall(other)).transpose(1, 2).reshape(B, T, H * D)
+    do = random(B, T, H * D, seed=3).detach()
+    want.backward(do)
+
+    px, po = (parameter(runtime, (1, tile, D), y.detach().numpy()) for y, tile in ((x, 3), (other, 2)))
+    pt = parameter(runtime, (-1, 1), table.detach().numpy())
+    bias = F.RelativeBias(pt, False, 5)
+    documents = []
+    for values, tile in ((ones, 3), (ids, 2)):
+        documents.append(TileTensor(runtime, values.shape, (1, tile), np.int32, kind="input"))
+        documents[-1].write(values)
+
+    def attend(y: Tensor, z: Tensor, **more: Any) -> Tensor:
+        return F.attention(y, copy(z), copy(z), head_size=D, scale=1.0, flash=flash, **more)
+
+    y = attend(px, px, bias=bias)
+    y = attend(attend(y, y, bias=bias), po, causal=False, documents=(documents[0], documents[1]))
+    np.testing.assert_allclose(y.read(), want.detach().numpy(), atol=1e-12)
+    assert not y.read()[1, 2].any()
+    gradient = y.data.like()
+    gradient.write(do.numpy())
+    y.backward(gradient)
+    for found, right in ((px, x), (po, other), (pt, table)):
+        assert found.gradient is not None
+        np.testing.assert_allclose(found.gradient.read(), right.grad.numpy(), atol=1e-11)
+
+
+def test_a_frozen_bias_has_no_gradient() -> None:
+    """Its tasks write no table."""
+    runtime = InlineRuntime()
+    x = parameter(runtime, (1, 3, D), random(B, T, H * D).detach().numpy())
+    table = Tensor(parameter(runtime, (-1, 1), random(6, H).detach().numpy()).data)
+    y = F.attention(x, copy(x), copy(x), head_size=D, scale=1.0, bias=F.RelativeBias(table, False, 5))
+    gradient = y.data.like()
+    gradient.write(np.ones(y.shape))
+    y.backward(gradient)
+    assert x.gradient is not None
+    assert table.gradient is None
+    assert np.isfinite(x.gradient.read()).all()
+
+
+def test_plain_attention_emits_what_it_always_has() -> None:
+    """Options that are not used leave no trace in tasks: their names, numbers of tiles and constants."""
+    seen: list[tuple[str, int, set[str]]] = []
+
+    class Watching(InlineRuntime):
+        def _submit(self, codelet, accesses, constants, priority, terms):  # type: ignore[no-untyped-def]
+            seen.append((codelet.name, len(accesses), set(constants or {})))
+            super()._submit(codelet, accesses, constants, priority, terms)
+
+    for flash, names in (
+        (True, {("attention", 8), ("attention", 7)}),
+        (False, {("attention_scores", 3), ("attention_lse", 5), ("attention_apply", 4)}),
+    ):
+        runtime = Watching()
+        x = parameter(runtime, (1, 4, D), random(B, T, H * D).detach().numpy())
+        k, v = copy(x), copy(x)
+        y = F.attention(x, k, v, head_size=D, scale=1.0, flash=flash)
+        gradient = y.data.like()
+        gradient.write(np.ones(y.shape))
+        y.backward(gradient)
+        found = {(name, count) for name, count, _ in seen}
+        assert names <= found
+        assert ("attention_backward", 10) in found
+        assert all("accumulate" not in constants for name, _, constants in seen if name == "attention_backward")
+        assert all("may_blind" not in constants for *_, constants in seen)
+
+
+def test_a_past_has_an_order() -> None:
+    """Attention to a growing cache is causal."""
+    runtime = InlineRuntime()
+    x = parameter(runtime, (1, 3, D), random(B, T, H * D).detach().numpy())
+    with pytest.raises(UsageError, match="attention with a past is causal"):
+        F.attention(x, x, x, head_size=D, scale=1.0, causal=False, past=object())  # type: ignore[arg-type]
