@@ -112,6 +112,6 @@ def _scoring(
 def _continued(
     q: Tensor, k: Tensor, v: Tensor, past: LayerPast, head_size: int, scale: float, causal: bool, scoring: attention_ops.Scoring
 ) -> Tensor:
-    if not causal or scoring != attention_ops.UNCHANGED:
-        raise UsageError(f"attention with a past is causal and plain, got causal {causal} and {scoring}; attend to an encoder without a past")
-    return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale))
+    if not causal or scoring.documents is not None:
+        raise UsageError(f"attention with a past is causal and of one document, got causal {causal}, {scoring}; attend to an encoder without a past")
+    return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale, scoring=scoring))

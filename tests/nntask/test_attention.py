@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from nntask.errors import UsageError
+from nntask.models.gpt2_config import GPT2Config
 from nntask.nn import functional as F
-from nntask.nn.autograd import ParameterEdge, Tensor
-from scheduler import InlineRuntime
+from nntask.nn.autograd import ParameterEdge, Tensor, no_grad
+from nntask.nn.kv_cache import KVCache
+from nntask.tiling.model_tiling import ModelTiling
+from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
 
 B, T, S, H, D = 2, 7, 5, 2, 4
@@ -131,3 +134,61 @@ def test_a_past_has_an_order() -> None:
     x = parameter(runtime, (1, 3, D), random(B, T, H * D).detach().numpy())
     with pytest.raises(UsageError, match="attention with a past is causal"):
         F.attention(x, x, x, head_size=D, scale=1.0, causal=False, past=object())  # type: ignore[arg-type]
+
+
+WINDOWS = (None, 3)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_tiles_in_front_of_a_window_are_given_back(num_beams: int) -> None:
+    """Two layers, one with a window of three: recorded steps of one token agree with the whole, forked rows included, while tiles go."""
+    config, length, tile = GPT2Config(vocab_size=9, n_positions=16, n_embd=H * D, n_layer=2, n_head=H), 13, 2
+    runtime = Runtime(cpu_workers=1, ram=1 << 26)
+    with runtime:
+        cache = KVCache(config, ModelTiling(seq_tile=tile), runtime, B, length, np.float32, num_beams=num_beams, windows=WINDOWS)
+        rows = B * num_beams
+        x = np.random.default_rng(0).standard_normal((4, rows, length, H * D)).astype(np.float32)
+        swap = np.arange(rows, dtype=np.int32).reshape(B, num_beams)[:, ::-1].reshape(-1)
+        history = np.arange(rows)[:, None].repeat(length, 1)
+        _, positions = cache.inputs(1)
+        sources = cache.sources()
+        parts = [TileTensor(runtime, (rows, 1, H * D), (num_beams * B, 1, -1), np.float32, kind="input") for _ in range(3)]
+        for at in range(length):
+            written, forks = range(at // tile, at // tile + 1), num_beams > 1 and at in (3, 8)
+            cache.grow(at + 1)
+            cache.leave(at)
+            positions.write(np.full((rows, 1), at, np.int32))
+            if forks:
+                sources.write(swap)
+                history[:, :at] = history[swap, :at]
+            for part, values in zip(parts, x, strict=False):
+                part.write(values[:, at : at + 1])
+            past = cache.past(positions, written, sources if forks else None)
+            q, k, v = (Tensor(part) for part in parts)
+            with no_grad(), runtime.record() as step:
+                found = [
+                    F.attention(q, k, v, head_size=D, scale=1.0, past=layer, window=window).data
+                    for layer, window in zip(past.layers, WINDOWS, strict=True)
+                ]
+            replayed = step.replay()
+            for one, window in zip(found, WINDOWS, strict=True):
+                keys, values = (x[n][history[:, : at + 1], np.arange(at + 1)] for n in (1, 2))
+                s = np.einsum("rhd,rthd->rht", x[0][:, at].reshape(rows, H, D), keys.reshape(rows, -1, H, D))
+                s[..., : max(0, at + 1 - window) if window else 0] = -np.inf
+                weights = np.exp(s - s.max(-1, keepdims=True))
+                want = np.einsum("rht,rthd->rhd", weights / weights.sum(-1, keepdims=True), values.reshape(rows, -1, H, D))
+                np.testing.assert_allclose(replayed.read(one).reshape(rows, H, D), want, atol=2e-5)
+            del step, replayed, past, found
+    assert cache._left == [0, (length - 3) // tile]
+
+
+def test_windows_are_one_for_each_layer() -> None:
+    """Too few are refused, and attention through another window than the cache's."""
+    config, runtime = GPT2Config(vocab_size=9, n_positions=16, n_embd=H * D, n_layer=2, n_head=H), InlineRuntime()
+    with pytest.raises(UsageError, match="for each of 2 layers"):
+        KVCache(config, ModelTiling(seq_tile=2), runtime, B, 8, np.float32, windows=[3])
+    cache = KVCache(config, ModelTiling(seq_tile=2), runtime, B, 8, np.float32, windows=[3, None])
+    _, positions = cache.inputs(1)
+    x = Tensor(TileTensor(runtime, (B, 1, H * D), (B, 1, -1), np.float32))
+    with pytest.raises(UsageError, match="attends through its cache's window"):
+        F.attention(x, x, x, head_size=D, scale=1.0, past=cache.past(positions, range(1)).layers[0])

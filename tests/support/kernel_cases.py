@@ -140,14 +140,18 @@ def _blind_lse(make: Maker, first: bool) -> Case:
     return [s, peak, total, make(2, 3, 7), room], [1, 2, 3] if first else [3], {"first": first, "may_blind": True}
 
 
-def _cached(make: Maker, *, num_tokens: int, first: bool, last: bool, group: int = 1) -> Case:
+def _cached(make: Maker, *, num_tokens: int, first: bool, last: bool, group: int = 1, pattern: Pattern | None = None) -> Case:
     """Three sequences, the first behind the tile, the last before it unless the tile is the first; three heads of keys."""
     h, start = 3 * group, 0 if first else 9
     positions = (np.array([[start + 9], [start + 4], [0 if first else 2]]) + np.arange(num_tokens)).astype(np.int32)
     keys, values = make(3, 9, 12), make(3, 9, 12)
     args = [make(3, num_tokens, 4 * h), keys, values, positions, make(3, num_tokens, 4 * h), make(3, h, num_tokens), make.positive(3, h, num_tokens)]
-    constants = {"head_size": 4, "scale": 0.5, "start": start, "first": first, "last": last}
-    return [*args, np.empty(cached_scratch(num_tokens, h, 9, 8), np.uint8)], [4, 5, 6] if first else [], constants
+    constants: dict[str, Any] = {"head_size": 4, "scale": 0.5, "start": start, "first": first, "last": last}
+    has_bias = pattern is not None and pattern.buckets is not None
+    if pattern is not None:
+        constants["pattern"] = pattern
+        args += [make(pattern.buckets.count, h)] if pattern.buckets else []
+    return [*args, np.empty(cached_scratch(num_tokens, h, 9, 8, has_bias=has_bias), np.uint8)], [4, 5, 6] if first else [], constants
 
 
 def _append(make: Maker, num_tokens: int) -> Case:
@@ -265,6 +269,14 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 3, 5, 4), m(2, 3, 6, 5), m(2, 3, 4, 6)], [], _product(True, True, True)),
     ],
     "cached_attention": [
+        *[
+            lambda m, n=n, w=w, f=f: _cached(m, num_tokens=w, first=f, last=not f, group=2, pattern=replace(PATTERNS[n], documents=0))
+            for n in ("cap", "bias", "window", "all")
+            for w in (1, 5)
+            for f in (False, True)
+        ],
+    ]
+    + [
         lambda m, w=w, f=f, e=e, g=g: _cached(m, num_tokens=w, first=f, last=e, group=g)
         for w in (1, 5)
         for f in (False, True)

@@ -58,13 +58,13 @@ def _pair_of(q: DeviceArray, k: DeviceArray, at: reference.Pair, more: OptionalT
     assert scratch is not None
     assert at.pattern.buckets is not None
     bias = scratch.at(_FLOAT, heads, q.shape[1] + k.shape[1] - 1)
-    _source.each("attention_bias", more.table.dtype, bias.size, more.table, bias, _pair(*plain), _runs(at.pattern.buckets))
+    _source.each("attention_bias", more.table.dtype, bias.size, more.table, bias, _pair(*plain), runs_of(at.pattern.buckets))
     return _pair(*plain, (*documents, bias.address))
 
 
-def _runs(buckets: Buckets) -> Any:
-    """`struct Runs` of the source."""
-    runs = buckets.runs()
+def runs_of(buckets: Buckets | None) -> Any:
+    """`struct Runs` of the sources; no runs without buckets."""
+    runs = buckets.runs() if buckets else ()
     if len(runs) > _MOST_RUNS:
         raise ValueError(f"attention on a GPU takes biases of {_MOST_RUNS} buckets at most, got {len(runs)}; use fewer, or compute on the CPU")
     found = np.zeros((), _RUNS)
@@ -173,7 +173,7 @@ def _add_to_table(
     begin = heads * (q.shape[1] + k.shape[1] - 1)
     partial = DeviceArray(scratch.address + 4 * begin, (q.shape[0] * num_blocks, heads, count), _FLOAT)
     shared = 4 * (4 * QUERIES * at.head_size + 2 * QUERIES * KEYS + 2 * (QUERIES + KEYS) + count)
-    numbers = (pair, _runs(at.pattern.buckets), np.int32(count))
+    numbers = (pair, runs_of(at.pattern.buckets), np.int32(count))
     grid = (num_blocks, heads, q.shape[0])
     _source.start("attention_dtable", q.dtype, *inputs, key, partial, *numbers, grid=grid, threads=128, shared=shared)
     sizes = (np.int32(partial.shape[0]), np.int32(heads), np.int32(count), np.int32(accumulate))

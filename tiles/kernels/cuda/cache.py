@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..reference.attention import PLAIN, Pattern
 from ..registry import register
 from .array import DeviceArray
+from .attention import runs_of
 from .launch import KernelSource
 
 _source = KernelSource("cache")
@@ -27,17 +29,18 @@ def cached_attention(
     o: DeviceArray,
     peak: DeviceArray,
     total: DeviceArray,
-    scratch: DeviceArray,
-    *,
+    *rest: DeviceArray,
     head_size: int,
     scale: float,
     start: int,
     first: bool,
     last: bool,
+    pattern: Pattern = PLAIN,
 ) -> None:
     """Add one tile of the cache to the running attention of the new tokens, each of which sees positions up to its own; the last one normalises."""
     length, heads, groups = keys.shape[1], q.shape[2] // head_size, keys.shape[2] // head_size
     numbers = (np.float32(scale), *(np.int32(number) for number in (start, length, head_size, heads, groups, first, last)))
+    rules = (rest[0] if pattern.buckets else None, runs_of(pattern.buckets), np.int32(pattern.window), np.float32(pattern.cap))
     shared = 4 * (128 + head_size + length)
     grid = (q.shape[1], heads, q.shape[0])
-    _source.start("cached_attention", q.dtype, q, keys, values, positions, o, peak, total, *numbers, grid=grid, threads=128, shared=shared)
+    _source.start("cached_attention", q.dtype, q, keys, values, positions, o, peak, total, *numbers, *rules, grid=grid, threads=128, shared=shared)

@@ -5,6 +5,7 @@
 
 #include "common.cuh"
 #include "pair.cuh"
+#include "runs.cuh"
 
 #define QUERIES 32
 #define KEYS 32
@@ -263,18 +264,6 @@ KERNEL attention_apply(const T *s, const T *v, T *o, const u64 *keys, Pair at, i
     }
 }
 EXPORT(attention_apply)
-
-// Distances of positions, key less query, in order, and their buckets: run r begins at first[r], which lies far before any text for the first.
-#define MOST_RUNS 128
-struct Runs {
-    int count, first[MOST_RUNS], bucket[MOST_RUNS];
-};
-
-__device__ inline int bucket_of(const Runs &runs, int distance) {
-    int r = 0;
-    while (r + 1 < runs.count && distance >= runs.first[r + 1]) r++;
-    return runs.bucket[r];
-}
 
 // bias (heads, tq + tk - 1) of a pair of tiles from its table (buckets, heads)
 KERNEL attention_bias(const T *table, float *bias, Pair at, Runs runs, long long count) {
