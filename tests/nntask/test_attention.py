@@ -12,6 +12,7 @@ from nntask.errors import UsageError
 from nntask.models.gpt2_config import GPT2Config
 from nntask.nn import functional as F
 from nntask.nn.autograd import ParameterEdge, Tensor, no_grad
+from nntask.nn.encoder_past import EncoderPast, kept, source_documents
 from nntask.nn.kv_cache import KVCache
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
@@ -192,3 +193,28 @@ def test_windows_are_one_for_each_layer() -> None:
     x = Tensor(TileTensor(runtime, (B, 1, H * D), (B, 1, -1), np.float32))
     with pytest.raises(UsageError, match="attends through its cache's window"):
         F.attention(x, x, x, head_size=D, scale=1.0, past=cache.past(positions, range(1)).layers[0])
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_tokens_attend_to_a_padded_source(num_beams: int) -> None:
+    """A recorded step of one token, replayed twice, over keys made before it: all rows of a text see its source, and none its padding."""
+    is_text = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    k, v = (np.random.default_rng(n).standard_normal((B, S, H * D)).astype(np.float32) for n in range(2))
+    queries = np.random.default_rng(2).standard_normal((2, B * num_beams, 1, H * D)).astype(np.float32)
+    with Runtime(cpu_workers=1, ram=1 << 26) as runtime:
+        tensors = [TileTensor(runtime, x.shape, (1, 2, D), np.float32) for x in (k, v)]
+        for tensor, values in zip(tensors, (k, v), strict=True):
+            tensor.write(values)
+        keys, values = (kept(tensor, num_beams) for tensor in tensors)
+        past = EncoderPast(keys, values, source_documents(keys, is_text))
+        q = TileTensor(runtime, queries.shape[1:], (num_beams, 1, D), np.float32, kind="input")
+        with no_grad(), runtime.record() as step:
+            found = past.attend(Tensor(q), head_size=D, scale=0.5).data
+        for query in queries:
+            q.write(query)
+            own, other = np.repeat(k, num_beams, 0).reshape(-1, S, H, D), np.repeat(v, num_beams, 0).reshape(-1, S, H, D)
+            s = 0.5 * np.einsum("rhd,rthd->rht", query.reshape(-1, H, D), own)
+            s = np.where(np.repeat(is_text, num_beams, 0)[:, None] == 1, s, -np.inf)
+            weights = np.exp(s - s.max(-1, keepdims=True))
+            want = np.einsum("rht,rthd->rhd", weights / weights.sum(-1, keepdims=True), other)
+            np.testing.assert_allclose(step.replay().read(found).reshape(-1, H, D), want, atol=2e-5)
