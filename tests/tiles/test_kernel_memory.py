@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ import pytest
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu import blas
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
 from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
-from tiles.kernels.reference.attention import Pair
+from tiles.kernels.reference.attention import Pair, Pattern
+from tiles.kernels.reference.buckets import Buckets
 
 LIMIT = 64 << 10
 WHOLE = 1 << 20
@@ -100,6 +103,17 @@ def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Cal
     args = [q, k, v, do, kept, m(1, h, tq), np.empty_like(q), np.empty_like(k), np.empty_like(v)]
     partials = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
     return [*args, *([KEY] if p else []), partials], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
+
+
+def _patterned(m: Maker, backward: bool) -> Call:
+    """Everything a pattern can ask for."""
+    args, constants = _attention_backward(m, 0.3, False) if backward else _attention(m, 0.3, True)
+    tq, tk, h, _ = _attention_sizes(m)
+    at = replace(constants["at"], pattern=Pattern(cap=2.0, buckets=Buckets(32, False, 128), window=5000, documents=2))
+    more = [np.ones((1, tq), np.int32), np.arange(tk, dtype=np.int32)[None] % 2, m(32, h), *([m(32, h)] if backward else [])]
+    room = attention_scratch(tq, tk, m.dtype.itemsize, 0.3, bias_scratch(1, h, tq, tk, 32, m.dtype.itemsize))
+    constants = {**constants, "at": at, **({"accumulate": True} if backward else {})}
+    return [*args[:-1], *more, np.empty(room, np.uint8)], constants
 
 
 def _cached(m: Maker, num_tokens: int, group: int = 1) -> Call:
@@ -243,9 +257,15 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
     "add_rows_backward": [lambda m, a=a: ([m(2, m.rows, m.columns), m(m.rows + 1, m.columns)], {"accumulate": a}) for a in (False, True)],
     "append_to_cache": [lambda m: _append(m, 1), lambda m: _append(m, m.rows)],
-    "attention": [lambda m, p=p, f=f, g=1 + f: _attention(m, p, f, g) for p in (0.0, 0.3) for f in (False, True)],
+    "attention": [
+        *[lambda m, p=p, f=f, g=1 + f: _attention(m, p, f, g) for p in (0.0, 0.3) for f in (False, True)],
+        lambda m: _patterned(m, False),
+    ],
     "attention_apply": [lambda m, p=p: _attention_apply(m, p) for p in (0.0, 0.3)],
-    "attention_backward": [lambda m, p=p, s=s, g=2 - s: _attention_backward(m, p, s, g) for p in (0.0, 0.3) for s in (False, True)],
+    "attention_backward": [
+        *[lambda m, p=p, s=s, g=2 - s: _attention_backward(m, p, s, g) for p in (0.0, 0.3) for s in (False, True)],
+        lambda m: _patterned(m, True),
+    ],
     "attention_delta": [_attention_delta],
     "attention_lse": [_attention_lse],
     "attention_scores": [_attention_scores],

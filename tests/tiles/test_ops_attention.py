@@ -177,3 +177,12 @@ def test_bf16_tiles_are_widened(runtime: TaskRuntime) -> None:
     exact = torch.nn.functional.gelu(torch.from_numpy(x.read().astype(np.float32)), approximate="tanh").numpy()
     assert y.dtype == x.dtype
     np.testing.assert_allclose(y.read().astype(np.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_a_short_last_tile_of_kept_scores_has_room() -> None:
+    """More of its rows would fit in a piece than the scratch, which is for tiles of full width, has room for."""
+    runtime = InlineRuntime()
+    q, k, v = (data(runtime, (1, 200, 8), random(1, 300, 8, seed=i).detach().numpy().astype(np.float32)) for i in range(3))
+    options = {"head_size": 4, "scale": 1.0}
+    kept, flash = attention.stored_attention(q, k, v, **options)[0], attention.attention(q, k, v, **options)[0]
+    np.testing.assert_allclose(kept.read(), flash.read(), atol=1e-5)

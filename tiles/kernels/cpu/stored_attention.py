@@ -19,7 +19,7 @@ from .attention_blocks import QUERIES, block_survivors, blocks, columns, mask_la
 from .attention_blocks import lse_scratch_nbytes as lse_scratch_nbytes  # with the kernel it is for
 from .attention_pattern import change_scores, fill_empty
 from .blas import gemm
-from .elementwise import cut, row_blocks
+from .elementwise import PIECE_BYTES, cut, row_blocks
 from .random import thin
 
 Array = npt.NDArray[Any]
@@ -58,7 +58,7 @@ def attention_lse(s: Array, peak: Array, total: Array, *rest: Array, first: bool
         first = False
     flat, run_peak, run_total = s.reshape(-1, s.shape[-1]), peak.reshape(-1), total.reshape(-1)
     work = scratch.view(s.dtype)
-    for piece in row_blocks(flat.shape[0], flat.shape[1] * flat.itemsize):
+    for piece in row_blocks(flat.shape[0], flat.shape[1] * flat.itemsize, min(PIECE_BYTES, scratch.nbytes)):
         top = np.maximum.reduce(flat[piece], axis=1)
         if not first:
             np.maximum(top, run_peak[piece], out=top)
