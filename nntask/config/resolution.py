@@ -18,6 +18,7 @@ from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..checkpoints.store import STATE, Checkpoint, run_of
 from ..data.dataset import DataSpec
+from ..data.objectives import Objective
 from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets
@@ -220,6 +221,7 @@ def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
         tokenizer=data.tokenizer,
         tokenizer_path=data.tokenizer_path,
         vocab_size=config.vocab_size,
+        objective=Objective(length=known(settings.model.seq_len)),
     )
 
 

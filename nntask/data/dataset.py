@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,10 @@ from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
 from ..io.atomic_write import written_aside
 from .corpora import stdlib_corpus, text_corpus
+from .examples import Source, examples_of
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
+from .objectives import Objective
+from .sampler import Examples
 from .texts import Corpus, Text, check_texts
 from .token_file import DTYPES, TokenFile, write_sidecar
 from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
@@ -45,6 +48,7 @@ class DataSpec:
         tokenizer: "auto", "bpe", "bytes", or the name of a tokenizer on the Hub, which may be in `tokenizer_path` already.
         tokenizer_path: directory with a tokenizer.json; "" to train a tokenizer on the text.
         vocab_size: number of ids in the model's vocabulary.
+        objective: what is learnt, with the sizes of sequences.
     """
 
     dataset: str = "stdlib"
@@ -54,27 +58,44 @@ class DataSpec:
     tokenizer: str = "auto"
     tokenizer_path: str = ""
     vocab_size: int = 4096
+    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Training tokens, validation tokens if any, and the tokenizer if known.
+    """Training data, validation data if any, and the tokenizer if known.
 
     Args:
         name: the name in `DataSpec.dataset`.
-        train: the training tokens.
-        validation: the validation tokens; None without a validation split.
+        train: the training data.
+        validation: the validation data; None without a validation split.
         tokenizer: the tokenizer that made the tokens; None if it is unknown.
         fingerprint: a hash of the training tokens, independent of their path (for large token files a hash of samples; see `TokenFile.fingerprint`).
         select_sequences: number of sequences of `train` that are used; -1 for all.
+        spec: what was asked for.
     """
 
     name: str
-    train: TokenFile
-    validation: TokenFile | None
+    train: Source
+    validation: Source | None
     tokenizer: Tokenizer | None
     fingerprint: str
     select_sequences: int = -1
+    spec: DataSpec = DataSpec()
+
+    def examples(self, seed: int) -> Examples:
+        """The training data as sequences of what is learnt, with random choices of that seed.
+
+        Raises:
+            DataError: the tokenizer lacks a token that this takes.
+        """
+        return examples_of(self.train, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
+
+    def scored_examples(self, seed: int) -> Examples | None:
+        """The validation data as `examples`; None without a validation split."""
+        if self.validation is None:
+            return None
+        return examples_of(self.validation, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
 
 
 def check_spec(spec: DataSpec) -> None:
@@ -206,7 +227,7 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
         check_vocabulary(tokenizer, spec)
         train = _encoded(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = _encoded(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
-    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint)
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec)
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
@@ -238,7 +259,7 @@ def _open_tokens(spec: DataSpec) -> Dataset:
         tokenizer.begin_of_text  # noqa: B018 - raises before the training, where the sample text after it would need this id in vain
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
-    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select)
+    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec)
 
 
 def _train_bin(path: str) -> Path:

@@ -5,6 +5,8 @@ Letters: B sequences of T tokens, C features of the residual stream, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -65,6 +67,24 @@ class LanguageModel(Module):
         Raises:
             UsageError: a count is not positive or T is too long.
         """
+        given = self.inputs(batch, seq_len)
+        return given["tokens"], given["targets"]
+
+    def inputs(
+        self, batch: int, seq_len: int | None = None, names: Sequence[str] = ("tokens", "targets"), target_len: int | None = None
+    ) -> dict[str, TileTensor]:
+        """The tensors that a program writes before each step, by the names of a batch's arrays (`nntask.data.objectives`): factor (1,) fp32, the
+        others (B, T) int32.
+
+        Args:
+            batch: B, sequences.
+            seq_len: T, tokens of a sequence, at most n_positions; None for n_positions.
+            names: which ones.
+            target_len: of the arrays of a decoder, which this model does not have.
+
+        Raises:
+            UsageError: a count is not positive or T is too long.
+        """
         length, limit = self.config.n_positions if seq_len is None else seq_len, self.config.n_positions
         if batch < 1 or not 1 <= length <= limit:
             raise UsageError(
@@ -72,17 +92,20 @@ class LanguageModel(Module):
                 "lower the sequence length"
             )
         tile = (self.given_tiling.minibatch_tile, self.given_tiling.seq_tile)
-        tokens, targets = (
-            TileTensor(self.runtime, (batch, length), tile, np.int32, kind="input", data_class="data", name=name) for name in ("tokens", "targets")
-        )
-        return tokens, targets
+        given = {}
+        for name in names:
+            (shape, cut), dtype = (((1,), (1,)), np.float32) if name == "factor" else (((batch, length), tile), np.int32)
+            given[name] = TileTensor(self.runtime, shape, cut, dtype, kind="input", data_class="data", name=name)
+        return given
 
     def position_tensor(self, batch: int) -> TileTensor:
         """A (B,) int32 input for `next_logits`, tiled like the batch axis of the tokens."""
         tile = (self.given_tiling.minibatch_tile,)
         return TileTensor(self.runtime, (batch,), tile, np.int32, kind="input", data_class="data", name="positions")
 
-    def __call__(self, tokens: TileTensor, targets: TileTensor, *, reduction: str = "mean", scale: float = 1.0, minibatch: int = 0) -> Tensor:
+    def __call__(
+        self, tokens: TileTensor, targets: TileTensor, *, reduction: str = "mean", scale: float = 1.0, minibatch: int = 0, **others: TileTensor
+    ) -> Tensor:
         """The loss of predicting `targets` from `tokens`.
 
         Args:
@@ -91,13 +114,19 @@ class LanguageModel(Module):
             reduction: "mean" over the B*T tokens, or "sum".
             scale: factor of the loss; 1 / n for each of n equal minibatches makes their sum the mean over the batch.
             minibatch: index of this forward pass within the step; it selects the dropout masks.
+            others: arrays that this model does not take.
 
         Returns:
             (1,), the loss, whose ``backward()`` computes the gradients.
 
         Raises:
-            UsageError: the reduction is unknown, or the tokens and targets do not fit the model.
+            UsageError: the reduction is unknown, or what is given does not fit the model.
         """
+        if others:
+            raise UsageError(
+                f"a {self.config.model_type} learns from tokens and targets, got {', '.join(others)} besides; train it on sequences that are "
+                "neither padded nor packed"
+            )
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}; choose one of them')
         if targets.shape != tokens.shape or targets.tile != tokens.tile:

@@ -20,11 +20,11 @@ from .session import Session
 
 def validate(session: Session, step: int) -> None:
     """Score the validation data and print the result."""
-    validation = session.dataset.validation
+    run = session.run
+    validation = session.dataset.scored_examples(run.model.seed)
     if validation is None:
         return
-    run = session.run
-    batches = in_order(validation, session.stream.length, run.step.minibatch, run.settings.run.eval_batches)
+    batches = in_order(validation, run.step.minibatch, run.settings.run.eval_batches)
     if not batches:
         session.printer.say(f"{validation.path} is shorter than one sequence of {session.stream.length} tokens; nothing to validate on")
         return

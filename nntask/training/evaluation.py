@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.sampler import Batch
+from ..data.batch import Batch
 from ..engine.interface import Scorer
 
 

@@ -61,7 +61,7 @@ def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str,
         runtime.wait()
         under_way, after = deque[Any](), before
         for step, batch in enumerate(ids, 1):
-            under_way.append(engine.start(step, 1e-4, Batch(batch[:, :-1], batch[:, 1:])))
+            under_way.append(engine.start(step, 1e-4, Batch.causal(batch[:, :-1], batch[:, 1:])))
             if step > 1:
                 under_way.popleft().result()
                 after = runtime.stats()["moved_bytes"]

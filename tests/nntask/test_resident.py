@@ -115,7 +115,7 @@ with Runtime(1, ram=int(sys.argv[1]), disk=sys.argv[2]) as runtime:
     before = resident()
     for piece in pieces[::2]:  # holes between pieces in use
         libc.free(piece)
-    engine.start(1, 1e-3, Batch(ids, ids)).result()
+    engine.start(1, 1e-3, Batch.causal(ids, ids)).result()
     print(before - resident())
 """
 
@@ -154,7 +154,7 @@ def test_holes_go_back_within_a_long_step_too(monkeypatch: pytest.MonkeyPatch, t
         runtime.wait()
         waited: list[bool] = []
         runtime.on_task(lambda task: None if waited else waited.append(again.wait(DEADLINE)))
-        engine.start(1, 1e-3, Batch(ids, ids)).result()
+        engine.start(1, 1e-3, Batch.causal(ids, ids)).result()
     assert waited == [True]
     assert min(np.diff(times), default=0.01) >= 0.01  # no more often than they may
 

@@ -75,7 +75,7 @@ def train(
 ) -> Result:
     """Train on `count` nodes."""
     rng = np.random.default_rng(0)
-    batches = [Batch(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
+    batches = [Batch.causal(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
     size = run.step.minibatch
     every = data_shards(BATCH // size, run.step.lanes, count)
     with nodes(count, transports) as comms:
@@ -88,9 +88,7 @@ def train(
             outcomes = []
             for number, batch in enumerate(batches, 1):
                 rows = [[m * size + row for m in shard.minibatches for row in range(size)] for shard in every]
-                flights = [
-                    engine.start(number, 1e-2, Batch(batch.tokens[own], batch.targets[own])) for engine, own in zip(engines, rows, strict=True)
-                ]
+                flights = [engine.start(number, 1e-2, batch.rows(np.array(own))) for engine, own in zip(engines, rows, strict=True)]
                 parts = [flight.shard_outcome() for flight in flights]
                 losses = {m: loss for shard, (found, _) in zip(every, parts, strict=True) for m, loss in zip(shard.minibatches, found, strict=True)}
                 squares = parts[0][1]

@@ -82,7 +82,7 @@ class Job:
             start.attach(self.model.frozen_tensors())
         self.rate = 3e-2 if "adapters" in family else 3e-3
         self.optimizer = AdamW(decay_groups(self.model, 0.1), self.rate, max_norm=1.0)
-        self.inputs = [self.model.input_tensors(SEQUENCES // minibatches) for _ in range(minibatches)]
+        self.inputs = [self.model.inputs(SEQUENCES // minibatches) for _ in range(minibatches)]
         self.step = None
         if isinstance(runtime, Runtime):
             with runtime.record(order) as self.step:

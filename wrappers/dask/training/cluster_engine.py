@@ -93,7 +93,7 @@ class ClusterEngine:
     def evaluate(self, batch: Batch) -> float:
         """Sum of the token losses of a batch, computed by the first node."""
         self._last_end = 0.0
-        (loss,) = self.team.gather([self.team.ask(0, "evaluate", batch.tokens, batch.targets)], max(self.team.patience, FIRST_STEP_SECONDS))
+        (loss,) = self.team.gather([self.team.ask(0, "evaluate", dict(batch.arrays))], max(self.team.patience, FIRST_STEP_SECONDS))
         return float(loss)
 
     def model_tensors(self) -> Mapping[str, Any]:
