@@ -1,9 +1,10 @@
 from .batch import Batch, Cursor
-from .dataset import DATASETS, Dataset, DataSpec, check_spec, open_dataset
+from .dataset import DATASETS, Dataset, check_spec, open_dataset
 from .hub import WIKITEXT
 from .objectives import KINDS, Objective, random_batch
 from .prepare import TokenizedDataset, tokenize_dataset
 from .sampler import BatchStream, Windows, in_order
+from .spec import DataSpec
 from .special_tokens import Special
 from .token_file import TokenFile
 from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from ..errors import DataError
+from .images import ImageRows, ImageSource
+from .masking import MaskedWindows, masking_of
 from .objectives import Objective
+from .packing import SeparateMaskedWindows, SeparateWindows
+from .row_file import RowFile
+from .rows import Rows
 from .sampler import Examples, Windows
+from .spans import CorruptedSpans
 from .token_file import TokenFile
 from .tokenizer import Tokenizer
 
-Source = TokenFile
+Source = TokenFile | RowFile | ImageSource
 
 
 def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:
@@ -22,4 +29,21 @@ def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | Non
     Raises:
         DataError: the tokenizer lacks a token that the objective takes.
     """
-    return Windows(source, objective.length)
+    if isinstance(source, ImageSource):
+        return ImageRows(source, objective)
+    if isinstance(source, RowFile):
+        return Rows(source, objective)
+    if objective.kind == "seq2seq":
+        return CorruptedSpans(source, objective, tokenizer, vocab_size, seed)
+    masking = masking_of(tokenizer, objective.mask_probability, seed) if objective.kind == "masked" else None
+    if not objective.separates:
+        return Windows(source, objective.length) if masking is None else MaskedWindows(source, objective.length, masking)
+    if tokenizer is None:
+        raise DataError(
+            f"--document-boundaries keeps apart what the end-of-text id divides, and the tokenizer of {source.path} is not known; "
+            "name it with --tokenizer-path DIR"
+        )
+    begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
+    if masking is None:
+        return SeparateWindows(source, objective.length, begin, end)
+    return SeparateMaskedWindows(source, objective.length, masking, begin, end)

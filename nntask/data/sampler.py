@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..errors import DataError, UsageError
 from .batch import Batch, Cursor
+from .draws import mixed
 from .objectives import IGNORED, factor_of
 from .token_file import TokenFile
 
@@ -129,15 +130,8 @@ def permuted(positions: npt.NDArray[np.int64], count: int, seed: int, epoch: int
 def _feistel(values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     left, right = values >> half, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
+        left, right = right, left ^ (mixed(right + key) & mask)
     return (left << half) | right
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class BatchStream:
