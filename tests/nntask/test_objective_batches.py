@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
 
@@ -9,10 +12,13 @@ from nntask.config import TrainSettings, resolve
 from nntask.config.settings import ModelSettings, TilingSettings
 from nntask.data import Batch, Cursor, Objective, random_batch
 from nntask.data.objectives import ImageShape, factor_of
+from nntask.data.sampler import with_factor
 from nntask.engine.recorded import RecordedEngine, build_model, emit_training_step
 from nntask.errors import UsageError
+from nntask.models.gpt2 import GPT2
 from nntask.models.gpt2_config import PRESETS
 from scheduler import Runtime
+from tiles import TileTensor
 
 IDS = np.arange(24, dtype=np.int32).reshape(4, 6)
 ALL = (
@@ -56,6 +62,34 @@ def test_a_random_batch_has_the_arrays_of_its_objective(objective: Objective) ->
     if objective.kind == "classify":
         assert batch.targets.shape == (4, 1)
         assert batch.targets.max() < 3
+
+
+class _Counting(GPT2):
+    """A model that takes documents without looking at them, and a factor, which is 1 / 10."""
+
+    seen: ClassVar[list[tuple[frozenset[str], float]]] = []
+
+    def __call__(self, tokens: TileTensor, targets: TileTensor, *, scale: float = 1.0, reduction: str = "mean", **others: Any) -> Any:
+        self.seen.append((frozenset(others), scale))
+        is_mean = "factor" in others
+        return super().__call__(tokens, targets, scale=scale / 10 if is_mean else scale, reduction="sum" if is_mean else reduction)
+
+
+def test_the_loss_is_the_mean_over_targets_of_the_whole_batch() -> None:
+    """Minibatches with 7 and 3 targets: the engine leaves the mean to the factor, and scores without it."""
+    settings = TrainSettings(model=ModelSettings(model="tiny", seq_len=16), tiling=TilingSettings(batch=4, minibatch=2))
+    run = resolve(settings, PRESETS["tiny"])
+    run = replace(run, data=replace(run.data, objective=replace(run.data.objective, separates=True)))
+    whole = random_batch(run.data.objective, 4, run.model.config.vocab_size, 3)
+    targets = np.full_like(whole.targets, -1)
+    targets[:1, :7], targets[3:, 4:7] = whole.targets[:1, :7], whole.targets[3:, 4:7]
+    batch = with_factor(Batch({**whole.arrays, "targets": targets}))
+    assert batch.arrays["factor"] == np.float32(0.1)
+    with Runtime(1) as runtime:
+        engine = RecordedEngine(run, runtime, _Counting(run.model.config, run.model.tiling, runtime, seed=0))
+        scored = engine.evaluate(batch)
+        assert engine.start(1, 1e-3, batch).result().loss == pytest.approx(scored / 10, rel=1e-5)
+    assert set(_Counting.seen) == {(frozenset({"documents"}), 1.0), (frozenset({"documents", "factor", "minibatch"}), 1.0)}
 
 
 def test_a_step_takes_the_tensors_that_a_model_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.commands import refuse
 from support.objective_data import CHATML, TEXTS, lines_in
@@ -42,6 +43,15 @@ def test_a_model_learns_from_json_lines(here: Path, capsys: pytest.CaptureFixtur
     code, message = refuse(capsys, ["train", "--resume=run", "--steps=4", "--document-boundaries"])
     assert code == 2
     assert "--document-boundaries (was False, is True)" in message
+
+
+def test_json_lines_are_prepared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The token files of the texts, as any other dataset's; images are not."""
+    assert main(["data", "prepare", "--dataset=jsonl", "--dataset-path=text.jsonl", "--tokenizer=bytes", "--output=out"]) == 0
+    ids = np.fromfile(here / "out" / "train.bin", "<u2")
+    assert (ids == 256).sum() + (np.fromfile(here / "out" / "val.bin", "<u2") == 256).sum() == len(TEXTS)
+    code, message = refuse(capsys, ["data", "prepare", "--dataset=images", "--dataset-path=.", "--output=other"])
+    assert (code, "--dataset images is read where it lies" in message) == (2, True)
 
 
 @pytest.mark.parametrize(
