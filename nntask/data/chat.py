@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from .encoding import RowEncoder
-from .json_lines import Record
-from .special_tokens import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from .json_lines import Record, clean
+from .special_tokens import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from .tokenizer import Tokenizer
 
 MESSAGES: Final = "messages"
@@ -65,8 +65,8 @@ class ChatTemplate:
         """
         files = tokenizer.special.files
         config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
-        named = {name: config.get(name) for name in _WORDS}
-        words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each}
+        named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in _WORDS if config.get(name)}}
+        words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in _WORDS}
         if file:
             try:
                 return cls(Path(file).read_text(encoding="utf-8"), file, words)
@@ -89,7 +89,7 @@ class ChatTemplate:
             DataError: the line has no messages, none of the assistant, or the template refuses them.
         """
         text, answers = self.rendered(line)
-        ids, starts = encoder.with_starts(text)
+        ids, starts = encoder.with_starts(clean(text))
         counts = np.zeros(len(ids), np.bool_)
         for begin, end in answers:
             counts |= (starts >= begin) & (starts < end)
@@ -119,7 +119,7 @@ class ChatTemplate:
 
         try:
             return self._marks.rendered(self._template, messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **self._words)
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             what = str(error).partition("\n")[0].rstrip(".")
             raise DataError(f"{where} is not for the chat template of {self._name}: {what}; mend or remove the line") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,12 @@ from .texts import Corpus, Text
 JSONL: Final = "jsonl"
 _SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
 _VALIDATION_SHARE: Final = 20
+_HALVES: Final = re.compile("[\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """The text with U+FFFD for each half of a pair of UTF-16, which JSON can say alone and UTF-8 cannot."""
+    return _HALVES.sub("\ufffd", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class Record:
         if not isinstance(value, str):
             what = f"{type(value).__name__} there" if key in self.values else f"the keys {', '.join(self.values) or 'none'}"
             raise DataError(f'{self.where} must have a string under "{key}", got {what}; mend or remove the line')
-        return value
+        return clean(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class JsonLines:
                 return
             try:
                 values = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is not JSON: {error}; mend or remove the line") from None
             if not isinstance(values, dict):
                 raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; mend or remove the line')
@@ -173,7 +180,7 @@ class RowTexts(LineTexts):
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value
+        yield clean(value)
     elif isinstance(value, Mapping | list):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(each)

@@ -21,7 +21,8 @@ GENERATION: Final = "generation_config.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 _CONFIG: Final = "config.json"
-_WORDS: Final = (TOKENIZER_CONFIG, "special_tokens_map.json")
+SPECIAL_TOKENS: Final = "special_tokens_map.json"
+_WORDS: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
 SPECIAL_FILES: Final = (*_KEPT, _CONFIG)
 """Names of the files beside tokenizer.json that are read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,19 @@ def answers_in(dataset: Dataset, at: int = 0) -> tuple[str, str]:
     found = dataset.examples(0).arrays(np.array([at]), 0)
     tokens, targets = found["tokens"][0], found["targets"][0]
     return bytes(tokens[found["documents"][0] > 0].astype(np.uint8)).decode(), bytes(targets[targets >= 0].astype(np.uint8)).decode()
+
+
+def test_half_characters_are_replaced(tmp_path: Path) -> None:
+    """JSON can say them alone; texts, rows and conversations take them as U+FFFD."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"input": "a\\ud800", "target": "b\\udc00"}\n')
+    data = DataSettings(dataset="jsonl", dataset_path=str(path), val_path=str(path), tokenizer="bytes", objective="seq2seq")
+    found = opened(Learner(), data).train.row(0)
+    assert bytes(found[0][:-1].astype(np.uint8)).decode() == "a\ufffd"
+    (tmp_path / "t.jinja").write_text(CHATML)
+    path.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\\ud800"}]}\n')
+    dataset = opened(Learner(), replace(data, objective="causal", chat_template=str(tmp_path / "t.jinja")), 60)
+    assert answers_in(dataset)[1] == "\ufffd<|end|>"
 
 
 def test_only_answers_count(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.objective_data import TEXTS, Learner, opened
+from support.objective_data import TEXTS, Learner, opened, tokenizer_in
 from support.search import search
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, Objective, TokenFile
-from nntask.data.spans import CorruptedSpans, lengths_of, longest, sizes_of
+from nntask.data import BatchStream, Objective, TokenFile, load_tokenizer
+from nntask.data.spans import CorruptedSpans, first_sentinel, lengths_of, longest, sizes_of
 from nntask.errors import DataError
 
 
@@ -62,6 +62,18 @@ def test_input_and_output_hold_the_text(tmp_path_factory: pytest.TempPathFactory
     text = [token for each in source.tolist() for token in (spans[each] if each >= 100 else [each])]
     assert text == file.window(sizes.text, sizes.text).tolist()
     file.close()
+
+
+def test_sentinels_of_a_tokenizer_are_used(tmp_path: Path) -> None:
+    """T5's extra ids, wherever they are; as many as there are, each below the last."""
+    tokenizer = load_tokenizer(tokenizer_in(tmp_path / "t5", ["a", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "b"]))
+    assert first_sentinel(tokenizer, 600, 3) == 8
+    with pytest.raises(DataError, match="must have sentinels <extra_id_0> to <extra_id_3>, each an id below the last"):
+        first_sentinel(tokenizer, 600, 4)
+    upwards = load_tokenizer(tokenizer_in(tmp_path / "up", ["<extra_id_0>", "<extra_id_1>"]))
+    with pytest.raises(DataError, match="each an id below the last"):
+        first_sentinel(upwards, 600, 2)
+    assert first_sentinel(None, 600, 2) == 599
 
 
 def test_spans_of_a_text_become_a_batch(tmp_path: Path) -> None:
