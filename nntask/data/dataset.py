@@ -22,7 +22,7 @@ from .images import IMAGES, open_images
 from .json_lines import JSONL, RowTexts, json_lines, line_corpus
 from .row_file import RowFile, write_rows
 from .rows import NUM_FIELDS, encoded_rows
-from .sampler import Examples
+from .sampler import Examples, Shuffled
 from .spec import DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
@@ -65,10 +65,11 @@ class Dataset:
         return examples_of(self.train, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
 
     def scored_examples(self, seed: int) -> Examples | None:
-        """The validation data as `examples`; None without a validation split."""
+        """The validation data as `examples`, rows in another order, of which the first may be scored alone; None without a validation split."""
         if self.validation is None:
             return None
-        return examples_of(self.validation, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
+        found = examples_of(self.validation, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
+        return Shuffled(found) if isinstance(self.validation, RowFile) else found
 
 
 def check_spec(spec: DataSpec) -> None:

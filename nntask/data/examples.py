@@ -9,7 +9,7 @@ from .objectives import Objective
 from .packing import SeparateMaskedWindows, SeparateWindows
 from .row_file import RowFile
 from .rows import Rows
-from .sampler import Examples, Windows
+from .sampler import Examples, Shuffled, Windows
 from .spans import CorruptedSpans
 from .token_file import TokenFile
 from .tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | Non
         DataError: the tokenizer lacks a token that the objective takes.
     """
     if isinstance(source, ImageSource):
-        return ImageRows(source, objective)
+        return Shuffled(ImageRows(source, objective))  # so that the first ones are of all classes
     if isinstance(source, RowFile):
         return Rows(source, objective)
     if objective.kind == "seq2seq":

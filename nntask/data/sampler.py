@@ -134,6 +134,30 @@ def _feistel(values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, k
     return (left << half) | right
 
 
+class Shuffled:
+    """Examples in another order, always the same: files are often sorted by label, and their first ones would all have the same.
+
+    Args:
+        examples: the examples.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        self._examples, self.path, self.names, self.length = examples, examples.path, examples.names, examples.length
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are."""
+        return self._examples.num_sequences
+
+    def too_few(self, batch: int) -> str:
+        """Says that there are fewer than `batch` of them, and what to do."""
+        return self._examples.too_few(batch)
+
+    def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of sequences by their numbers in the new order."""
+        return self._examples.arrays(permuted(numbers, self.num_sequences, 0, 0), epoch)
+
+
 class BatchStream:
     """Endless batches of training data; equal seeds and cursors give equal batches.
 

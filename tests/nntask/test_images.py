@@ -11,7 +11,7 @@ from support.objective_data import ImageLearner, opened
 
 from nntask.config.settings import DataSettings
 from nntask.data import BatchStream, Dataset, in_order
-from nntask.data.images import patches
+from nntask.data.images import ImageRows, patches
 from nntask.data.objectives import ImageShape
 from nntask.errors import DataError
 
@@ -40,8 +40,10 @@ def test_folders_are_classes(tmp_path: Path, channels: int) -> None:
         for number in range(15):
             image.new("RGB", (8, 8) if number else (20, 10), (255 * at,) * 3).save(tmp_path / "all" / name / f"{number:02}.png")
     dataset = dataset_of(tmp_path / "all", ImageLearner(num_channels=channels))
-    examples = dataset.examples(0)
+    examples = ImageRows(dataset.train, dataset.spec.objective)
     assert (examples.num_sequences, examples.length) == (29, 4)
+    first = dataset.examples(0).arrays(np.arange(8), 0)["targets"]
+    assert 0 < first.sum() < 8  # though files are sorted by class
     assert len(in_order(dataset.scored_examples(0), 4, 8)) == 1
     found = examples.arrays(np.arange(29), 0)
     assert found["images"].shape == (29, 4, 16 * channels)
@@ -50,12 +52,12 @@ def test_folders_are_classes(tmp_path: Path, channels: int) -> None:
     assert (found["images"][0] == 1).all()
     assert (found["images"][-1] == -1).all()
     named = dataset_of(tmp_path / "all", ImageLearner(num_channels=channels, id2label={0: "b", 1: "a"}))
-    assert named.examples(0).arrays(np.array([0]), 0)["targets"].tolist() == [[1]]
+    assert ImageRows(named.train, named.spec.objective).arrays(np.array([0]), 0)["targets"].tolist() == [[1]]
     assert named.fingerprint != dataset.fingerprint
     assert dataset_of(tmp_path / "all", ImageLearner(num_channels=channels), val_path=str(tmp_path / "all")).scored_examples(0).num_sequences == 30
     (tmp_path / "all" / "a" / "00.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"00\.png is no image that Pillow can read"):
-        dataset_of(tmp_path / "all", ImageLearner(num_channels=channels)).examples(0).arrays(np.array([0]), 0)
+        dataset_of(tmp_path / "all", ImageLearner(num_channels=channels)).examples(0).arrays(np.arange(29), 0)
 
 
 def test_digits_of_scikit_learn(tmp_path: Path) -> None:

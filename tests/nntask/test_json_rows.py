@@ -119,6 +119,9 @@ def test_labels_and_pairs(tmp_path: Path, bert: str) -> None:
     scored = in_order(examples, 4, 3)
     assert [each.targets.tolist() for each in scored] == [[[1], [0], [-1], [-1]]]
     assert "factor" not in BatchStream(examples, 2, seed=0).next().arrays
+    many = dataset_of(tmp_path, [{"text": "a", "label": at // 30} for at in range(60)], Learner("classify"), 10, tokenizer="bytes")
+    (first,) = in_order(many.scored_examples(0), 8, 1)
+    assert 0 < first.targets.sum() < 8  # though lines are sorted by label
 
 
 def test_rows_are_cut_as_transformers_cuts_them(bert: str) -> None:
