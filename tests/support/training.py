@@ -99,9 +99,9 @@ class Job:
         rng, found, previous = np.random.default_rng(7), [], None
         for number in range(steps):
             ids = rng.integers(0, VOCAB, (SEQUENCES, LENGTH + 1)).astype(np.int32)
-            for (tokens, targets), part in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
-                tokens.write(part[:, :-1])
-                targets.write(part[:, 1:])
+            for given, part in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
+                given["tokens"].write(part[:, :-1])
+                given["targets"].write(part[:, 1:])
             self.model.dropout_key.write(np.array([3, number], np.uint64))
             self.optimizer.prepare(number + 1, self.rate)
             if self.step is None:
