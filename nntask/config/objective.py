@@ -49,6 +49,8 @@ def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSett
     form = _form(data, kind, config)
     if data.chat_template and form != "chat":
         raise UsageError(f"--chat-template {data.chat_template} is for JSON lines with {MESSAGES}, which these data are not; drop it")
+    if form == "pairs" and data.mask_probability != USUAL_MASK:
+        raise UsageError(f"--mask-probability {data.mask_probability:g} is for plain texts, whose spans are hidden, got pairs; drop it")
     if kind == "seq2seq":
         data = replace(data, target_len=_target_len(settings, form, config))
     if kind != "causal":

@@ -90,6 +90,9 @@ def test_what_is_open_is_filled_in(tmp_path: Path) -> None:
         forms[key] = objective_of(filled, Learner())
     assert [each.form for each in forms.values()] == list(forms)
     assert forms["pairs"].target_length == 32
+    pairs = settings(objective="seq2seq", dataset="jsonl", dataset_path=str(tmp_path / "pairs.jsonl"), mask_probability=0.3)
+    with pytest.raises(UsageError, match=r"--mask-probability 0\.3 is for plain texts, whose spans are hidden, got pairs; drop it"):
+        with_objective(pairs, Learner())
     assert forms["labels"].has_pairs
 
 
