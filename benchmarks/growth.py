@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     )
     run = resolve(asked, config)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1)).astype(np.int32)
-    data = Batch(ids[:, :-1], ids[:, 1:])
+    data = Batch.causal(ids[:, :-1], ids[:, 1:])
     with runtime_for(run) as runtime:
         engine = RecordedEngine(run, runtime)
         engine.start(1, 1e-4, data).result()

@@ -1,9 +1,9 @@
 from .adapters.lora import LoRA, add_adapters
 from .errors import ClusterError, DataError, Diverged, DoesNotFit, NntaskError, StorageError, UsageError
-from .models.gpt2 import GPT2
-from .models.gpt2_config import PRESETS, GPT2Config
-from .models.llama import Llama
-from .models.llama_config import LlamaConfig, RopeScaling
+from .models.gpt2 import GPT2, GPT2Config
+from .models.llama import Llama, LlamaConfig
+from .models.registry import PRESETS
+from .models.rotary import RopeScaling
 from .nn.autograd import Tensor, checkpoint, no_grad, on_tape
 from .nn.module import Module, Parameter
 from .optim.lr_schedule import make_schedule

@@ -53,11 +53,18 @@ class TileTensor:
         self.kind: Kind = kind
         self.data_class: DataClass = data_class
         self.name = name
-        combine = codelet("accumulate")
-        self.handles: list[Handle] = []
-        for index in self.tiling.indices():
-            view = TileView(self.tiling.extents(index), self.dtype)
-            self.handles.append(runtime.handle(view.nbytes, view, name=f"{name}{list(index)}", kind=kind, data_class=data_class, combine=combine))
+        self.handles: list[Handle] = [self._handle(index) for index in self.tiling.indices()]
+
+    def _handle(self, index: tuple[int, ...]) -> Handle:
+        view, combine = TileView(self.tiling.extents(index), self.dtype), codelet("accumulate")
+        name = f"{self.name}{list(index)}"
+        return self.runtime.handle(view.nbytes, view, name=name, kind=self.kind, data_class=self.data_class, combine=combine)
+
+    def forget(self, axis: int, number: int) -> None:
+        """Make the tiles of that number along an axis as new: without data, so they take no memory once the tasks that use them are done."""
+        for flat, index in enumerate(self.tiling.indices()):
+            if index[axis] == number:
+                self.handles[flat] = self._handle(index)
 
     @property
     def shape(self) -> tuple[int, ...]:

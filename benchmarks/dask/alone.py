@@ -127,8 +127,7 @@ def main(rank: int, block: int, flags: list[str]) -> None:
     shard = data_shards(cut.num_minibatches, cut.lanes, 2)[rank]
     dataset = open_dataset(run.data)
     stream = BatchStream(
-        dataset.train,
-        run.model.seq_len,
+        dataset.examples(run.model.seed),
         cut.batch,
         seed=run.model.seed,
         select=dataset.select_sequences,

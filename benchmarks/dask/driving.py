@@ -85,7 +85,7 @@ def opened_team(flags: Sequence[str], folder: Path) -> Iterator[tuple[Any, Any, 
     run = resolve(asked.settings, asked.config)
     cluster, dataset = run.cluster, open_dataset(run.data)
     assert cluster is not None  # --dask
-    stream = BatchStream(dataset.train, run.model.seq_len, run.step.batch, seed=run.model.seed, select=dataset.select_sequences, rows=())
+    stream = BatchStream(dataset.examples(run.model.seed), run.step.batch, seed=run.model.seed, select=dataset.select_sequences, rows=())
     run.directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         connection = Connection(cluster, _tell)

@@ -141,7 +141,7 @@ def captured_step(rank: int, nodes: int, run: Any) -> tuple[Any, Any]:
     shard = data_shards(run.step.num_minibatches, run.step.lanes, nodes)[rank]
     exchange = Exchange([p for p in model.parameters() if p.trainable], shard, Nowhere()) if nodes > 1 else None
     optimizer = build_optimizer(model, run.optimizer, None if exchange is None else exchange.tiles_of)
-    inputs = [model.input_tensors(run.step.minibatch, run.model.seq_len) for _ in shard.minibatches]
+    inputs = [model.inputs(run.step.minibatch, run.model.seq_len) for _ in shard.minibatches]
     with runtime.record():
         kept = emit_training_step(model, optimizer, inputs, exchange)
     del kept

@@ -106,7 +106,7 @@ def train(
     for step in range(1, len(batches) + 2):
         if step <= len(batches):
             ids = batches[step - 1]
-            under_way.append(engine.start(step, 1e-4, Batch(ids[:, :-1], ids[:, 1:])))
+            under_way.append(engine.start(step, 1e-4, Batch.causal(ids[:, :-1], ids[:, 1:])))
         if step > 1:
             losses.append(float(under_way.popleft().result().loss).hex())
             now = perf_counter()

@@ -27,7 +27,6 @@ from ..errors import UsageError
 from ..hf.layout import names_of
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
-from ..models.registry import family_of
 from ..nn.functional import SITES
 from ..nn.initializers import uniform
 from ..nn.layers import Adaptable, Adapter
@@ -106,7 +105,7 @@ def adapted(model: LanguageModel) -> dict[str, dict[str, Adaptable]]:
     layers = _adaptable(model)
     factors = _factors(layers)
     base = {name: p.shape for name, p in model.named_parameters().items() if id(p) not in factors}
-    theirs = names_of(family_of(model.config), model.config, base)
+    theirs = names_of(model.config, base)
     groups: dict[str, dict[str, Adaptable]] = {}
     for name, layer in layers.items():
         groups.setdefault(theirs[name + _WEIGHT].removesuffix(_WEIGHT), {})[name] = layer

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..checkpoints.store import STATE, Checkpoint, run_of
-from ..data.dataset import DataSpec
+from ..data.spec import DataSpec
 from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets
@@ -25,6 +25,7 @@ from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
 from .cluster import cluster_of
+from .objective import objective_of, with_objective
 from .run_config import LanguageRun, LanguageSpec, Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
 from .settings import TrainSettings, differences, from_dict
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
@@ -73,6 +74,10 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
         settings = with_tokenizer(filled(settings, config))
     if resumed is not None and (found := _differences(settings, resumed)):
         raise _differs(resumed, found)
+    if not objective_of(settings, config).is_plain:
+        raise UsageError(
+            f"--dataset {settings.data.dataset} with conversations is for nntask's own models; write them as texts, or train such a model"
+        )
     model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
     return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
 
@@ -181,7 +186,7 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     asked = run.nepochs + run.nepochs_warmup + run.nforward + run.nbackward + run.nforward_warmup + run.nbackward_warmup
     if run.steps is None and not asked:
         run = replace(run, steps=DEFAULT_STEPS)
-    return replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints)
+    return with_objective(replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints), config)
 
 
 def dtype_of(asked: str) -> str:
@@ -220,6 +225,7 @@ def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
         tokenizer=data.tokenizer,
         tokenizer_path=data.tokenizer_path,
         vocab_size=config.vocab_size,
+        objective=objective_of(settings, config),
     )
 
 
@@ -326,7 +332,10 @@ def _differing_first(settings: TrainSettings, resumed: Checkpoint | None) -> Ite
 
 
 def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:
-    return differences(from_dict(resumed.state["settings"], str(resumed.path / STATE)), settings)
+    stored = from_dict(resumed.state["settings"], str(resumed.path / STATE))
+    if stored.data.objective is None:  # written before there were others
+        stored = replace(stored, data=replace(stored.data, objective="causal"))
+    return differences(stored, settings)
 
 
 def _differs(resumed: Checkpoint, found: Sequence[str]) -> UsageError:

@@ -17,7 +17,7 @@ from typing import Literal, Self
 from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA
 from ..checkpoints.store import Checkpoint
-from ..data.dataset import DataSpec
+from ..data.spec import DataSpec
 from ..hardware.machine_spec import MachineSpec
 from ..models.interface import LanguageConfig, ModelConfig
 from ..optim.lr_schedule import Schedule, make_schedule

@@ -75,7 +75,7 @@ class DataSettings:
     """What it learns from."""
 
     dataset: str = "stdlib"
-    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin (--dataset-path)"""
+    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin, jsonl, images"""
     dataset_path: str = ""
     """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
     val_path: str = ""
@@ -86,8 +86,18 @@ class DataSettings:
     """bpe (trained on the text, as many ids as the model's vocabulary), bytes, or a name on the Hub; auto: bpe where installed"""
     tokenizer_path: str = ""
     """directory with tokenizer.json; a tokenizer with a name is fetched to it if it is not there"""
+    objective: Literal["causal", "masked", "seq2seq", "classify"] | None = None
+    """what is learnt: the next token, masked tokens, an output from an input, a label (default: the config's)"""
+    mask_probability: float = 0.15
+    """share of tokens that are predicted, of masked, and of seq2seq on plain texts, whose spans are hidden"""
+    target_len: int | None = None
+    """tokens of an output of seq2seq (default: of pairs --seq-len; of hidden spans what they take)"""
+    document_boundaries: bool = False
+    """texts in one sequence do not see each other; conversations share sequences"""
+    chat_template: str = ""
+    """Jinja file that writes conversations (JSON lines with messages) as text (default: the tokenizer's)"""
     seed: int = 0
-    """of weights, shuffling, dropout and sampling"""
+    """of weights, shuffling, dropout, masks and sampling"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +288,7 @@ class TrainSettings:
 LOCKED: Final = ("model", "tiling", "data", "optimizer")
 
 
-_NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path")
+_NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path", "chat_template")
 """Where things are; what they are is compared apart, by the model's config and the fingerprint of the data."""
 
 
@@ -317,15 +327,19 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
 
 def _is_of(value: object, kind: Any) -> bool:
     """Whether a value from JSON is of a field's type; whole numbers are numbers, booleans are not."""
-    if isinstance(kind, types.UnionType):
+    if _is_union(kind):
         return any(_is_of(value, each) for each in typing.get_args(kind))
     if typing.get_origin(kind) is Literal:
         return value in typing.get_args(kind)
     return type(value) is kind or (kind is float and type(value) is int)
 
 
+def _is_union(kind: Any) -> bool:
+    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union  # the latter of a Literal
+
+
 def _words_for(kind: Any) -> str:
-    if isinstance(kind, types.UnionType):
+    if _is_union(kind):
         return " or ".join(map(_words_for, typing.get_args(kind)))
     if typing.get_origin(kind) is Literal:
         return f"one of {', '.join(typing.get_args(kind))}"

@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..models.interface import LanguageConfig
 from .cluster import check_cluster
 from .disk import disk_of
+from .objective import check_objective
 from .settings import TrainSettings
 from .units import LARGEST, fraction_of, is_size, parse_size
 
@@ -35,6 +36,7 @@ _COUNTS: Final = (
     ("run", "nbackward", 0),
     ("run", "nbackward_warmup", 0),
     ("data", "seed", 0),
+    ("data", "target_len", 1),
     ("optimizer", "warmup_steps", 0),
     ("optimizer", "full_lr_iter", 1),
     ("checkpoints", "save_every", 0),
@@ -121,6 +123,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
             limit = f"a finite number of at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
             near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
             raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; {near}")
+    check_objective(settings.data)
     _check_combinations(settings)
     _check_adapters(settings)
     resources = settings.resources

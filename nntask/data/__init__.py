@@ -1,4 +1,4 @@
-"""Training data: text or token files become shuffled batches of token windows, with an exact cursor."""
+"""Training data: texts, rows, images and token files become shuffled batches of what is learnt, with an exact cursor."""
 
 import lazy_loader
 

@@ -1,13 +1,17 @@
-from .dataset import DATASETS, Dataset, DataSpec, check_spec, open_dataset
+from .batch import Batch, Cursor
+from .dataset import DATASETS, Dataset, check_spec, open_dataset
 from .hub import WIKITEXT
+from .objectives import KINDS, Objective, random_batch
 from .prepare import TokenizedDataset, tokenize_dataset
-from .sampler import Batch, BatchStream, Cursor, in_order
+from .sampler import BatchStream, Windows, in_order
+from .spec import DataSpec
 from .special_tokens import Special
 from .token_file import TokenFile
 from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "DATASETS",
+    "KINDS",
     "TOKENIZER_FILE",
     "WIKITEXT",
     "Batch",
@@ -16,13 +20,16 @@ __all__ = [
     "Cursor",
     "DataSpec",
     "Dataset",
+    "Objective",
     "Special",
     "TokenFile",
     "TokenizedDataset",
     "Tokenizer",
+    "Windows",
     "check_spec",
     "in_order",
     "load_tokenizer",
     "open_dataset",
+    "random_batch",
     "tokenize_dataset",
 ]

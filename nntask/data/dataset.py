@@ -1,80 +1,75 @@
-"""Datasets by name: `stdlib`, `text`, `WikiText-103` and `train.bin` become one or two token files, and a tokenizer where there is one.
+"""Datasets by name: `stdlib`, `text`, `WikiText-103`, `train.bin`, `jsonl` and `images` become training and validation data, and a tokenizer where
+there is one.
 
-Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary size. A cached file is
-complete once it has its name (`nntask.io.atomic_write`): a process that fails leaves no file, and a process that is killed leaves a hidden directory
-that the next process removes.
+Texts become token files, and rows of JSON lines become files of rows, both once and in the cache (`tokenized`). Images are read where they lie.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
-from ..io.atomic_write import written_aside
 from .corpora import stdlib_corpus, text_corpus
+from .examples import Source, examples_of
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
-from .texts import Corpus, Text, check_texts
-from .token_file import DTYPES, TokenFile, write_sidecar
-from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
+from .images import IMAGES, open_images
+from .json_lines import JSONL, RowTexts, json_lines, line_corpus
+from .row_file import RowFile, write_rows
+from .rows import NUM_FIELDS, encoded_rows
+from .sampler import Examples, Shuffled
+from .spec import DataSpec
+from .texts import Corpus, check_texts
+from .token_file import TokenFile
+from .tokenized import cache_errors, check_vocabulary, encoded_texts, reads_bytes, tokenizer_key, tokenizer_of
+from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer
 
-DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin")
+DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
-_TRAINING_NBYTES: Final = 8_000_000
 _FORMAT: Final = "2"  # raise when the meaning of cached files changes
 
 
 @dataclass(frozen=True, slots=True)
-class DataSpec:
-    """The user's choice of dataset and tokenizer.
-
-    Args:
-        dataset: "stdlib", "text", "WikiText-103" or "train.bin".
-        path: for "text", a file or directory; for "WikiText-103", a directory, or "" for one in the cache; for "train.bin", the file of token ids or
-            the directory with a train.bin.
-        val_path: validation text or token ids; "" for the validation split of the dataset, if it has one.
-        select: only the first `select` texts (rows of WikiText, sequences of a token file); -1 for all.
-        tokenizer: "auto", "bpe", "bytes", or the name of a tokenizer on the Hub, which may be in `tokenizer_path` already.
-        tokenizer_path: directory with a tokenizer.json; "" to train a tokenizer on the text.
-        vocab_size: number of ids in the model's vocabulary.
-    """
-
-    dataset: str = "stdlib"
-    path: str = ""
-    val_path: str = ""
-    select: int = -1
-    tokenizer: str = "auto"
-    tokenizer_path: str = ""
-    vocab_size: int = 4096
-
-
-@dataclass(frozen=True, slots=True)
 class Dataset:
-    """Training tokens, validation tokens if any, and the tokenizer if known.
+    """Training data, validation data if any, and the tokenizer if known.
 
     Args:
         name: the name in `DataSpec.dataset`.
-        train: the training tokens.
-        validation: the validation tokens; None without a validation split.
+        train: the training data.
+        validation: the validation data; None without a validation split.
         tokenizer: the tokenizer that made the tokens; None if it is unknown.
         fingerprint: a hash of the training tokens, independent of their path (for large token files a hash of samples; see `TokenFile.fingerprint`).
         select_sequences: number of sequences of `train` that are used; -1 for all.
+        spec: what was asked for.
     """
 
     name: str
-    train: TokenFile
-    validation: TokenFile | None
+    train: Source
+    validation: Source | None
     tokenizer: Tokenizer | None
     fingerprint: str
     select_sequences: int = -1
+    spec: DataSpec = field(default_factory=DataSpec)
+
+    def examples(self, seed: int) -> Examples:
+        """The training data as sequences of what is learnt, with random choices of that seed.
+
+        Raises:
+            DataError: the tokenizer lacks a token that this takes.
+        """
+        return examples_of(self.train, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
+
+    def scored_examples(self, seed: int) -> Examples | None:
+        """The validation data as `examples`, rows in another order, of which the first may be scored alone; None without a validation split."""
+        if self.validation is None:
+            return None
+        found = examples_of(self.validation, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
+        return Shuffled(found) if isinstance(self.validation, RowFile) else found
 
 
 def check_spec(spec: DataSpec) -> None:
@@ -96,7 +91,10 @@ def check_spec(spec: DataSpec) -> None:
         kind = "train.bin" if tokens.suffix == ".bin" and tokens.is_file() else "text"
         raise UsageError(f"--dataset-path {spec.path} is not read by --dataset stdlib, the default; add --dataset {kind}, or drop --dataset-path")
     fetched = {"--dataset-path": spec.dataset == WIKITEXT, "--tokenizer-path": spec.tokenizer not in _OWN_TOKENIZERS}
-    for flag, path in (("--dataset-path", spec.path), ("--val-path", spec.val_path), ("--tokenizer-path", spec.tokenizer_path)):
+    if spec.dataset == IMAGES and spec.objective.image is None:
+        raise UsageError("--dataset images is for models of images, and this one takes text; use a dataset of text")
+    named = {"--dataset-path": spec.path, "--val-path": spec.val_path, "--tokenizer-path": spec.tokenizer_path}
+    for flag, path in {**named, "--chat-template": spec.objective.template}.items():
         if path and not Path(path).exists() and not fetched.get(flag):
             raise DataError(f"{flag} {path} does not exist; give an existing file or directory")
     if spec.dataset == WIKITEXT:
@@ -167,6 +165,8 @@ def corpus_of(spec: DataSpec) -> Corpus:
     Raises:
         DataError: the texts are missing, are no texts, or cannot be fetched.
     """
+    if spec.dataset == JSONL:
+        return line_corpus(spec.path, spec.val_path, spec.select)
     if spec.dataset == "stdlib":
         corpus = stdlib_corpus(spec.select)
     elif spec.dataset == WIKITEXT:
@@ -179,7 +179,7 @@ def corpus_of(spec: DataSpec) -> Corpus:
         extra = text_corpus(spec.val_path, flag="--val-path")
         if not reads_bytes(spec):
             check_texts(extra, spec.val_path, "--val-path")
-        corpus = Corpus(corpus.name, corpus.train + corpus.validation, extra.train + extra.validation)
+        corpus = Corpus(corpus.name, (*corpus.train, *corpus.validation), (*extra.train, *extra.validation))
     return corpus
 
 
@@ -198,28 +198,19 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
     spec = with_tokenizer_path(spec)
     if spec.dataset == "train.bin":
         return _open_tokens(spec)
+    if spec.dataset == IMAGES:
+        return _open_images(spec)
+    if spec.objective.form in NUM_FIELDS:
+        return _open_rows(spec, report)
     corpus = corpus_of(spec)
-    with _cache_errors():
-        fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {_tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
+    with cache_errors():
+        fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
         check_vocabulary(tokenizer, spec)
-        train = _encoded(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
-        validation = _encoded(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
-    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint)
-
-
-def check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
-    """Check that the model's vocabulary covers every id of the tokenizer; surplus ids of the model are never used.
-
-    Raises:
-        DataError: the tokenizer has more ids than the model.
-    """
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {spec.vocab_size}; "
-            f"set vocab_size to at least {tokenizer.vocab_size}, or use another tokenizer"
-        )
+        train = encoded_texts(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
+        validation = encoded_texts(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec)
 
 
 def _open_tokens(spec: DataSpec) -> Dataset:
@@ -238,115 +229,39 @@ def _open_tokens(spec: DataSpec) -> Dataset:
         tokenizer.begin_of_text  # noqa: B018 - raises before the training, where the sample text after it would need this id in vain
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
-    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select)
+    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec)
 
 
 def _train_bin(path: str) -> Path:
     return Path(path) / "train.bin" if Path(path).is_dir() else Path(path)
 
 
-def _tokenizer_key(spec: DataSpec) -> str:
-    """A key for the cache: it differs between tokenizers that may give a text different tokens."""
-    if spec.tokenizer_path:
-        tokenizer, file = load_tokenizer(spec.tokenizer_path), Path(spec.tokenizer_path)
-        digest = hashlib.sha256((file / TOKENIZER_FILE if file.is_dir() else file).read_bytes())
-        digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}".encode())
-        return digest.hexdigest()
-    kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
-    return f"{kind} {spec.vocab_size}"
+def _open_images(spec: DataSpec) -> Dataset:
+    train, validation = open_images(spec.path, spec.val_path, spec.objective)
+    return Dataset(IMAGES, train, validation, None, train.digest(), spec.select, spec)
 
 
-def reads_bytes(spec: DataSpec) -> bool:
-    """Whether the tokenizer of a spec is plain bytes, to which every file is a text."""
-    return not spec.tokenizer_path and (spec.tokenizer == "bytes" or not have_tokenizers())
-
-
-def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of `spec`: loaded from its path, plain bytes, loaded from `directory`, or trained on the corpus and saved in `directory`."""
-    if spec.tokenizer_path:
-        return load_tokenizer(spec.tokenizer_path)
-    if reads_bytes(spec):
-        return ByteTokenizer(spec.vocab_size)
-    cached = directory / TOKENIZER_FILE
-    if cached.is_file():
-        with _broken_cache(directory):
-            return load_tokenizer(cached)
-    report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
-    tokenizer = train_bpe(_head(corpus.train, _TRAINING_NBYTES), spec.vocab_size)
-    with written_aside(cached) as new:
-        tokenizer.save(new.parent)
-        (new.parent / TOKENIZER_FILE).rename(new)
-    return tokenizer
-
-
-def _head(texts: tuple[Text, ...], nbytes: int) -> Iterator[str]:
-    """The first pieces of the texts, about `nbytes` characters in all."""
-    seen = 0
-    for text in texts:
-        for piece in text.pieces():
-            if seen >= nbytes:
-                return
-            seen += len(piece)
-            yield piece
-
-
-def _encoded(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]) -> TokenFile:
-    """The token file of `texts`, from the cache or written now."""
-    if not path.is_file():
-        write_tokens(texts, path, tokenizer, report)
-    with _broken_cache(path.parent):
-        return TokenFile(path, vocab_size=vocab_size)
-
-
-def write_tokens(texts: tuple[Text, ...], path: Path, tokenizer: Tokenizer, report: Callable[[str], None], name: Path | None = None) -> int:
-    """Write the token file of `texts`: each text is followed by the end-of-text id, and preceded by the begin-of-text id if that is a different id.
-
-    Args:
-        texts: the texts, in the order of the file.
-        path: the token file to write; its sidecar goes beside it.
-        tokenizer: the tokenizer that encodes the texts.
-        report: called with a sentence before the work.
-        name: the path that the file will have in the end; `path` unless given.
-
-    Returns:
-        The number of tokens.
-
-    Raises:
-        DataError: the tokenizer has no end-of-text id.
-    """
-    dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
-    end = np.array([tokenizer.end_of_text], dtype).tobytes()
-    begin = b"" if tokenizer.begin_of_text == tokenizer.end_of_text else np.array([tokenizer.begin_of_text], dtype).tobytes()
-    report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {name or path}")
-    with written_aside(path) as new:
-        with new.open("wb") as file:
-            for text in texts:
-                file.write(begin)
-                for piece in text.pieces():
-                    file.write(tokenizer.encode([piece])[0].astype(dtype).tobytes())
-                file.write(end)
-            num_tokens = file.tell() // dtype.itemsize
-        write_sidecar(path, dtype)
-    return num_tokens
-
-
-@contextlib.contextmanager
-def _broken_cache(directory: Path) -> Iterator[None]:
-    """Turns an error about a broken file of the cache into one that says how to have the file made again."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{str(error).partition(';')[0]}; it is nntask's own cache, remove {directory} to have it made again") from None
-
-
-class _cache_errors:
-    """Turns an I/O error of the cache into one that names the environment variable of the cache's directory."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise DataError(
-                f"cannot use the cache {cache_directory()}: {error.strerror or error}; set NNTASK_CACHE to a directory with room"
-            ) from None
+def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
+    """Rows of JSON lines, encoded now or found in the cache."""
+    objective = spec.objective
+    lines = json_lines(spec.path, spec.val_path, spec.select)
+    corpus = Corpus(Path(spec.path).name, RowTexts(lines[0]), ())
+    pack = objective.length if objective.separates else None
+    with cache_errors():
+        template = Path(objective.template).read_bytes() if objective.template else b""
+        terms = f"{_FORMAT} {replace(objective, template='', mask_probability=0.0)} {tokenizer_key(spec)} {hashlib.sha256(template).hexdigest()}"
+        digests = [split.digest() if split else "" for split in lines]
+        fingerprint = hashlib.sha256(f"{terms} {digests[0]}".encode()).hexdigest()
+        key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
+        directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
+        tokenizer = tokenizer_of(spec, corpus, directory, report)
+        check_vocabulary(tokenizer, spec)
+        found = []
+        for split, name in zip(lines, ("train.rows", "val.rows"), strict=True):
+            if split and not (directory / name).is_dir():
+                report(f"tokenising {split.num_lines()} rows to {directory / name}")
+                write_rows(directory / name, encoded_rows(split, objective, tokenizer), pack)
+            found.append(RowFile(directory / name, NUM_FIELDS[objective.form]) if split else None)
+    train, validation = found
+    assert train is not None  # there are lines for training
+    return Dataset(spec.dataset, train, validation if validation and validation.num_rows else None, tokenizer, fingerprint, -1, spec)

@@ -9,7 +9,10 @@ from pathlib import Path
 from ..errors import StorageError, UsageError
 from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
-from .dataset import DataSpec, check_spec, check_vocabulary, corpus_of, tokenizer_of, with_tokenizer_path, write_tokens
+from .dataset import check_spec, corpus_of, with_tokenizer_path
+from .images import IMAGES
+from .spec import DataSpec
+from .tokenized import check_vocabulary, tokenizer_of, write_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
     """
     if spec.dataset == "train.bin":
         raise UsageError("--dataset train.bin is prepared already; use it with nntask train --dataset train.bin")
+    if spec.dataset == IMAGES:
+        raise UsageError("--dataset images is read where it lies; use it with nntask train --dataset images")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} exists; give a new directory")
     check_writable(output, "--output")

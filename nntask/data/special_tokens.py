@@ -21,12 +21,17 @@ GENERATION: Final = "generation_config.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 _CONFIG: Final = "config.json"
-_WORDS: Final = (TOKENIZER_CONFIG, "special_tokens_map.json")
+SPECIAL_TOKENS: Final = "special_tokens_map.json"
+_WORDS: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
 SPECIAL_FILES: Final = (*_KEPT, _CONFIG)
 """Names of the files beside tokenizer.json that are read."""
 _PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"), ("[CLS]", "[SEP]"))
 """(begin, end) of a text as words: GPT-2, Llama 3, Llama 2, BERT."""
+
+MASK: Final = "[MASK]"
+_MASKS: Final = (MASK, "<mask>")
+"""The mask token as a word: BERT, RoBERTa."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +42,13 @@ class Special:
         bos: id before a text; None where no file declares one.
         eos: ids that end a text, the id behind training texts first; empty where no file declares one.
         files: name -> content of the files to save beside tokenizer.json, which declare the same ids.
+        mask: id that hides a token from a masked language model; None where there is none.
     """
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
+    mask: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The keys bos_token_id and eos_token_id of Hugging Face's configs; the latter is a list where several ids end a text."""
@@ -72,7 +79,8 @@ def read_special(directory: Path | None, inner: Any) -> Special:
             if end:
                 bos, eos = bos or begin, end
                 break
-    return Special(bos[0] if bos else None, eos, files)
+    mask = _by_word(objects, "mask_token", inner) or tuple(each for each in map(inner.token_to_id, _MASKS) if each in special)
+    return Special(bos[0] if bos else None, eos, files, mask[0] if mask else None)
 
 
 def _is_json(file: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -67,8 +67,8 @@ class Corpus:
     """Texts for training and for validation."""
 
     name: str
-    train: tuple[Text, ...]
-    validation: tuple[Text, ...]
+    train: Collection[Text]
+    validation: Collection[Text]
 
     def fingerprints(self) -> tuple[str, str]:
         """A hash of the training texts, and a hash of the training and validation texts. Both depend on the texts and their order, not on names."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from .special_tokens import END_OF_TEXT, Special, read_special
+from .special_tokens import END_OF_TEXT, MASK, Special, read_special
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _NUM_BYTES: Final = 256
@@ -202,8 +202,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return BpeTokenizer(inner, file.parent)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab_size` ids, with id 0 as the end of text. Equal texts give equal ids.
+
+    Args:
+        texts: what it learns from.
+        vocab_size: most ids.
+        has_mask: whether id 1 is a mask token.
 
     Raises:
         DataError: `vocab_size` is below 257, the number of bytes plus the end-of-text id.
@@ -221,7 +226,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, MASK] if has_mask else [END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

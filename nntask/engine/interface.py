@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tiles import TileTensor
 
+from ..data.batch import Batch
 from ..data.dataset import Dataset
-from ..data.sampler import Batch
 
 if TYPE_CHECKING:
     from scheduler import Step
@@ -45,7 +45,7 @@ class Scorer(Protocol):
     """A model that scores batches."""
 
     def evaluate(self, batch: Batch) -> float:
-        """Sum of the token losses of a batch, targets of -1 ignored; changes nothing."""
+        """Sum of the losses of a batch's targets, those of -1 ignored; changes nothing."""
 
 
 class Engine(Scorer, Protocol):

@@ -21,8 +21,9 @@ from tiles import TileTensor
 
 from ..adapters.lora import add_adapters
 from ..config.run_config import ModelSpec, OptimizerSpec, RunConfig
+from ..data.batch import Batch
 from ..data.dataset import Dataset
-from ..data.sampler import Batch
+from ..data.objectives import Objective
 from ..hardware.allocator import give_back_freed
 from ..hardware.flops import known_gemm_peak
 from ..hardware.gpus import gpu_peak
@@ -46,6 +47,8 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 
 
+Inputs = Mapping[str, Any]
+"""A `TileTensor` for each array of a batch, by its name."""
 FREED_SECONDS: Final = 5.0
 """Where memory is short, what is freed goes back to the system so often: it takes up to 25 ms, and without it GPT-2 small within an eighth of what it
 needs had 140 MB of holes between pieces in use after three steps, and 110 MB within one that took half a minute."""
@@ -56,13 +59,13 @@ class _InferenceStep:
     """A recorded step with its inputs and its output."""
 
     step: Step
-    inputs: tuple[TileTensor, ...]
+    inputs: Inputs
     output: TileTensor
 
-    def run(self, *arrays: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def run(self, batch: Batch) -> npt.NDArray[Any]:
         """Write the inputs, replay, and read the output."""
-        for tensor, array in zip(self.inputs, arrays, strict=True):
-            tensor.write(array)
+        for name, tensor in self.inputs.items():
+            tensor.write(batch.arrays[name])
         value: npt.NDArray[Any] = self.step.replay().read(self.output)
         return value
 
@@ -101,11 +104,12 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
 
 
 def emit_training_step(
-    model: LanguageModel, optimizer: Optimizer, inputs: list[tuple[TileTensor, TileTensor]], exchange: Exchange | None = None
+    model: LanguageModel, optimizer: Optimizer, inputs: Sequence[Inputs], exchange: Exchange | None = None
 ) -> tuple[list[TileTensor], TileTensor | None]:
     """Emit forward and backward of every minibatch and the update.
 
-    A minibatch is one contribution to the sums over minibatches; where there is but one, its tiles are.
+    A minibatch is one contribution to the sums over minibatches; where there is but one, its tiles are. Where the inputs have a factor, it is that of
+    the mean over the whole batch; otherwise each of n minibatches counts 1 / n.
 
     Args:
         exchange: with the other nodes of a cluster; `inputs` are then this node's.
@@ -119,9 +123,9 @@ def emit_training_step(
     count = len(inputs) if exchange is None else exchange.shard.num_minibatches
     losses = []
     with accumulation():
-        for number, (tokens, targets) in zip(numbers, inputs, strict=True):
+        for number, given in zip(numbers, inputs, strict=True):
             with contribution(number) if count > 1 else nullcontext():
-                loss = model(tokens, targets, scale=1 / count, minibatch=number)
+                loss = model(**given, scale=1.0 if "factor" in given else 1 / count, minibatch=number)
                 loss.backward()
             losses.append(loss.data)
     if exchange is not None:
@@ -137,10 +141,11 @@ class Inference:
 
     Args:
         context: tokens of a sequence.
+        objective: what it has learnt; None for the next token.
     """
 
-    def __init__(self, model: LanguageModel, runtime: Runtime, context: int) -> None:
-        self.model, self.runtime, self.context = model, runtime, context
+    def __init__(self, model: LanguageModel, runtime: Runtime, context: int, objective: Objective | None = None) -> None:
+        self.model, self.runtime, self.context, self.objective = model, runtime, context, objective or Objective()
         self._steps: dict[tuple[str, int], _InferenceStep] = {}
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
@@ -148,11 +153,11 @@ class Inference:
         return self.model.trained_tensors()
 
     def evaluate(self, batch: Batch) -> float:
-        """Sum of the token losses of a batch, targets of -1 ignored; changes nothing."""
-        recorded = self._recorded("evaluate", len(batch.tokens), lambda: self._emit_loss(len(batch.tokens), training=False))
-        return float(recorded.run(batch.tokens, batch.targets)[0])
+        """Sum of the losses of a batch's targets, those of -1 ignored; changes nothing."""
+        recorded = self._recorded("evaluate", len(batch), lambda: self._emit_loss(len(batch), training=False))
+        return float(recorded.run(batch)[0])
 
-    def _recorded(self, name: str, size: int, emit: Callable[[], tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]]) -> _InferenceStep:
+    def _recorded(self, name: str, size: int, emit: Callable[[], tuple[Inputs, Callable[[], TileTensor]]]) -> _InferenceStep:
         """The recorded step `name` for a size, captured on its first use."""
         found = self._steps.get((name, size))
         if found is None:
@@ -162,15 +167,18 @@ class Inference:
             found = self._steps[name, size] = _InferenceStep(step, inputs, output)
         return found
 
-    def _emit_loss(self, batch: int, *, training: bool) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
-        tokens, targets = self.model.input_tensors(batch, self.context)
+    def _emit_loss(self, batch: int, *, training: bool) -> tuple[Inputs, Callable[[], TileTensor]]:
+        given = self._inputs_for(batch, self.objective.scored_names)
 
         def body() -> TileTensor:
             self.model.train(training)
             with no_grad():
-                return self.model(tokens, targets, reduction="sum").data
+                return self.model(**given, reduction="sum").data
 
-        return (tokens, targets), body
+        return given, body
+
+    def _inputs_for(self, batch: int, names: Sequence[str]) -> Inputs:
+        return self.model.inputs(batch, self.context, names, self.objective.target_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +230,7 @@ class RecordedEngine(Inference):
         shard: DataShard | None = None,
         transport: Transport | None = None,
     ) -> None:
-        super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len)
+        super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len, run.data.objective)
         self.run = run
         self.exchange: Exchange | None = None
         if shard is not None and transport is not None:
@@ -230,7 +238,7 @@ class RecordedEngine(Inference):
         self.optimizer = build_optimizer(self.model, run.optimizer, None if self.exchange is None else self.exchange.tiles_of)
         self._minibatch = run.step.minibatch
         count = run.step.num_minibatches if shard is None else len(shard.minibatches)
-        self._inputs = [self.model.input_tensors(self._minibatch, self.context) for _ in range(count)]
+        self._inputs = [self._inputs_for(self._minibatch, self.objective.names) for _ in range(count)]
         self._step: Step | None = None
         self._losses: list[TileTensor] = []
         self._squares: TileTensor | None = None
@@ -279,33 +287,33 @@ class RecordedEngine(Inference):
         flight."""
         recorded = self._training_step()
         self._give_back()
-        for number, (tokens, targets) in enumerate(self._inputs):
-            rows = slice(number * self._minibatch, (number + 1) * self._minibatch)
-            tokens.write(batch.tokens[rows])
-            targets.write(batch.targets[rows])
+        for number, given in enumerate(self._inputs):
+            minibatch = batch.rows(slice(number * self._minibatch, (number + 1) * self._minibatch))
+            for name, tensor in given.items():
+                tensor.write(minibatch.arrays[name])
         self.model.dropout_key.write(np.array([self.run.model.seed, step], np.uint64))
         self.optimizer.prepare(step, lr)
         return InFlight(recorded.replay(), self._losses, self._squares, self._give_back)
 
-    def forward(self, tokens: npt.NDArray[np.int32]) -> None:
-        """One forward pass over (minibatch, T) tokens; returns when it is over."""
-        self._recorded("forward", len(tokens), lambda: self._emit_loss(len(tokens), training=True)).run(tokens, tokens)
+    def forward(self, minibatch: Batch) -> None:
+        """One forward pass over a minibatch; returns when it is over."""
+        self._recorded("forward", len(minibatch), lambda: self._emit_loss(len(minibatch), training=True)).run(minibatch)
 
-    def forward_backward(self, tokens: npt.NDArray[np.int32]) -> None:
+    def forward_backward(self, minibatch: Batch) -> None:
         """One forward and backward pass; parameters stay as they are."""
-        self._recorded("backward", len(tokens), lambda: self._emit_backward(len(tokens))).run(tokens, tokens)
+        self._recorded("backward", len(minibatch), lambda: self._emit_backward(len(minibatch))).run(minibatch)
 
-    def _emit_backward(self, batch: int) -> tuple[tuple[TileTensor, ...], Callable[[], TileTensor]]:
-        tokens, targets = self.model.input_tensors(batch, self.context)
+    def _emit_backward(self, batch: int) -> tuple[Inputs, Callable[[], TileTensor]]:
+        given = self._inputs_for(batch, self.objective.names)
 
         def body() -> TileTensor:
             self.model.train()
-            loss = self.model(tokens, targets)
+            loss = self.model(**given)
             loss.backward()
             self.model.zero_grad()
             return loss.data
 
-        return (tokens, targets), body
+        return given, body
 
     def _give_back(self) -> None:
         """Let freed memory go back to the system, where not everything fits and it is time."""

@@ -33,7 +33,7 @@ from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, header_of
 from ..io.strided_ranges import FileRange, OpenFile, strides_of, windows
 from ..io.writable import check_writable
-from ..models.registry import FAMILIES, family_of
+from ..models.registry import FAMILIES
 from .merged_weights import Weight, weights_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -158,9 +158,9 @@ def kind_of(kinds: set[np.dtype[Any]], dtype: str) -> np.dtype[Any]:
 
 
 def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, dtype: str, shard_nbytes: int) -> Exported:
-    family, kind = family_of(config), kind_of({each.dtype for each in weights.values()}, dtype)
+    kind = kind_of({each.dtype for each in weights.values()}, dtype)
     try:
-        shapes = shapes_of(family.to_hf(blanks({name: each.shape for name, each in weights.items()}), config))
+        shapes = shapes_of(config.names.to_hf(blanks({name: each.shape for name, each in weights.items()}), config))
     except KeyError as error:
         raise DataError(f"the checkpoint lacks {error}, which its config asks for; use another checkpoint") from None
     ranges: dict[str, FileRange] = {}
@@ -170,7 +170,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
     if len(shards) > 1:
         write_json(directory / INDEX, _index(shards, shapes, kind))
     layout = FileLayout(ranges)
-    for name, array in family.from_hf(layout.arrays(), config).items():
+    for name, array in config.names.from_hf(layout.arrays(), config).items():
         target = layout.range_of(array)
         for window, piece in _pieces(weights[name], kind):
             target[window].write(as_stored(name, piece, kind))

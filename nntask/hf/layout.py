@@ -1,8 +1,8 @@
-"""Byte ranges of our weights in files with Hugging Face's names and layouts, derived from the `from_hf` of the model's family.
+"""Byte ranges of our weights in files with Hugging Face's names and layouts, derived from the `from_hf` of its `names.Names`.
 
 `from_hf` is applied to placeholder arrays: views of reserved address space without memory, one address for each byte of the files. It renames, splits
 and transposes them, and the address and strides of each view that it returns give the offset and strides of our weight in the files. So names and
-layouts are written once, in the family's module.
+layouts are written once, in the family's table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..io.strided_ranges import FileRange, OpenFile, strides_of
-from ..models.registry import Arrays, Family
+from ..models.interface import ModelConfig
+from ..models.names import Arrays
 
 
 class FileLayout:
@@ -76,18 +77,17 @@ def ties_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
     return {name: first[id(array)] for name, array in arrays.items() if first.setdefault(id(array), name) != name}
 
 
-def names_of(family: Family, config: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def names_of(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """Our name of each weight of a model -> the name of the tensor in the family's files that contains it.
 
     Args:
-        family: the model's family.
         config: the model's configuration.
         shapes: our name -> shape, for all weights of the model.
     """
     nowhere, bytewise = OpenFile(Path(os.devnull)), np.dtype(np.uint8)
-    theirs = shapes_of(family.to_hf(blanks(shapes), config))
+    theirs = shapes_of(config.names.to_hf(blanks(shapes), config))
     layout = FileLayout({name: FileRange(nowhere, bytewise, 0, shape, strides_of(shape, bytewise)) for name, shape in theirs.items()})
-    return {ours: layout.name_of(array) for ours, array in family.from_hf(layout.arrays(), config).items()}
+    return {ours: layout.name_of(array) for ours, array in config.names.from_hf(layout.arrays(), config).items()}
 
 
 class _Blank:

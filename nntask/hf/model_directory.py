@@ -24,7 +24,7 @@ from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.strided_ranges import FileRange, windows
 from ..models.config_checks import config_values
-from ..models.registry import Family, config_from_json, family_of
+from ..models.registry import config_from_json
 from .layout import FileLayout, blanks, shapes_of, ties_of
 
 CONFIG: Final = "config.json"
@@ -95,13 +95,11 @@ class ModelDirectory:
     Args:
         path: the directory.
         config: its config, an instance of the family's class.
-        family: the model's family.
         ranges: name in the files -> byte range of the tensor.
     """
 
     path: Path
     config: Any
-    family: Family
     ranges: Mapping[str, FileRange]
 
     @classmethod
@@ -113,7 +111,7 @@ class ModelDirectory:
             UsageError: the model family is unknown, or the config breaks a rule.
         """
         config = read_config(path)
-        return cls(path, config, family_of(config), weight_ranges(path))
+        return cls(path, config, weight_ranges(path))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold exactly the weights of a model, and that a stored head equals the embedding where the config ties them.
@@ -125,7 +123,7 @@ class ModelDirectory:
             DataError: a tensor is missing, present under two names, unknown to the model, or has a wrong shape or an integer type; or a tied head
                 differs from the embedding.
         """
-        placeholders = self.family.to_hf(blanks(shapes), self.config)
+        placeholders = self.config.names.to_hf(blanks(shapes), self.config)
         expected, ties = shapes_of(placeholders), ties_of(placeholders)
         prefixes = {name.partition(".")[0] for name in expected}
         theirs: dict[str, str] = {}
@@ -162,7 +160,7 @@ class ModelDirectory:
             shape = self.ranges[empty[0]].shape
             raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and holds nothing; remove it, or copy the file again")
         layout = FileLayout(self.ranges)
-        for ours, array in self.family.from_hf(layout.arrays(), self.config).items():
+        for ours, array in self.config.names.from_hf(layout.arrays(), self.config).items():
             name = layout.name_of(array)
             if ours not in shapes:
                 raise DataError(
@@ -178,7 +176,9 @@ class ModelDirectory:
     def weights(self) -> dict[str, tuple[str, FileRange]]:
         """Our name of each weight -> (name of the tensor in the files that contains it, its byte range). Requires a successful `check`."""
         layout = FileLayout(self.ranges)
-        return {name: (layout.name_of(array), layout.range_of(array)) for name, array in self.family.from_hf(layout.arrays(), self.config).items()}
+        return {
+            name: (layout.name_of(array), layout.range_of(array)) for name, array in self.config.names.from_hf(layout.arrays(), self.config).items()
+        }
 
     def attach(self, tensors: Mapping[str, TileTensor]) -> None:
         """Attach the tensors of a model to their byte ranges in the files; no value is read yet, except to compare a stored tied head.

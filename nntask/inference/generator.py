@@ -179,6 +179,7 @@ class Generator:
             tokens.write(ids)
             positions.write(np.broadcast_to(np.arange(start, end, dtype=np.int32), ids.shape))
             cache.grow(end)
+            cache.leave(min(start, *(len(text) - 1 for text in texts)))
             with no_grad():
                 self.model.trunk(tokens, None, cache.past(positions, range(start // cache.tile, start // cache.tile + 1)))
 
@@ -233,6 +234,7 @@ class _Steps:
             self._written = written
         if forks not in self._recorded:
             self._cache.grow(written.stop * self._cache.tile)
+            self._cache.leave(written.start * self._cache.tile)
             sources = self._sources if forks else None
             with no_grad(), self._runtime.record() as step:
                 output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written, sources, self._shared)).data

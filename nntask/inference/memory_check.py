@@ -10,7 +10,7 @@ A refusal names every budget that is too small with what it must be at least, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scheduler import CapturingRuntime
 from tiles import TileTensor
@@ -81,10 +81,10 @@ def check_scoring(source: ModelSource, dtype: str, machine: MachineSpec, *, batc
     """
 
     def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int) -> TileTensor:
-        tokens, targets = model.input_tensors(batch, length)
+        given: Mapping[str, Any] = model.inputs(batch, length)
         model.eval()
         with runtime.record(), no_grad():
-            return model(tokens, targets, reduction="sum").data
+            return model(**given, reduction="sum").data
 
     def needs(batch: int, length: int) -> Needs:
         tiling = default_tiling(source.config, batch, length, device=machine.gpus.device_class)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..data.sampler import Batch
+from ..data.batch import Batch
 from ..data.token_file import TokenFile
 from ..engine.recorded import Inference
 from ..errors import DataError, Diverged
@@ -95,4 +95,4 @@ def windows(file: TokenFile, length: int, batch: int, select: int = -1) -> Itera
         for row, number in enumerate(range(first, min(first + batch, total))):
             ids = file.window(number * length, min(length + 1, file.num_tokens - number * length))
             tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        yield Batch(tokens, targets)
+        yield Batch.causal(tokens, targets)

@@ -1,10 +1,9 @@
-from .gpt2 import GPT2
-from .gpt2_config import PRESETS, GPT2Config
+from .gpt2 import GPT2, GPT2Config
 from .interface import ModelConfig
 from .language import LanguageModel
-from .llama import Llama
-from .llama_config import LlamaConfig, RopeScaling
-from .registry import FAMILIES, build, config_from_json, family_of, untiled_type
+from .llama import Llama, LlamaConfig
+from .registry import FAMILIES, PRESETS, build, config_from_json, family_of, untiled_type
+from .rotary import RopeScaling
 
 __all__ = [
     "FAMILIES",

@@ -1,149 +1,170 @@
 """GPT-2 (Radford et al., 2019), with the semantics of transformers' ``GPT2LMHeadModel``.
 
-Letters::
-
-    B  sequences of a minibatch    C  width of the residual stream (n_embd)     V  vocabulary
-    T  tokens of a sequence        H  heads, each D = C / H features            P  longest sequence (n_positions)
-                                   I  width of the feed-forward layer           L  blocks
-
-Activations are tiled along B, T and features; weights along both their axes. The heads are adjacent columns, (B, T, H*D), and a tile holds whole
-heads. q, k and v are three parameters, so that each can be tiled by heads; `gpt2_names` maps them to Hugging Face's fused parameter.
+Its files have matrices (in, out), and q, k and v as column blocks of one ``c_attn``. Checkpoints on the Hub come with and without the prefix, with
+and without attention masks (``attn.bias``), and with a head even when it is tied to the embedding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import sqrt
+from typing import Any, ClassVar, Final, Self
 
-import numpy as np
-import numpy.typing as npt
+from ..errors import UsageError
+from .config_checks import check_divisible
+from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .family_config import ACTIVATIONS, FamilyConfig, choice, count, depth, positive, probability, switch
+from .names import Joined, Names
+from .transformer import Transformer
 
-from scheduler import TaskRuntime
-from tiles import TileTensor
-from tiles.ops import attention as attention_ops
-
-from ..nn import functional
-from ..nn.autograd import Tensor, checkpoint
-from ..nn.functional import Masks
-from ..nn.initializers import normal
-from ..nn.kv_cache import LayerPast, Past
-from ..nn.layers import Dropout, Embedding, LayerNorm, Linear
-from ..nn.module import Module, Parameter
-from ..tiling.model_tiling import ModelTiling
-from .gpt2_config import GPT2Config
-from .language import LanguageModel
-
-
-class Attention(Module):
-    """Causal self-attention: (B, T, C) -> (B, T, C)."""
-
-    def __init__(self, config: GPT2Config, tiling: ModelTiling, layer: int, *, flash: bool) -> None:
-        width, std = config.n_embd, config.initializer_range
-        heads = tiling.head_tile * config.head_size
-        self.head_size = config.head_size
-        self.flash = flash
-        self.scale = 1 / sqrt(config.head_size) if config.scale_attn_weights else 1.0
-        if config.scale_attn_by_inverse_layer_idx:
-            self.scale /= layer + 1
-        self.p, self.site = config.attn_pdrop, 3 * layer + 1
-        self.q = Linear(width, width, (tiling.embd_tile, heads), std=std)
-        self.k = Linear(width, width, (tiling.embd_tile, heads), std=std)
-        self.v = Linear(width, width, (tiling.embd_tile, heads), std=std)
-        self.c_proj = Linear(width, width, (heads, tiling.embd_tile), std=_projection_std(config))
-
-    def __call__(self, x: Tensor, masks: Masks | None, past: LayerPast | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        q, k, v = self.q(x, masks), self.k(x, masks), self.v(x, masks)  # (B, T, C) @ (C, H*D) -> (B, T, H*D) each
-        dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
-        o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
-            q, k, v, head_size=self.head_size, scale=self.scale, dropout=dropout, flash=self.flash, past=past
-        )
-        del q, k, v
-        return self.c_proj(o, masks)  # (B, T, H*D) @ (H*D, C) -> (B, T, C)
+NAMES: Final = Names(
+    modules={
+        "embed": "wte",
+        "stack": "",
+        "positions": "wpe",
+        "blocks": "h",
+        "attention_norm": "ln_1",
+        "attention": "attn",
+        "out": "c_proj",
+        "feed_forward_norm": "ln_2",
+        "feed_forward": "mlp",
+        "up": "c_fc",
+        "down": "c_proj",
+        "norm": "ln_f",
+    },
+    prefix="transformer.",
+    embedding="transformer.wte.weight",
+    joined=(Joined(members=("q", "k", "v"), whole="c_attn", axis=1),),
+    dropped=(".attn.bias", ".attn.masked_bias"),
+)
 
 
-class MLP(Module):
-    """Feed-forward layer: (B, T, C) -> (B, T, C)."""
-
-    def __init__(self, config: GPT2Config, tiling: ModelTiling) -> None:
-        width, inner = config.n_embd, config.inner_size
-        self.c_fc = Linear(width, inner, (tiling.embd_tile, tiling.inner_tile), std=config.initializer_range, activation=config.activation)
-        self.c_proj = Linear(inner, width, (tiling.inner_tile, tiling.embd_tile), std=_projection_std(config))
-
-    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        return self.c_proj(self.c_fc(x, masks), masks)  # activation((B, T, C) @ (C, I)) @ (I, C) -> (B, T, C)
-
-
-class Block(Module):
-    """One block: x + attention(norm(x)), then x + mlp(norm(x)), both with dropout on the added branch."""
-
-    def __init__(self, config: GPT2Config, tiling: ModelTiling, layer: int, *, flash: bool) -> None:
-        width, tile, eps = config.n_embd, tiling.embd_tile, config.layer_norm_epsilon
-        self.ln_1 = LayerNorm(width, tile, eps)
-        self.attn = Attention(config, tiling, layer, flash=flash)
-        self.attn_dropout = Dropout(config.resid_pdrop, 3 * layer + 2)
-        self.ln_2 = LayerNorm(width, tile, eps)
-        self.mlp = MLP(config, tiling)
-        self.mlp_dropout = Dropout(config.resid_pdrop, 3 * layer + 3)
-
-    def __call__(self, x: Tensor, masks: Masks | None, past: LayerPast | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        a = self.attn_dropout(self.attn(self.ln_1(x), masks, past), masks)  # (B, T, C)
-        x, h = self.ln_2.after_add(x, a)  # x + a and its norm, (B, T, C) each
-        del a
-        return x + self.mlp_dropout(self.mlp(h, masks), masks)  # (B, T, C)
-
-
-class GPT2(LanguageModel):
-    """A GPT-2 on a runtime.
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(FamilyConfig):
+    """Shape and hyperparameters of a GPT-2; field names and meaning as in ``transformers.GPT2Config``.
 
     Args:
-        config: the model's shape and hyperparameters.
-        tiling: tile sizes.
-        runtime: the runtime that executes the tasks.
-        dtype: element type of parameters and activations.
-        seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
-        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
-        flash: whether attention avoids the full matrix of scores.
+        vocab_size: V, number of token ids.
+        n_positions: P, longest sequence.
+        n_embd: C, width of the residual stream.
+        n_layer: number of blocks.
+        n_head: H, attention heads; divides n_embd.
+        n_inner: I, width inside the feed-forward layer; None for 4 C.
+        activation_function: one of `ACTIVATIONS`.
+        resid_pdrop, embd_pdrop, attn_pdrop: dropout probability after each branch, after the embeddings, on attention probabilities.
+        layer_norm_epsilon: term added to the variance.
+        initializer_range: standard deviation of initial weights.
+        scale_attn_weights: whether scores are divided by sqrt(C / H).
+        scale_attn_by_inverse_layer_idx: whether the scores of layer i (from 0) are also divided by i + 1.
+        reorder_and_upcast_attn: accepted without effect, since scores are always computed in fp32 or better.
+        tie_word_embeddings: whether the head is the token embedding.
+
+    Raises:
+        UsageError: a value breaks its rule.
     """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        tiling: ModelTiling,
-        runtime: TaskRuntime,
-        *,
-        dtype: npt.DTypeLike = np.float32,
-        seed: int | None = 0,
-        recompute: bool = False,
-        flash: bool = True,
-    ) -> None:
-        super().__init__(config, tiling, runtime)
-        self.recompute = recompute
-        tiling = tiling.resolve(config, 1 << 62, config.n_positions)
-        width, std, row_tile = config.n_embd, config.initializer_range, (tiling.vocab_tile, tiling.embd_tile)
-        self.wte = Embedding(config.vocab_size, width, row_tile, std=std)
-        self.wpe = Embedding(config.n_positions, width, (tiling.seq_tile, tiling.embd_tile), std=std)
-        self.embd_dropout = Dropout(config.embd_pdrop, 0)
-        self.h = [Block(config, tiling, layer, flash=flash) for layer in range(config.n_layer)]
-        self.ln_f = LayerNorm(width, tiling.embd_tile, config.layer_norm_epsilon)
-        self.lm_head = self.wte.weight if config.tie_word_embeddings else Parameter((config.vocab_size, width), row_tile, normal(std))
-        self.allocate(runtime, dtype, seed)
+    model_type: ClassVar[str] = "gpt2"
+    title: ClassVar[str] = "GPT-2"
+    architecture: ClassVar[str] = "GPT2LMHeadModel"
+    positions_key: ClassVar[str] = "n_positions"
+    layers_key: ClassVar[str] = "n_layer"
+    example_key: ClassVar[str] = "n_embd"
+    dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    names: ClassVar[Names] = NAMES
+    num_inner_matrices: ClassVar[int] = 2
 
-    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
-        """Features before the head: (B, T) int32 -> (B, T, C)."""
-        x = self.wte(tokens)  # (B, T, C)
-        x = functional.add_positions(x, self.wpe.weight) if past is None else x + self.wpe(past.positions)  # + (P, C)[positions] -> (B, T, C)
-        x = self.embd_dropout(x, masks)
-        for block, before in zip(self.h, past.layers if past is not None else [None] * len(self.h), strict=True):
-            x = (
-                checkpoint(lambda x, block=block, before=before: block(x, masks, before), x)  # type: ignore[misc]
-                if self.recompute
-                else block(x, masks, before)
-            )
-        return self.ln_f(x)  # (B, T, C)
+    vocab_size: int = count(50257)
+    n_positions: int = count(1024)
+    n_embd: int = count(768)
+    n_layer: int = depth(12)
+    n_head: int = count(12)
+    n_inner: int | None = count(3072, None)
+    activation_function: str = choice(ACTIVATIONS, "gelu_new")
+    resid_pdrop: float = probability(0.1)
+    embd_pdrop: float = probability(0.1)
+    attn_pdrop: float = probability(0.1)
+    layer_norm_epsilon: float = positive(1e-5, 1e-5)
+    initializer_range: float = positive(0.02, 0.02)
+    scale_attn_weights: bool = switch(True)
+    scale_attn_by_inverse_layer_idx: bool = switch(False)
+    reorder_and_upcast_attn: bool = switch(False)
+    tie_word_embeddings: bool = switch(True)
+
+    @classmethod
+    def check_together(cls, values: Mapping[str, Any], source: str) -> None:
+        """Heads divide the width."""
+        check_divisible("n_embd", values["n_embd"], "n_head", values["n_head"], source)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "the config") -> Self:
+        """A config from decoded JSON; see `FamilyConfig.from_dict`."""
+        if isinstance(values, Mapping) and values.get("add_cross_attention"):
+            raise UsageError(f"add_cross_attention in {source} must be false, got true; a GPT-2 has no encoder to attend to, remove the key")
+        return super().from_dict(values, source)
+
+    @property
+    def inner_size(self) -> int:
+        """I: width inside the feed-forward layer."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def head_size(self) -> int:
+        """D: width of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def n_kv_head(self) -> int:
+        """Number of heads of keys and values, equal to the number of heads of queries."""
+        return self.n_head
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation's kernel."""
+        return ACTIVATIONS[self.activation_function]
+
+    @property
+    def description(self) -> Description:
+        """The model's parts; layers that add to the residual stream begin with deviation initializer_range / sqrt(2 L) (section 2.3 of the paper)."""
+        std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_epsilon)
+        return Description(
+            stack=StackShape(
+                blocks=tuple(self._block(layer, norm) for layer in range(self.n_layer)),
+                std=std,
+                num_positions=self.n_positions,
+                dropout=self.embd_pdrop,
+                norm=norm,
+            ),
+            head=HeadShape(is_tied=self.tie_word_embeddings, std=std),
+            has_rows_in=True,
+        )
+
+    def _block(self, layer: int, norm: NormShape) -> BlockShape:
+        std = self.initializer_range
+        scale = 1 / sqrt(self.head_size) if self.scale_attn_weights else 1.0
+        attention = AttentionShape.of(
+            self,
+            scale=scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale,
+            has_bias=True,
+            has_out_bias=True,
+            out_std=std / sqrt(2 * self.n_layer),
+            dropout=self.attn_pdrop,
+        )
+        feed_forward = FeedForwardShape(
+            inner_size=self.inner_size, activation=self.activation, has_gate=False, has_bias=True, std=std, out_std=std / sqrt(2 * self.n_layer)
+        )
+        return BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=self.resid_pdrop)
 
 
-def _projection_std(config: GPT2Config) -> float:
-    """Initial standard deviation of layers that add to the residual stream: initializer_range / sqrt(2 L) (Radford et al., 2019, section 2.3)."""
-    return config.initializer_range / sqrt(2 * config.n_layer)
+class GPT2(Transformer):
+    """A GPT-2 on a runtime; arguments as of `Transformer`."""
+
+
+PRESETS: Final[dict[str, GPT2Config]] = {
+    "tiny": GPT2Config(vocab_size=4096, n_positions=256, n_embd=256, n_layer=4, n_head=4).with_dropout(0.0),
+    "gpt2": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),
+    "gpt2-medium": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1024, n_layer=24, n_head=16),
+    "gpt2-large": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36, n_head=20),
+    "gpt2-xl": GPT2Config(vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48, n_head=25),
+}
+"""Name -> config. `tiny` learns text in minutes on two cores and has no dropout; the names with gpt2 are OpenAI's models."""

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    from .description import Description
+    from .names import Names
 
 
 class LanguageConfig(Protocol):
@@ -68,6 +72,26 @@ class ModelConfig(LanguageConfig, Protocol):
     @property
     def num_inner_matrices(self) -> int:
         """Number of matrices (C, I) or (I, C) in one feed-forward layer."""
+
+    @property
+    def objective(self) -> str:
+        """What the model learns unless told: causal, masked, seq2seq or classify."""
+
+    @property
+    def num_labels(self) -> int:
+        """Classes of a classifier; 0 of other models."""
+
+    @property
+    def description(self) -> Description:
+        """The parts of the model."""
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the head is the token embedding."""
+
+    @property
+    def names(self) -> Names:
+        """Names and layouts of its weights in files."""
 
     def with_dropout(self, p: float) -> Self:
         """The same config with every dropout probability `p`."""

@@ -1,9 +1,13 @@
 """The base class of language models: inputs, loss and scores. A subclass adds the layers between tokens and head.
 
-Letters: B sequences of T tokens, C features of the residual stream, V vocabulary.
+Letters: B sequences of T tokens, C features of the residual stream, V vocabulary, S tokens of an encoder.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +25,31 @@ from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
 from .interface import ModelConfig
 
+_OF_DECODER: Final = ("decoder_tokens", "targets")
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraInputs:
+    """What a forward pass is given besides tokens (B, T), all int32; None where it is not.
+
+    Args:
+        documents: (B, T), tokens of different numbers do not see each other: of packed texts, or 1 for text and 0 for padding.
+        token_types: (B, T), kinds of tokens.
+        decoder_tokens: (B, T) of the decoder; tokens (B, S) and documents are then those of the encoder.
+    """
+
+    documents: TileTensor | None = None
+    token_types: TileTensor | None = None
+    decoder_tokens: TileTensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what is given."""
+        return tuple(name for name in ExtraInputs.__slots__ if getattr(self, name) is not None)
+
+
+NO_EXTRAS: Final = ExtraInputs()
+
 
 class LanguageModel(Module):
     """Base class of language models; a subclass makes its layers, sets `lm_head` (V, C), calls `allocate` and defines `trunk`.
@@ -29,9 +58,17 @@ class LanguageModel(Module):
         config: the model's shape and hyperparameters.
         tiling: tile sizes.
         runtime: the runtime that executes the tasks.
+
+    Attributes:
+        head_bias: (V,), added to the scores; None for none.
+        head_cap: scores are head_cap * tanh(scores / head_cap); None for as they are.
+        takes: names of `ExtraInputs` that the model has a use for.
     """
 
     lm_head: Parameter
+    head_bias: Parameter | None = None
+    head_cap: float | None = None
+    takes: tuple[str, ...] = ("documents",)
 
     def __init__(self, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime) -> None:
         self.config = config
@@ -44,70 +81,121 @@ class LanguageModel(Module):
         self.dropout_key = TileTensor(runtime, (2,), (2,), np.uint64, kind="input", data_class="data", name="dropout key")
         self.dropout_key.write(np.array([seed or 0, 0], np.uint64))
 
-    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
-        """Features before the head: (B, T) int32 -> (B, T, C).
+    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
+        """Features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier.
 
         Args:
-            tokens: (B, T) int32.
+            tokens: (B, T) int32; (B, S) of a model with an encoder, whose decoder has the T tokens.
             masks: the dropout masks of this forward pass; None without dropout.
             past: cached keys and values of the preceding tokens, to which the keys and values of these tokens are added; None where the sequences
                 begin with these tokens.
+            given: what else is known of the tokens.
         """
         raise NotImplementedError
 
     def input_tensors(self, batch: int, seq_len: int | None = None) -> tuple[TileTensor, TileTensor]:
-        """Tokens and targets, (B, T) int32 each, which the program writes before each step.
+        """Tokens and targets, (B, T) int32 each, which the program writes before each step; see `inputs`."""
+        given = self.inputs(batch, seq_len)
+        return given["tokens"], given["targets"]
+
+    def inputs(
+        self, batch: int, seq_len: int | None = None, names: Sequence[str] = ("tokens", "targets"), target_len: int | None = None
+    ) -> dict[str, TileTensor]:
+        """The tensors that a program writes before each step, by the names of a batch's arrays (`nntask.data.objectives`): factor (1,) fp32, the
+        others int32, (B, T) or (B, 1) of the targets of a classifier.
 
         Args:
             batch: B, sequences.
-            seq_len: T, tokens of a sequence, at most n_positions; None for n_positions.
+            seq_len: T, tokens of a sequence, or S of an encoder, at most n_positions; None for n_positions.
+            names: which ones.
+            target_len: T of a decoder; None for S.
 
         Raises:
-            UsageError: a count is not positive or T is too long.
+            UsageError: a count is not positive or a length is too long.
         """
         length, limit = self.config.n_positions if seq_len is None else seq_len, self.config.n_positions
-        if batch < 1 or not 1 <= length <= limit:
-            raise UsageError(
-                f"a batch has at least 1 sequence of 1 to {self.config.positions_key} = {limit} tokens, got {batch} of {length}; "
-                "lower the sequence length"
-            )
+        lengths = dict.fromkeys(names, length)
+        if "decoder_tokens" in names:
+            lengths.update(dict.fromkeys(_OF_DECODER, target_len or length))
+        elif self.config.num_labels and self.config.objective == "classify":
+            lengths["targets"] = 1
+        for each in lengths.values():
+            if batch < 1 or not 1 <= each <= limit:
+                raise UsageError(
+                    f"a batch has at least 1 sequence of 1 to {self.config.positions_key} = {limit} tokens, got {batch} of {each}; "
+                    "lower the sequence length"
+                )
         tile = (self.given_tiling.minibatch_tile, self.given_tiling.seq_tile)
-        tokens, targets = (
-            TileTensor(self.runtime, (batch, length), tile, np.int32, kind="input", data_class="data", name=name) for name in ("tokens", "targets")
-        )
-        return tokens, targets
+        found = {}
+        for name in names:
+            (shape, cut), dtype = (((1,), (1,)), np.float32) if name == "factor" else (((batch, lengths[name]), tile), np.int32)
+            found[name] = TileTensor(self.runtime, shape, cut, dtype, kind="input", data_class="data", name=name)
+        return found
 
     def position_tensor(self, batch: int) -> TileTensor:
         """A (B,) int32 input for `next_logits`, tiled like the batch axis of the tokens."""
         tile = (self.given_tiling.minibatch_tile,)
         return TileTensor(self.runtime, (batch,), tile, np.int32, kind="input", data_class="data", name="positions")
 
-    def __call__(self, tokens: TileTensor, targets: TileTensor, *, reduction: str = "mean", scale: float = 1.0, minibatch: int = 0) -> Tensor:
+    def __call__(
+        self,
+        tokens: TileTensor,
+        targets: TileTensor,
+        *,
+        factor: TileTensor | None = None,
+        reduction: str = "mean",
+        scale: float = 1.0,
+        minibatch: int = 0,
+        **given: TileTensor,
+    ) -> Tensor:
         """The loss of predicting `targets` from `tokens`.
 
         Args:
             tokens: (B, T) int32.
-            targets: (B, T) int32, usually the tokens shifted by one; a target -1 adds no loss, but counts in the mean.
-            reduction: "mean" over the B*T tokens, or "sum".
+            targets: (B, T) int32, usually the tokens shifted by one; (B, 1) of a classifier. A target -1 adds no loss, but counts in the mean.
+            factor: (1,) fp32 by which the sum of the losses is multiplied instead of the mean: 1 / number of targets that count.
+            reduction: "mean" over the targets, or "sum".
             scale: factor of the loss; 1 / n for each of n equal minibatches makes their sum the mean over the batch.
             minibatch: index of this forward pass within the step; it selects the dropout masks.
+            given: fields of `ExtraInputs`.
 
         Returns:
             (1,), the loss, whose ``backward()`` computes the gradients.
 
         Raises:
-            UsageError: the reduction is unknown, or the tokens and targets do not fit the model.
+            UsageError: the reduction is unknown, or what is given does not fit the model.
         """
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}; choose one of them')
-        if targets.shape != tokens.shape or targets.tile != tokens.tile:
-            raise UsageError(f"tokens and targets need equal shapes and tiles, got {tokens!r} and {targets!r}; make both with input_tensors")
-        if reduction == "mean":
-            scale /= tokens.shape[0] * tokens.shape[1]
-        x = self.hidden(tokens, minibatch)  # (B, T, C)
-        return functional.linear_cross_entropy(x, self.lm_head, targets, scale=scale)  # (B, T, C) @ (V, C)^T -> (1,)
+        x = self.hidden(tokens, minibatch, self._given(given))  # (B, T, C)
+        if targets.shape != x.shape[:2] or targets.tile[0] != tokens.tile[0]:
+            raise UsageError(
+                f"targets must be {x.shape[:2]} with tiles of {tokens.tile[0]} sequences, one for each score, got {targets!r} beside {tokens!r}; "
+                "make both with inputs"
+            )
+        if reduction == "mean" and factor is None:
+            scale /= targets.shape[0] * targets.shape[1]
+        return functional.linear_cross_entropy(  # (B, T, C) @ (V, C)^T -> (1,)
+            x, self.lm_head, targets, scale=scale, bias=self.head_bias, factor=factor, cap=self.head_cap
+        )
 
-    def hidden(self, tokens: TileTensor, minibatch: int = 0) -> Tensor:
+    def _given(self, arrays: dict[str, TileTensor]) -> ExtraInputs:
+        """What is given, if the model has a use for it.
+
+        Raises:
+            UsageError: it has none, or lacks something.
+        """
+        kind = self.config.model_type
+        if unknown := [name for name in arrays if name not in self.takes]:
+            raise UsageError(
+                f"a {kind} takes tokens, targets, factor, {', '.join(self.takes)}, got {', '.join(unknown)} besides; leave that out, or use a model "
+                "that takes it"
+            )
+        if "decoder_tokens" in self.takes and "decoder_tokens" not in arrays:
+            raise UsageError(f"a {kind} has an encoder and a decoder, and decoder_tokens are missing; give tokens of both")
+        return ExtraInputs(**arrays)
+
+    def hidden(self, tokens: TileTensor, minibatch: int = 0, given: ExtraInputs = NO_EXTRAS) -> Tensor:
         """Features before the head, for sequences without a past: (B, T) int32 -> (B, T, C).
 
         Raises:
@@ -118,11 +206,16 @@ class LanguageModel(Module):
                 f"tokens must be (B, T) with T at most {self.config.positions_key} = {self.config.n_positions}, got {tokens.shape}; "
                 "shorten the sequences"
             )
-        return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None)
+        return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None, given=given)
 
-    def logits(self, tokens: TileTensor) -> Tensor:
+    def scores(self, x: Tensor) -> Tensor:
+        """What the head makes of features: (B, T, C) -> (B, T, V)."""
+        y = functional.linear(x, self.lm_head, self.head_bias, transpose_w=True)  # (B, T, C) @ (V, C)^T -> (B, T, V)
+        return y if self.head_cap is None else functional.capped(y, self.head_cap)
+
+    def logits(self, tokens: TileTensor, **given: TileTensor) -> Tensor:
         """Scores of the next token after every token: (B, T) int32 -> (B, T, V). The result is large; training calls the model itself."""
-        return functional.linear(self.hidden(tokens), self.lm_head, None, transpose_w=True)  # (B, T, C) @ (V, C)^T -> (B, T, V)
+        return self.scores(self.hidden(tokens, given=self._given(given)))
 
     def next_logits(self, tokens: TileTensor, positions: TileTensor) -> Tensor:
         """Scores of the token after one chosen token of each sequence.
@@ -134,9 +227,8 @@ class LanguageModel(Module):
         Returns:
             (B, 1, V).
         """
-        last = Tensor(select.select_rows(self.hidden(tokens).data, positions))  # (B, T, C) -> (B, 1, C)
-        return functional.linear(last, self.lm_head, None, transpose_w=True)  # (B, 1, C) @ (V, C)^T -> (B, 1, V)
+        return self.scores(Tensor(select.select_rows(self.hidden(tokens).data, positions)))  # (B, T, C) -> (B, 1, C) -> (B, 1, V)
 
     def continued_logits(self, tokens: TileTensor, past: Past) -> Tensor:
         """Scores of the next token after each of w tokens that continue cached sequences: (B, w) int32 -> (B, w, V)."""
-        return functional.linear(self.trunk(tokens, None, past), self.lm_head, None, transpose_w=True)  # (B, w, C) @ (V, C)^T -> (B, w, V)
+        return self.scores(self.trunk(tokens, None, past))

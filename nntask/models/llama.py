@@ -1,175 +1,162 @@
-"""LLaMA (Touvron et al., 2023; Llama 3, 2024), with the semantics of transformers' ``LlamaForCausalLM``.
+"""LLaMA (Touvron et al., 2023; Llama 3, 2024), with the semantics of transformers' ``LlamaForCausalLM``, and what its descendants share with it.
 
-Letters::
-
-    B  sequences of a minibatch    C  width of the residual stream (hidden_size)      V  vocabulary
-    T  tokens of a sequence        H  heads of queries, each D features (head_dim)    P  longest sequence
-    L  blocks                      G  heads of keys and values: H / G queries share one
-                                   I  width of the feed-forward layer (intermediate_size)
-
-Activations are tiled along B, T and features; weights along both their axes. The heads are adjacent columns, (B, T, H*D) and (B, T, G*D). A tile of
-queries holds whole groups of heads that share a head of keys and values, and the corresponding tile of keys holds exactly these shared heads.
-Matrices are (out, in), as Hugging Face stores them, so that tiles map onto files without transposition; `llama_names` translates the names.
+Matrices are (out, in), as Hugging Face stores them, so that tiles map onto files without transposition. Older checkpoints also hold the rotary
+frequencies, which follow from the config.
 """
 
 from __future__ import annotations
 
-from math import pi
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final
 
-import numpy as np
-import numpy.typing as npt
+from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .family_config import ACTIVATIONS, RotaryConfig, choice, positive, switch
+from .names import Names
+from .rotary import RopeScaling, Rotary
+from .transformer import Transformer
 
-from scheduler import TaskRuntime
-from tiles import TileTensor
-from tiles.ops import attention as attention_ops
-from tiles.ops import elementwise
-
-from ..nn import functional
-from ..nn.autograd import Tensor, checkpoint
-from ..nn.functional import Masks
-from ..nn.initializers import normal
-from ..nn.kv_cache import LayerPast, Past
-from ..nn.layers import Embedding, RMSNorm, TransposedLinear
-from ..nn.module import Module, Parameter
-from ..tiling.model_tiling import ModelTiling
-from .language import LanguageModel
-from .llama_config import LlamaConfig
-
-Angles = tuple[TileTensor, TileTensor]
-"""Cosines and sines of the rotary angles, (T, D / 2) each, or (B, T, D / 2) where each sequence has positions of its own."""
-
-
-class Attention(Module):
-    """Causal self-attention with grouped queries (Ainslie et al., 2023) and rotary embeddings: (B, T, C) -> (B, T, C)."""
-
-    def __init__(self, config: LlamaConfig, tiling: ModelTiling, layer: int, *, flash: bool) -> None:
-        width, size, std, has_bias = config.n_embd, config.head_size, config.initializer_range, config.attention_bias
-        queries, keys = config.n_head * size, config.n_kv_head * size  # H*D, G*D
-        query_tile = tiling.head_tile * size
-        key_tile = query_tile * config.n_kv_head // config.n_head
-        self.head_size, self.flash = size, flash
-        self.p, self.site = config.attention_dropout, layer
-        self.q_proj = TransposedLinear(width, queries, (tiling.embd_tile, query_tile), std=std, has_bias=has_bias)
-        self.k_proj = TransposedLinear(width, keys, (tiling.embd_tile, key_tile), std=std, has_bias=has_bias)
-        self.v_proj = TransposedLinear(width, keys, (tiling.embd_tile, key_tile), std=std, has_bias=has_bias)
-        self.o_proj = TransposedLinear(queries, width, (query_tile, tiling.embd_tile), std=std, has_bias=has_bias)
-
-    def __call__(self, x: Tensor, angles: Angles, masks: Masks | None, past: LayerPast | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        q = functional.rotary(self.q_proj(x, masks), *angles, self.head_size)  # (B, T, C) @ (H*D, C)^T -> (B, T, H*D)
-        k = functional.rotary(self.k_proj(x, masks), *angles, self.head_size)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
-        v = self.v_proj(x, masks)  # (B, T, C) @ (G*D, C)^T -> (B, T, G*D)
-        dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
-        o = functional.attention(  # softmax(q k^T / sqrt(D)) v -> (B, T, H*D)
-            q, k, v, head_size=self.head_size, scale=self.head_size**-0.5, dropout=dropout, flash=self.flash, past=past
-        )
-        del q, k, v
-        return self.o_proj(o, masks)  # (B, T, H*D) @ (C, H*D)^T -> (B, T, C)
+NAMES: Final = Names(
+    modules={
+        "embed": "embed_tokens",
+        "stack": "",
+        "blocks": "layers",
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "q": "q_proj",
+        "k": "k_proj",
+        "v": "v_proj",
+        "out": "o_proj",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward": "mlp",
+        "gate": "gate_proj",
+        "up": "up_proj",
+        "down": "down_proj",
+    },
+    prefix="model.",
+    embedding="model.embed_tokens.weight",
+    dropped=("rotary_emb.inv_freq",),
+)
 
 
-class MLP(Module):
-    """Feed-forward layer with a gate (SwiGLU; Shazeer, 2020): (B, T, C) -> (B, T, C)."""
-
-    def __init__(self, config: LlamaConfig, tiling: ModelTiling) -> None:
-        width, inner, std, has_bias = config.n_embd, config.inner_size, config.initializer_range, config.mlp_bias
-        self.gate_proj = TransposedLinear(width, inner, (tiling.embd_tile, tiling.inner_tile), std=std, has_bias=has_bias)
-        self.up_proj = TransposedLinear(width, inner, (tiling.embd_tile, tiling.inner_tile), std=std, has_bias=has_bias)
-        self.down_proj = TransposedLinear(inner, width, (tiling.inner_tile, tiling.embd_tile), std=std, has_bias=has_bias)
-
-    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        gated = functional.silu_gate(self.gate_proj(x, masks), self.up_proj(x, masks))  # silu((B, T, C) @ (I, C)^T) * the same -> (B, T, I)
-        return self.down_proj(gated, masks)  # (B, T, I) @ (C, I)^T -> (B, T, C)
-
-
-class Block(Module):
-    """One block: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: LlamaConfig, tiling: ModelTiling, layer: int, *, flash: bool) -> None:
-        width, tile, eps = config.n_embd, tiling.embd_tile, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, tile, eps)
-        self.self_attn = Attention(config, tiling, layer, flash=flash)
-        self.post_attention_layernorm = RMSNorm(width, tile, eps)
-        self.mlp = MLP(config, tiling)
-
-    def __call__(self, x: Tensor, angles: Angles, masks: Masks | None, past: LayerPast | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        a = self.self_attn(self.input_layernorm(x), angles, masks, past)  # (B, T, C)
-        x, h = self.post_attention_layernorm.after_add(x, a)  # x + a and its norm, (B, T, C) each
-        del a
-        return x + self.mlp(h, masks)  # (B, T, C)
-
-
-class Llama(LanguageModel):
-    """A LLaMA on a runtime.
+@dataclass(frozen=True, kw_only=True)
+class GatedConfig(RotaryConfig):
+    """Base of LLaMA and of the models that follow it: RMS norms before the layers, rotary positions, a gate in the feed-forward layer.
 
     Args:
-        config: the model's shape and hyperparameters.
-        tiling: tile sizes.
-        runtime: the runtime that executes the tasks.
-        dtype: element type of parameters and activations.
-        seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
-        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
-        flash: whether attention avoids the full matrix of scores.
+        hidden_act: "silu", or its synonym "swish".
+        rms_norm_eps: term added to the mean of squares.
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        tiling: ModelTiling,
-        runtime: TaskRuntime,
-        *,
-        dtype: npt.DTypeLike = np.float32,
-        seed: int | None = 0,
-        recompute: bool = False,
-        flash: bool = True,
-    ) -> None:
-        super().__init__(config, tiling, runtime)
-        self.recompute = recompute
-        tiling = tiling.resolve(config, 1 << 62, config.n_positions)
-        width, std, row_tile = config.n_embd, config.initializer_range, (tiling.vocab_tile, tiling.embd_tile)
-        self.embed_tokens = Embedding(config.vocab_size, width, row_tile, std=std)
-        self.layers = [Block(config, tiling, layer, flash=flash) for layer in range(config.n_layer)]
-        self.norm = RMSNorm(width, tiling.embd_tile, config.rms_norm_eps)
-        self.lm_head = self.embed_tokens.weight if config.tie_word_embeddings else Parameter((config.vocab_size, width), row_tile, normal(std))
-        self.allocate(runtime, dtype, seed)
-        angle_dtype = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-        shape = (config.head_size // 2,)
-        self.frequencies = TileTensor(runtime, shape, shape, angle_dtype, kind="input", data_class="data", name="rotary frequencies")
-        self.frequencies.write(rotary_frequencies(config).astype(angle_dtype))
+    hidden_act: str = choice(("silu", "swish"), "silu")
+    rms_norm_eps: float = positive(1e-5, 1e-6)
 
-    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None) -> Tensor:
-        """Features before the head: (B, T) int32 -> (B, T, C)."""
-        if past is None:
-            angles = elementwise.rotary_angles(self.frequencies, tokens.shape[1], tokens.tile[1])  # 2 x (T, D / 2)
-        else:
-            angles = elementwise.rotary_angles_at(self.frequencies, past.positions)  # 2 x (B, T, D / 2)
-        x = self.embed_tokens(tokens)  # (B, T, C)
-        for block, before in zip(self.layers, past.layers if past is not None else [None] * len(self.layers), strict=True):
-            x = (
-                checkpoint(lambda x, block=block, before=before: block(x, angles, masks, before), x)  # type: ignore[misc]
-                if self.recompute
-                else block(x, angles, masks, before)
-            )
-        return self.norm(x)  # (B, T, C)
+    names: ClassVar[Names] = NAMES
+    num_inner_matrices: ClassVar[int] = 3
+
+    @property
+    def description(self) -> Description:
+        """The model's parts."""
+        return Description(
+            stack=StackShape(blocks=tuple(self.block(layer) for layer in range(self.n_layer)), std=self.initializer_range, norm=self.norm),
+            head=HeadShape(is_tied=self.tie_word_embeddings, std=self.initializer_range),
+        )
+
+    @property
+    def norm(self) -> NormShape:
+        """Of all norms."""
+        return NormShape(kind="rms", eps=self.rms_norm_eps)
+
+    def block(self, layer: int) -> BlockShape:
+        """The parts of one block, layer from 0."""
+        return BlockShape(attention=self.attention(layer), feed_forward=self.feed_forward(), norm=self.norm)
+
+    def attention(self, layer: int) -> AttentionShape:
+        """The attention of one block, layer from 0."""
+        window = self.window(layer)
+        return AttentionShape.of(
+            self,
+            has_bias=False,
+            has_out_bias=False,
+            dropout=self.attention_dropout,
+            window=None if window is None or window >= self.n_positions else window,
+            rotary=Rotary(size=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling),
+        )
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token sees in a block, itself included; None for all."""
+        return None
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation's kernel."""
+        return ACTIVATIONS[self.hidden_act]
+
+    def feed_forward(self) -> FeedForwardShape:
+        """The feed-forward layer of every block."""
+        std = self.initializer_range
+        return FeedForwardShape(inner_size=self.inner_size, activation=self.activation, has_gate=True, has_bias=False, std=std, out_std=std)
 
 
-def rotary_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
-    """Rotary frequencies, (D / 2,) fp32: radians per position of feature pair i, theta^(-2i / D), scaled as the config says.
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(GatedConfig):
+    """Shape and hyperparameters of a LLaMA; field names and meaning as in ``transformers.LlamaConfig``, see the classes that it is based on.
 
-    All arithmetic is in fp32, as in transformers: at position 100,000 the last digit of a frequency is a visible angle.
+    Args:
+        attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases.
+
+    Raises:
+        UsageError: a value breaks its rule.
     """
-    size = config.head_size
-    plain = (1 / np.float32(config.rope_theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))).astype(np.float32)
-    scaling = config.rope_scaling
-    if scaling is None or scaling.rope_type in ("default", "dynamic"):
-        return plain
-    factor = np.float32(scaling.factor)
-    if scaling.rope_type == "linear":
-        return plain / factor
-    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
-    assert isinstance(low, float) and isinstance(high, float) and isinstance(original, int)  # noqa: PT018 - llama3, as the config has checked
-    wavelengths = 2 * pi / plain  # positions per turn
-    share = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # weight of the unscaled frequency: 1 for short wavelengths, 0 for long ones
-    blended: npt.NDArray[np.float32] = ((1 - share) * plain / factor + share * plain).astype(np.float32)
-    return blended
+
+    attention_bias: bool = switch(False)
+    mlp_bias: bool = switch(False)
+
+    model_type: ClassVar[str] = "llama"
+    title: ClassVar[str] = "LLaMA"
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+
+    def attention(self, layer: int) -> AttentionShape:
+        """The attention of one block, layer from 0."""
+        return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias)
+
+    def feed_forward(self) -> FeedForwardShape:
+        """The feed-forward layer of every block."""
+        return replace(super().feed_forward(), has_bias=self.mlp_bias)
+
+
+class Llama(Transformer):
+    """A LLaMA on a runtime; arguments as of `Transformer`."""
+
+
+def _llama_3_2(*, hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> LlamaConfig:
+    """The config of a text model of Meta's Llama 3.2, whose sizes differ in three numbers."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        intermediate_size=8192,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
+    )
+
+
+PRESETS: Final[dict[str, LlamaConfig]] = {
+    "llama-tiny": LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+    ),
+    "llama-1b": _llama_3_2(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32),
+    "llama-3b": _llama_3_2(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24),
+}
+"""Name -> config. `llama-tiny` learns text in minutes on two cores; the others are Llama 3.2 1B and 3B."""

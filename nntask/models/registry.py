@@ -1,15 +1,10 @@
-"""The registry of model families: config class, model class, and translation of weights from and to Hugging Face's names.
-
-A family's `from_hf` and `to_hf` turn a state dict into arrays under our names and back. They are also applied to placeholders without memory, from
-whose addresses `nntask.hf.layout` derives byte ranges in files. So both may rename, slice, split and transpose, `to_hf` may also concatenate, and
-neither may read values.
-"""
+"""The registry of model families: class of configs, class of models, and configs of usual sizes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -19,17 +14,13 @@ from scheduler import TaskRuntime
 
 from ..errors import UsageError
 from ..tiling.model_tiling import ModelTiling
-from . import gpt2_names, llama_names
+from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, phi, qwen, t5
 from .config_checks import check_object, config_values, shown
-from .gpt2 import GPT2
-from .gpt2_config import GPT2Config
+from .gpt2 import GPT2, GPT2Config
 from .interface import ModelConfig
 from .language import LanguageModel
-from .llama import Llama
-from .llama_config import LlamaConfig
-
-Arrays = dict[str, npt.NDArray[Any]]
-Translate = Callable[[Mapping[str, npt.NDArray[Any]], Any], Arrays]
+from .llama import Llama, LlamaConfig
+from .transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +30,32 @@ class Family:
     Args:
         config: class of the configs, a `ModelConfig` with ``from_dict``.
         model: class of the models, with the arguments of `build`.
-        from_hf: (Hugging Face's state dict, config) -> arrays under our names.
-        to_hf: (arrays under our names, config) -> Hugging Face's state dict.
+        presets: name -> config of usual sizes.
     """
 
     config: Any
-    model: Callable[..., LanguageModel]
-    from_hf: Translate
-    to_hf: Translate
+    model: Callable[..., LanguageModel] = Transformer
+    presets: Mapping[str, ModelConfig] = field(default_factory=dict)
 
 
 FAMILIES: Final[dict[str, Family]] = {
-    GPT2Config.model_type: Family(GPT2Config, GPT2, gpt2_names.from_hf, gpt2_names.to_hf),
-    LlamaConfig.model_type: Family(LlamaConfig, Llama, llama_names.from_hf, llama_names.to_hf),
+    GPT2Config.model_type: Family(GPT2Config, GPT2, gpt2.PRESETS),
+    LlamaConfig.model_type: Family(LlamaConfig, Llama, llama.PRESETS),
+    mistral.MistralConfig.model_type: Family(mistral.MistralConfig, presets=mistral.PRESETS),
+    qwen.Qwen2Config.model_type: Family(qwen.Qwen2Config, presets=qwen.PRESETS),
+    qwen.Qwen3Config.model_type: Family(qwen.Qwen3Config, presets=qwen.PRESETS_3),
+    gemma.Gemma3Config.model_type: Family(gemma.Gemma3Config, presets=gemma.PRESETS),
+    gpt_neo.GPTNeoConfig.model_type: Family(gpt_neo.GPTNeoConfig, presets=gpt_neo.PRESETS),
+    gpt_neox.GPTNeoXConfig.model_type: Family(gpt_neox.GPTNeoXConfig, presets=gpt_neox.PRESETS),
+    phi.PhiConfig.model_type: Family(phi.PhiConfig, presets=phi.PRESETS),
+    bert.BertConfig.model_type: Family(bert.BertConfig, presets=bert.PRESETS),
+    bert.RobertaConfig.model_type: Family(bert.RobertaConfig, presets=bert.PRESETS_ROBERTA),
+    t5.T5Config.model_type: Family(t5.T5Config, presets=t5.PRESETS),
 }
 """model_type -> family. A program registers a family of its own by adding it here."""
+
+PRESETS: Final[dict[str, ModelConfig]] = {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
+"""Name -> config of usual sizes, of every family."""
 
 _UNNAMED: Final = GPT2Config.model_type
 """model_type of a config without one, as in NNTile's files."""

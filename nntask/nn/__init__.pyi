@@ -1,12 +1,13 @@
 from . import functional, initializers
 from .autograd import Edge, Node, ParameterEdge, Tensor, checkpoint, no_grad, on_tape
-from .layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
+from .layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
 from .module import Module, Parameter
 
 __all__ = [
     "Dropout",
     "Edge",
     "Embedding",
+    "HeadNorm",
     "LayerNorm",
     "Linear",
     "Module",
@@ -15,6 +16,7 @@ __all__ = [
     "ParameterEdge",
     "RMSNorm",
     "Tensor",
+    "TransposedLinear",
     "checkpoint",
     "functional",
     "initializers",

@@ -10,21 +10,25 @@ way and adds its own in the same pass over memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Final
 
 from tiles import TileTensor
-from tiles.ops import attention as attention_ops
 from tiles.ops import elementwise, norm
 from tiles.ops import embedding as embedding_ops
-from tiles.ops import loss as loss_ops
 from tiles.ops import random as random_ops
 
 from ..errors import UsageError
+from .attention import RelativeBias as RelativeBias  # a part of this module's names
+from .attention import attention as attention
 from .autograd import Edge, Gradients, Tensor, accumulator_of, contribute_late, on_tape, only
 from .autograd import add as add  # the sum, which `Tensor` has as an operator, lives with the tape
-from .kv_cache import LayerPast
 from .linear import linear as linear  # a part of this module's names
 from .linear import linear_activation as linear_activation
+from .loss import linear_cross_entropy as linear_cross_entropy
+from .tokens import cast as cast
+from .tokens import first_token as first_token
+from .tokens import mean_tokens as mean_tokens
+from .tokens import swapped as swapped
 
 SITES: Final = 1 << 12
 """Most places in a model that drop out: adapters have the second half of them, everything else the first."""
@@ -115,29 +119,44 @@ def residual_layer_norm(x: Tensor, branch: Tensor, gamma: Tensor, beta: Tensor, 
     return out[0], out[1]
 
 
-def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean of squares + eps) * gamma (C,) over the last axis -> (.., C)."""
-    y, rstd = norm.rms_norm(x.data, gamma.data, eps)
+def rms_norm(x: Tensor, gamma: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean of squares + eps) * (gamma (C,) + offset) over the last axis -> (.., C)."""
+    y, rstd = norm.rms_norm(x.data, gamma.data, eps, offset)
     x_data, gamma_data, x_edge, gamma_edge = x.data, gamma.data, x.edge, gamma.edge
 
     def backward(gradients: Gradients) -> None:
-        dx = _rms_norm_backward(x_data, gamma_data, rstd, only(gradients), gamma_edge, None if x_edge is None else x_edge.take())
+        taken = None if x_edge is None else x_edge.take()
+        dx = _rms_norm_backward(x_data, gamma_data, rstd, only(gradients), gamma_edge, taken, offset)
         if x_edge is not None:
             x_edge.add(dx)
 
     return on_tape("rms_norm", [x, gamma], [y], backward)[0]
 
 
-def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def head_norm(x: Tensor, gamma: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean of squares + eps) * (gamma (D,) + offset) within each head (Henry et al., 2020)  # (.., H*D) -> (.., H*D)."""
+    y, rstd = norm.head_norm(x.data, gamma.data, eps, offset)
+    x_data, gamma_data, x_edge, gamma_edge = x.data, gamma.data, x.edge, gamma.edge
+
+    def backward(gradients: Gradients) -> None:
+        dgamma, taken = None if gamma_edge is None else accumulator_of(gamma_edge), None if x_edge is None else x_edge.take()
+        dx = norm.head_norm_backward(x_data, gamma_data, rstd, only(gradients), dgamma, dresidual=taken, offset=offset)
+        if x_edge is not None:
+            x_edge.add(dx)
+
+    return on_tape("head_norm", [x, gamma], [y], backward)[0]
+
+
+def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """s = x + branch (.., C) and rms_norm(s), in one pass -> (s, normed)."""
-    s, y, rstd = norm.residual_rms_norm(x.data, branch.data, gamma.data, eps)
+    s, y, rstd = norm.residual_rms_norm(x.data, branch.data, gamma.data, eps, offset)
     gamma_data, gamma_edge = gamma.data, gamma.edge
     edges = [t.edge for t in (x, branch) if t.edge is not None]
 
     def backward(gradients: Gradients) -> None:
         ds, dy = gradients  # (.., C) each: past the norm, through the norm
         if dy is not None:
-            ds = _rms_norm_backward(s, gamma_data, rstd, dy, gamma_edge, ds)
+            ds = _rms_norm_backward(s, gamma_data, rstd, dy, gamma_edge, ds, offset)
         assert ds is not None  # a node without any gradient is not visited
         for edge in edges:
             edge.add(ds)
@@ -147,11 +166,11 @@ def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float) -> t
 
 
 def _rms_norm_backward(
-    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None
+    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None, offset: float
 ) -> TileTensor:
     """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, if gamma is learnt."""
     dgamma = None if edge is None else accumulator_of(edge)
-    return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual)
+    return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual, offset=offset)
 
 
 def _layer_norm_backward(
@@ -168,83 +187,60 @@ def _layer_norm_backward(
     return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
 
 
-def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, equal shapes and tilings (SwiGLU of Shazeer, 2020, without its products)."""
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, equal shapes and tilings (Shazeer, GLU variants, 2020, without its products).
+
+    Args:
+        activation: silu (SwiGLU), gelu_new or gelu (GEGLU), relu (ReGLU), tanh, or a registered one.
+    """
     gate_data, up_data, gate_edge, up_edge = gate.data, up.data, gate.edge, up.edge
 
     def backward(gradients: Gradients) -> None:
-        found = elementwise.silu_gate_backward(gate_data, up_data, only(gradients))
+        found = elementwise.gated_backward(gate_data, up_data, only(gradients), activation)
         for edge, gradient in zip((gate_edge, up_edge), found, strict=True):
             if edge is not None:
                 edge.add(gradient)
 
-    return on_tape("silu_gate", [gate, up], [elementwise.silu_gate(gate_data, up_data)], backward)[0]
+    return on_tape("gated", [gate, up], [elementwise.gated(gate_data, up_data, activation)], backward)[0]
 
 
-def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int) -> Tensor:
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """factor * x."""
+    edge = x.edge
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(elementwise.scale(only(gradients), factor))
+
+    return on_tape("scaled", [x], [elementwise.scale(x.data, factor)], backward)[0]
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), which stays between -cap and cap (Gemma 2, 2024)."""
+    edge, y = x.edge, elementwise.capped(x.data, cap)
+
+    def backward(gradients: Gradients) -> None:
+        if edge is not None:
+            edge.add(elementwise.capped_backward(y, only(gradients), cap))
+
+    return on_tape("capped", [x], [y], backward)[0]
+
+
+def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_size: int | None = None) -> Tensor:
     """Rotate every head of x (B, T, H*D) by the angles of its position (Su et al., RoFormer, 2021).
 
     Args:
-        cos, sin: (T, D / 2), of the angles; rows cut like T.
+        cos, sin: (T, R / 2), of the angles, rows cut like T; or (B, T, R / 2), cut like B and T, where sequences are at positions of their own.
         head_size: D.
+        rotary_size: R, even: as many first features of each head turn, pairs (i, i + R / 2) of them; None for D.
     """
     edge = x.edge
 
     def backward(gradients: Gradients) -> None:
         if edge is not None:
-            edge.add(elementwise.rotary(only(gradients), cos, sin, head_size, inverse=True))
+            edge.add(elementwise.rotary(only(gradients), cos, sin, head_size, rotary_size, inverse=True))
 
-    return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size)], backward)[0]
-
-
-class _How(TypedDict):
-    """What the forward and the backward pass of attention share."""
-
-    head_size: int
-    scale: float
-    causal: bool
-    dropout: attention_ops.Dropout | None
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    head_size: int,
-    scale: float,
-    dropout: attention_ops.Dropout | None = None,
-    flash: bool = True,
-    past: LayerPast | None = None,
-) -> Tensor:
-    """Causal self-attention of q (B, T, H*D) and k, v (B, T, G*D) -> (B, T, H*D).
-
-    Where G < H, H / G heads of q in a row share each head of k and v (Ainslie et al., GQA, 2023).
-
-    Args:
-        head_size: D.
-        scale: scores are q . k * scale.
-        dropout: of the attention probabilities.
-        flash: never hold the (B, H, T, T) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
-        past: keys and values of the tokens before these; the new ones join them. Without dropout, and nothing leaves a tape.
-    """
-    if past is not None:
-        return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale))
-    edges = (q.edge, k.edge, v.edge)
-    qd, kd, vd = q.data, k.data, v.data
-    how: _How = {"head_size": head_size, "scale": scale, "causal": True, "dropout": dropout}
-    forward = attention_ops.attention if flash else attention_ops.stored_attention
-    o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, T)
-
-    def backward(gradients: Gradients) -> None:
-        do = only(gradients)  # (B, T, H*D)
-        through = attention_ops.attention_backward if flash else attention_ops.stored_attention_backward
-        found = through(qd, kd, vd, o, kept, do, **how)
-        for edge, gradient in zip(edges, found, strict=True):
-            if edge is not None:
-                edge.add(gradient)
-
-    return on_tape("attention", [q, k, v], [o], backward)[0]
+    return on_tape("rotary", [x], [elementwise.rotary(x.data, cos, sin, head_size, rotary_size)], backward)[0]
 
 
 def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:
@@ -258,29 +254,3 @@ def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:
             edge.add(random_ops.dropout(only(gradients), p, key, stream))
 
     return on_tape("dropout", [x], [random_ops.dropout(x.data, p, key, stream)], backward)[0]
-
-
-def linear_cross_entropy(x: Tensor, w: Tensor, targets: TileTensor, *, scale: float) -> Tensor:
-    """scale * sum of the token losses -log softmax(x @ w.T)[target] -> (1,); the logits (B, T, V) are never whole.
-
-    Args:
-        x: (B, T, C).
-        w: (V, C).
-        targets: (B, T) int32; -1 is ignored.
-        scale: 1 / (B*T) for the mean over tokens.
-
-    Returns:
-        (1,), a loss: where a backward pass begins.
-    """
-    loss, lse = loss_ops.linear_cross_entropy(x.data, w.data, targets, scale=scale)
-    x_data, w_data, x_edge, w_edge = x.data, w.data, x.edge, w.edge
-
-    def backward(gradients: Gradients) -> None:
-        if gradients[0] is not None:
-            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, and here it came from a later tensor; use its scale=")
-        dw = None if w_edge is None else accumulator_of(w_edge)
-        dx = loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, scale=scale)
-        if x_edge is not None:
-            x_edge.add(dx)
-
-    return on_tape("linear_cross_entropy", [x, w], [loss], backward, is_loss=True)[0]

@@ -16,7 +16,10 @@ import numpy.typing as npt
 
 from scheduler import TaskRuntime
 from tiles import TileTensor
+from tiles.ops import attention as attention_ops
 from tiles.ops import cache as cache_ops
+
+from ..errors import UsageError
 
 if TYPE_CHECKING:
     from ..models.interface import ModelConfig
@@ -33,6 +36,7 @@ class LayerPast:
         written: tiles along P that any of the positions lies in. What the new tokens see ends with the last of them.
         sources: (B,) int32, the sequence that each sequence goes on from; None for itself.
         forked: tiles along P in which it matters from which one.
+        window: of the layer, whose tiles in front of it may be gone.
     """
 
     keys: TileTensor
@@ -41,15 +45,25 @@ class LayerPast:
     written: range
     sources: TileTensor | None = None
     forked: range = range(0)
+    window: int | None = None
 
-    def attend(self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float) -> TileTensor:
+    def attend(
+        self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float, scoring: attention_ops.Scoring = attention_ops.UNCHANGED
+    ) -> TileTensor:
         """Bring each sequence the past it goes on from and keep the new k and v (B, w, G*D); then attend from q (B, w, H*D) to positions up to each
         token's own -> (B, w, H*D)."""
+        if self.window is not None and self.window != scoring.window:
+            raise UsageError(
+                f"a layer attends through its cache's window, {self.window}, got {scoring.window}; give KVCache the windows of all layers"
+            )
+        tile = self.keys.tile[1]
+        first = cache_ops.first_seen_tile(scoring.window, self.written, tile)
         if self.sources is not None:
             for kept in (self.keys, self.values):
-                cache_ops.reorder_rows(kept, self.sources, self.forked)
+                cache_ops.reorder_rows(kept, self.sources, range(max(first, self.forked.start), self.forked.stop))
         cache_ops.append(k, v, self.positions, self.keys, self.values, self.written)
-        return cache_ops.cached_attention(q, self.keys, self.values, self.positions, self.written.stop, head_size=head_size, scale=scale)
+        seen = range(first, self.written.stop)
+        return cache_ops.cached_attention(q, self.keys, self.values, self.positions, seen, head_size=head_size, scale=scale, scoring=scoring)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +90,20 @@ class KVCache:
         length: P, most tokens of a text.
         dtype: element type of the model.
         num_beams: rows of a text, neighbours in one tile; B is `batch` times as many.
+        windows: that of each layer, None for a layer that sees all; tiles that left a window are given back by `leave`.
     """
 
     def __init__(
-        self, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, batch: int, length: int, dtype: npt.DTypeLike, *, num_beams: int = 1
+        self,
+        config: ModelConfig,
+        tiling: ModelTiling,
+        runtime: TaskRuntime,
+        batch: int,
+        length: int,
+        dtype: npt.DTypeLike,
+        *,
+        num_beams: int = 1,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         cut = tiling.resolve(config, batch, length)
         width, group = config.n_kv_head * config.head_size, config.n_head // config.n_kv_head
@@ -87,6 +111,10 @@ class KVCache:
         shape, tile = (batch * num_beams, length, width), (self._rows, cut.seq_tile, cut.head_tile // group * config.head_size)
         self.tile = cut.seq_tile
         self._grown = 0
+        self._windows = [None] * config.n_layer if windows is None else list(windows)
+        if len(self._windows) != config.n_layer:
+            raise UsageError(f"a cache takes a window, or None, for each of {config.n_layer} layers, got {self._windows}; give it so many")
+        self._left = [0] * config.n_layer
         self._runtime = runtime
         self._layers = [
             tuple(
@@ -107,6 +135,17 @@ class KVCache:
             for keys, values in self._layers:
                 cache_ops.clear(keys, values, self._grown)
             self._grown += 1
+
+    def leave(self, position: int) -> None:
+        """Give back the memory of tiles that no token from `position` on sees: those in front of their layer's window. No text may write before it
+        any more; to be called between steps, not while one is recorded."""
+        written = range(position // self.tile, position // self.tile + 1)
+        for number, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
+            first = min(self._grown, cache_ops.first_seen_tile(window, written, self.tile))
+            for tile in range(self._left[number], first):
+                for tensor in layer:
+                    tensor.forget(1, tile)
+            self._left[number] = max(self._left[number], first)
 
     def inputs(self, num_tokens: int) -> tuple[TileTensor, TileTensor]:
         """Tokens and their positions (B, w) int32, to be written before each pass."""
@@ -130,14 +169,15 @@ class KVCache:
             shared: positions up to which all rows of a text are equal.
         """
         forked = range(shared // self.tile, written.stop)
-        return Past(positions, [LayerPast(keys, values, positions, written, sources, forked) for keys, values in self._layers])
+        layers = zip(self._layers, self._windows, strict=True)
+        return Past(positions, [LayerPast(keys, values, positions, written, sources, forked, window) for (keys, values), window in layers])
 
     def take(self, texts: KVCache) -> None:
         """Give all rows of each text what another cache has of it, as long as this one, with one row a text. That one gives its memory back layer by
         layer, and is of no use afterwards."""
         rows, batch = self.sources(), texts._layers[0][0].shape[0]
         rows.write(np.repeat(np.arange(batch, dtype=np.int32), rows.shape[0] // batch))
-        for layer in self._layers:
+        for left, layer in zip(texts._left, self._layers, strict=True):
             for source, target in zip(texts._layers.pop(0), layer, strict=True):
-                cache_ops.gather_rows(source, rows, target, range(texts._grown))
-        self._grown = texts._grown
+                cache_ops.gather_rows(source, rows, target, range(left, texts._grown))
+        self._grown, self._left = texts._grown, list(texts._left)

@@ -57,31 +57,34 @@ class Adaptable(Module):
 
 
 class Linear(Adaptable):
-    """x (.., K) @ weight (K, N) + bias (N,) -> (.., N).
+    """x (.., K) @ weight (K, N) [+ bias (N,)] -> (.., N), and an activation in the same pass.
 
     Args:
         num_in: K.
         num_out: N.
         tile: features in and out per weight tile.
         std: of the first weights; the bias begins at zero.
-        activation: applied in the same pass: gelu_new, gelu, relu, silu, or None.
+        activation: gelu_new, gelu, relu, silu, tanh, or None.
+        has_bias: whether there is one.
     """
 
     has_rows_in = True
 
-    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None) -> None:
+    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = True) -> None:
         self.activation = activation
-        self.weight = Parameter((num_in, num_out), tile, normal(std))
-        self.bias = Parameter((num_out,), tile[1:], constant(0.0))
+        shape, cut = ((num_in, num_out), tile) if self.has_rows_in else ((num_out, num_in), tile[::-1])
+        self.weight = Parameter(shape, cut, normal(std))
+        self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
 
     def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
         """(.., K) -> (.., N)."""
+        transpose, added = not self.has_rows_in, self.added(masks)
         if self.activation is not None:
-            return functional.linear_activation(x, self.weight, self.bias, self.activation, added=self.added(masks))
-        return functional.linear(x, self.weight, self.bias, added=self.added(masks))
+            return functional.linear_activation(x, self.weight, self.bias, self.activation, transpose_w=transpose, added=added)
+        return functional.linear(x, self.weight, self.bias, transpose_w=transpose, added=added)
 
 
-class TransposedLinear(Adaptable):
+class TransposedLinear(Linear):
     """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N): the layout of torch, whose files then map onto tiles as they are.
 
     Args:
@@ -89,18 +92,16 @@ class TransposedLinear(Adaptable):
         num_out: N.
         tile: features in and out per weight tile.
         std: of the first weights; the bias begins at zero.
+        activation: as of `Linear`.
         has_bias: whether there is one.
     """
 
     has_rows_in = False
 
-    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool = False) -> None:
-        self.weight = Parameter((num_out, num_in), tile[::-1], normal(std))
-        self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
-
-    def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
-        """(.., K) -> (.., N)."""
-        return functional.linear(x, self.weight, self.bias, transpose_w=True, added=self.added(masks))
+    def __init__(
+        self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = False
+    ) -> None:
+        super().__init__(num_in, num_out, tile, std=std, activation=activation, has_bias=has_bias)
 
 
 class LayerNorm(Module):
@@ -119,21 +120,50 @@ class LayerNorm(Module):
         """(x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
 
+    def of_sum(self, x: Tensor, branch: Tensor) -> Tensor:
+        """The norm of x + branch alone, (.., C), in one pass; the sum stays only as long as the gradient of the norm needs it."""
+        return self.after_add(x, branch)[1]
+
 
 class RMSNorm(Module):
-    """RMS norm over the last axis (Zhang and Sennrich, 2019) with weight (C,)."""
+    """RMS norm over the last axis (Zhang and Sennrich, 2019), multiplied by weight (C,) + offset.
 
-    def __init__(self, width: int, tile: int, eps: float) -> None:
-        self.eps = eps
-        self.weight = Parameter((width,), (tile,), constant(1.0))
+    Args:
+        width: C.
+        tile: features of a tile.
+        eps: added to the mean of squares.
+        offset: added to the weight (Gemma: 1); the first weight is 1 - offset.
+    """
+
+    def __init__(self, width: int, tile: int, eps: float, offset: float = 0.0) -> None:
+        self.eps, self.offset = eps, offset
+        self.weight = Parameter((width,), (tile,), constant(1.0 - offset))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(.., C) -> (.., C)."""
-        return functional.rms_norm(x, self.weight, self.eps)
+        return functional.rms_norm(x, self.weight, self.eps, self.offset)
 
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm), (.., C) each, in one pass."""
-        return functional.residual_rms_norm(x, branch, self.weight, self.eps)
+        return functional.residual_rms_norm(x, branch, self.weight, self.eps, self.offset)
+
+
+class HeadNorm(Module):
+    """RMS norm within each head (Henry et al., 2020), multiplied by weight (D,) + offset, the same for all heads; tiles hold whole heads.
+
+    Args:
+        head_size: D.
+        eps: added to the mean of squares.
+        offset: added to the weight; the first weight is 1 - offset.
+    """
+
+    def __init__(self, head_size: int, eps: float, offset: float = 0.0) -> None:
+        self.eps, self.offset = eps, offset
+        self.weight = Parameter((head_size,), (-1,), constant(1.0 - offset))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(.., H*D) -> (.., H*D)."""
+        return functional.head_norm(x, self.weight, self.eps, self.offset)
 
 
 class Embedding(Module):

@@ -49,18 +49,18 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool = False,
     return _with_tape("linear", x, w, b, added, y, through)
 
 
-def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str, *, added: LowRank | None = None) -> Tensor:
-    """activation(x (.., K) @ w (K, N) + b (N,) [+ added]) -> (.., N); in one pass if nothing is added.
+def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str, *, transpose_w: bool = False, added: LowRank | None = None) -> Tensor:
+    """activation(x (.., K) @ w (K, N) + b (N,) [+ added]) -> (.., N); in one pass if nothing is added; with `transpose_w`, w is (N, K).
 
     Args:
-        kind: gelu_new, gelu, relu or silu.
+        kind: gelu_new, gelu, relu, silu or tanh.
     """
     bias = None if b is None else b.data
-    through = _weight_backward(x, w, b, transpose_w=False)
+    through = _weight_backward(x, w, b, transpose_w=transpose_w)
     if added is None:
-        pre, y = matmul.linear_gelu(x.data, w.data, bias, kind)
+        pre, y = matmul.linear_gelu(x.data, w.data, bias, kind, transpose_w=transpose_w)
     else:
-        pre = matmul.linear(x.data, w.data, bias)
+        pre = matmul.linear(x.data, w.data, bias, transpose_w=transpose_w)
         through = _low_rank_backward(x.data, added, _add_low_rank(x.data, added, pre), through)
         y = elementwise.activation(pre, kind)
     return _with_tape("linear_activation", x, w, b, added, y, lambda dy: through(elementwise.activation_backward(pre, dy, kind)))

@@ -7,7 +7,8 @@ twice (a tied head) is one parameter, under its first name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,13 @@ class Module:
     """Base of layers and models; a subclass sets attributes in ``__init__`` and defines ``__call__``."""
 
     training = True
+    names: Mapping[str, str] = {}
 
     def members(self) -> Iterator[tuple[str, Module | Parameter]]:
-        """(name, member) of the direct children and parameters, in the order they were set; "h.3" for element 3 of the list h."""
-        for name, value in vars(self).items():
+        """(name, member) of the direct children and parameters, in the order they were set; "h.3" for element 3 of the list h. `names` may rename
+        attributes, also to "", which leaves no trace in the names of what is below."""
+        for attribute, value in vars(self).items():
+            name = self.names.get(attribute, attribute)
             if isinstance(value, Module | Parameter):
                 yield name, value
             elif isinstance(value, list):
@@ -93,7 +97,7 @@ class Module:
         yield prefix, self
         for name, member in self.members():
             if isinstance(member, Module):
-                yield from member.named_modules(f"{prefix}.{name}" if prefix else name)
+                yield from member.named_modules(_dotted(prefix, name))
 
     def modules(self) -> Iterator[Module]:
         """This module and everything below it."""
@@ -108,10 +112,10 @@ class Module:
     def _collect(self, prefix: str, found: dict[str, Parameter], seen: set[int]) -> None:
         for name, member in self.members():
             if isinstance(member, Module):
-                member._collect(f"{prefix}{name}.", found, seen)
+                member._collect(_dotted(prefix, name), found, seen)
             elif id(member) not in seen:
                 seen.add(id(member))
-                found[prefix + name] = member
+                found[_dotted(prefix, name)] = member
 
     def parameters(self) -> list[Parameter]:
         """All parameters, shared ones once."""
@@ -168,10 +172,10 @@ class Module:
             where = "the model" if wrong[0] in tensors else "the weights"
             raise UsageError(f"weights must have the model's {len(tensors)} names, and only {where} have {wrong[0]}; use weights of this model")
         for name, tensor in tensors.items():
-            if arrays[name].shape != tensor.shape:
+            if merged_shape(arrays[name].shape, len(tensor.shape)) != tensor.shape:
                 raise UsageError(f"{name} has shape {tensor.shape}, got weights of shape {arrays[name].shape}; use the config they were trained with")
         for name, tensor in tensors.items():
-            tensor.write(arrays[name])
+            tensor.write(arrays[name].reshape(tensor.shape))
 
     def train(self, mode: bool = True) -> None:
         """Turn dropout on (or off) from the next forward pass on; what is recorded already stays as it is."""
@@ -186,3 +190,13 @@ class Module:
         """Forget all gradients; their memory is given back, nothing is cleared."""
         for parameter in self.parameters():
             parameter.gradient = None
+
+
+def _dotted(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def merged_shape(shape: Sequence[int], num_axes: int) -> tuple[int, ...]:
+    """A shape with its first axes merged, if it has more than `num_axes`: rows by head (H, D, ..) are rows (H*D, ..)."""
+    extra = max(len(shape) - num_axes, 0)
+    return (prod(shape[: extra + 1]), *shape[extra + 1 :]) if shape else ()

@@ -121,7 +121,8 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     elif (start := _start(run)) is not None:
         start.attach(model.frozen_tensors() or model.tensors())
     optimizer = build_optimizer(model, run.optimizer)
-    inputs = [model.input_tensors(size, length) for _ in range(count)]
+    objective = run.data.objective
+    inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs

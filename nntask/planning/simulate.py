@@ -25,8 +25,8 @@ from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
 from ..hardware.machine_model import MachineModel, durations, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
-from ..models.gpt2_config import PRESETS
 from ..models.interface import ModelConfig
+from ..models.registry import PRESETS
 from ..tiling.model_tiling import default_tiling
 from .memory_fit import (
     MOST_TASKS,

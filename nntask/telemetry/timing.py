@@ -6,10 +6,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ..config.run_config import RunConfig
+from ..data.batch import Batch
+from ..data.objectives import random_batch
 from ..hardware.flops import FlopCounts
 from .metrics import StepPrinter
 
@@ -17,10 +16,10 @@ from .metrics import StepPrinter
 class Timed(Protocol):
     """A model whose passes can be run alone."""
 
-    def forward(self, tokens: npt.NDArray[np.int32]) -> None:
-        """One forward pass over (minibatch, T) tokens; returns when it is over."""
+    def forward(self, minibatch: Batch) -> None:
+        """One forward pass over a minibatch; returns when it is over."""
 
-    def forward_backward(self, tokens: npt.NDArray[np.int32]) -> None:
+    def forward_backward(self, minibatch: Batch) -> None:
         """One forward and backward pass; parameters stay as they are."""
 
 
@@ -45,16 +44,16 @@ def _time_loops(engine: Timed, run: RunConfig, counts: FlopCounts, printer: Step
     if not (timed.nforward or timed.nforward_warmup or timed.nbackward or timed.nbackward_warmup):
         return
     minibatch, length = run.step.minibatch, run.model.seq_len
-    tokens = np.random.Generator(np.random.PCG64(run.model.seed)).integers(0, run.model.config.vocab_size, (minibatch, length), np.int32)
-    forward = _seconds(lambda: engine.forward(tokens), timed.nforward_warmup, timed.nforward, stopped)
+    given = random_batch(run.data.objective, minibatch, run.model.config.vocab_size, run.model.seed)
+    forward = _seconds(lambda: engine.forward(given), timed.nforward_warmup, timed.nforward, stopped)
     if timed.nforward:
         _print_lines("forward", forward, timed.nforward, minibatch, length, counts.forward, printer)
     if timed.nbackward or timed.nbackward_warmup:
-        both = _seconds(lambda: engine.forward_backward(tokens), timed.nbackward_warmup, timed.nbackward, stopped)
+        both = _seconds(lambda: engine.forward_backward(given), timed.nbackward_warmup, timed.nbackward, stopped)
         if timed.nforward:
             alone = forward / timed.nforward
         else:
-            alone = _seconds(lambda: engine.forward(tokens), 1, max(timed.nbackward, 1), stopped) / max(timed.nbackward, 1)
+            alone = _seconds(lambda: engine.forward(given), 1, max(timed.nbackward, 1), stopped) / max(timed.nbackward, 1)
         if timed.nbackward:
             seconds = max(both - alone * timed.nbackward, 1e-9)
             _print_lines("backward", seconds, timed.nbackward, minibatch, length, counts.backward, printer)

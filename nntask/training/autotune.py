@@ -21,16 +21,15 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Final, cast
 
-import numpy as np
-
 import scheduler
 from scheduler import Accesses, Runtime, Trace
 from scheduler.machine import RecordedTask, StepPlan, Task, footprint
 
 from ..config.resolution import TILE_FLAGS, retiled
 from ..config.run_config import RunConfig
+from ..data.batch import Batch
 from ..data.dataset import open_dataset
-from ..data.sampler import Batch
+from ..data.objectives import random_batch
 from ..engine.recorded import RecordedEngine
 from ..errors import UsageError
 from ..hardware.machine_model import this_machine
@@ -219,10 +218,7 @@ def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: Fals
 def _run(run: RunConfig, stopped: Stopped) -> tuple[StepPlan, _Lap]:
     """The fastest step of a trial."""
     watch = _Stopwatch()
-    tokens = np.random.Generator(np.random.PCG64(run.model.seed)).integers(
-        0, run.model.config.vocab_size, (run.step.batch, run.model.seq_len + 1), np.int32
-    )
-    batch = Batch(tokens[:, :-1], tokens[:, 1:])
+    batch = random_batch(run.data.objective, run.step.batch, run.model.config.vocab_size, run.model.seed)
     machine = replace(run.machine, scheduling=replace(run.machine.scheduling, graphs=False))  # on GPUs, so that each task has a time
     runtime = runtime_for(run.on(machine), watch)
     try:

@@ -20,17 +20,18 @@ from .session import Session
 
 def validate(session: Session, step: int) -> None:
     """Score the validation data and print the result."""
-    validation = session.dataset.validation
+    run = session.run
+    validation = session.dataset.scored_examples(run.model.seed)
     if validation is None:
         return
-    run = session.run
-    batches = in_order(validation, session.stream.length, run.step.minibatch, run.settings.run.eval_batches)
+    batches = in_order(validation, run.step.minibatch, run.settings.run.eval_batches)
     if not batches:
-        session.printer.say(f"{validation.path} is shorter than one sequence of {session.stream.length} tokens; nothing to validate on")
+        session.printer.say(f"{validation.path} is shorter than one sequence of {validation.length} tokens; nothing to validate on")
         return
     result = evaluate(session.engine, batches, session.byte_lengths, session.interrupts.pending)
     if result is not None:
-        session.printer.say(f"step {step}: validation {result.line()}")
+        line = result.line_of_labels() if run.data.objective.kind == "classify" else result.line()
+        session.printer.say(f"step {step}: validation {line}")
 
 
 def close(session: Session, journal: Journal, step: int) -> None:

@@ -1,4 +1,7 @@
-"""Validation: loss per token, perplexity, and bits per byte, which compares models whose tokenizers differ."""
+"""Validation: loss per token, perplexity, and bits per byte, which compares models whose tokenizers differ; of labels the loss alone.
+
+A step of validation sums losses and keeps no scores, so there is no accuracy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.sampler import Batch
+from ..data.batch import Batch
 from ..engine.interface import Scorer
 
 
@@ -29,6 +32,10 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float | None
     tokens: int
+
+    def line_of_labels(self) -> str:
+        """For stdout, of a model that predicts labels."""
+        return f"loss {self.loss:.4f} | {self.tokens} labels"
 
     def line(self) -> str:
         """For stdout."""
@@ -57,6 +64,6 @@ def evaluate(
         tokens += scored.size
         if byte_lengths is not None:
             nbytes += int(byte_lengths[scored].sum())
-    loss = total / tokens
+    loss = total / tokens if tokens else math.nan
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return Evaluation(loss, perplexity, total / math.log(2) / nbytes if nbytes else None, tokens)

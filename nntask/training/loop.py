@@ -16,7 +16,8 @@ from typing import Any
 
 from ..checkpoints.store import AGAINST_DIVERGENCE, save_checkpoint
 from ..config.run_config import Saving
-from ..data.sampler import Batch, BatchStream, Cursor
+from ..data.batch import Batch, Cursor
+from ..data.sampler import BatchStream
 from ..data.tokenizer import Tokenizer
 from ..engine.interface import Counters, Engine, Pending
 from ..errors import DataError, Diverged

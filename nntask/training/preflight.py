@@ -12,6 +12,7 @@ from ..checkpoints.store import Checkpoint, run_of, step_directories
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..data.dataset import check_spec
+from ..data.images import IMAGES
 from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import DataError, UsageError
 from ..hardware.machine_spec import DiskSpec
@@ -32,7 +33,7 @@ def check_start(run: LanguageRun) -> None:
         DataError: data or a file of weights is missing or broken.
     """
     data, schedule, begin = run.data, run.schedule, run.start.directory
-    if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset != "train.bin":
+    if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset not in ("train.bin", IMAGES):
         raise DataError(
             f"--init-from {run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; "
             "name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin"

@@ -164,7 +164,8 @@ def _here(
 
 
 def _byte_lengths(dataset: Dataset) -> npt.NDArray[np.int64] | None:
-    return dataset.tokenizer.byte_lengths() if dataset.tokenizer else None
+    """Bytes of text that each id stands for, where validation scores text itself."""
+    return dataset.tokenizer.byte_lengths() if dataset.tokenizer and dataset.spec.objective.kind == "causal" else None
 
 
 def _on_cluster(run: RunConfig, cluster: Cluster, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:

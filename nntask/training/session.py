@@ -17,8 +17,9 @@ from scheduler.planning import AUTO, SUBMISSION, PlannedOrder
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
 from ..config.units import format_size
+from ..data.batch import Cursor
 from ..data.dataset import Dataset
-from ..data.sampler import BatchStream, Cursor
+from ..data.sampler import BatchStream
 from ..engine.interface import Counters, StepEngine, Trained
 from ..errors import DataError, UsageError
 from ..hardware.flops import FlopCounts, flop_counts_of
@@ -136,7 +137,7 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
     stream = BatchStream(
-        dataset.train, run.model.seq_len, run.step.batch, seed=run.model.seed, cursor=cursor, select=dataset.select_sequences, rows=rows
+        dataset.examples(run.model.seed), run.step.batch, seed=run.model.seed, cursor=cursor, select=dataset.select_sequences, rows=rows
     )
     first, last = run.start.step + 1, run.length.on(stream.batches_per_epoch)[0]
     if run.traced is not None and not first <= run.traced[0] <= run.traced[1] <= last:

@@ -19,7 +19,7 @@ import pytest
 
 from nntask.config.environment import VARIABLES
 from nntask.config.settings import TrainSettings
-from nntask.models.gpt2_config import PRESETS
+from nntask.models.registry import PRESETS
 from nntask.telemetry.metrics import StepRecord
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.options.flags import table_of

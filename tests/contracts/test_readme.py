@@ -14,7 +14,7 @@ import pytest
 from support.deadline import DEADLINE
 
 from nntask.config.settings import ModelSettings, TrainSettings
-from nntask.models.gpt2_config import PRESETS
+from nntask.models.registry import PRESETS
 from wrappers.cli import COMMANDS
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.options.flags import table_of

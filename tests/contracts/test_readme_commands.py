@@ -20,9 +20,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from nntask.data.tokenizer import train_bpe
-from nntask.models import gpt2_names
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models import gpt2
+from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
 
@@ -72,7 +71,7 @@ def _write_model(place: Path) -> None:
 
     config = GPT2Config(vocab_size=400, n_positions=256, n_embd=32, n_layer=2, n_head=2)
     model = GPT2(config, ModelTiling(), InlineRuntime())
-    weights = gpt2_names.to_hf({name: tensor.read() for name, tensor in model.tensors().items()}, config)
+    weights = gpt2.NAMES.to_hf({name: tensor.read() for name, tensor in model.tensors().items()}, config)
     save_file({name: np.ascontiguousarray(weight) for name, weight in weights.items()}, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps({"model_type": "gpt2", **config.to_dict()}))
 

@@ -88,7 +88,9 @@ def test_models_use_a_registered_activation(dtype: Any) -> None:
 
 def test_a_new_activation_needs_its_gradient() -> None:
     """The rule, the name, what to do; with a gradient the name is one like any other, and an unknown one lists it."""
-    with pytest.raises(ValueError, match=r"a new activation needs its gradient, and 'cube' is none of gelu_new, gelu, relu, silu; pass backward="):
+    with pytest.raises(
+        ValueError, match=r"a new activation needs its gradient, and 'cube' is none of gelu_new, gelu, relu, silu, tanh; pass backward="
+    ):
         register_activation("cube")
     register_activation("cube", backward=lambda x, dy, dx: np.multiply(dy, 3 * x * x, out=dx))(lambda x, y: np.power(x, 3, out=y))
     runtime = InlineRuntime()
@@ -97,7 +99,7 @@ def test_a_new_activation_needs_its_gradient() -> None:
     dy.write([1, 2, 3])
     assert elementwise.activation(x, "cube").read().tolist() == [1, 8, 27]
     assert elementwise.activation_backward(x, dy, "cube").read().tolist() == [3, 24, 81]
-    with pytest.raises(ValueError, match="unknown activation 'cub'; there are gelu_new, gelu, relu, silu, cube"):
+    with pytest.raises(ValueError, match="unknown activation 'cub'; there are gelu_new, gelu, relu, silu, tanh, cube"):
         elementwise.activation(x, "cub")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.gpu_training import Training, on_gpus
 
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 from tiles.kernels.registry import BF16
@@ -56,14 +56,14 @@ def test_losses_are_torchs(open_gpus: Any) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA; the CPU's run is compared above")
     transformers = pytest.importorskip("transformers")
-    from nntask.models.gpt2_names import to_hf
+    from nntask.models.gpt2 import NAMES
 
     weights: dict[str, np.ndarray] = {}
     ours = losses(on_gpu(open_gpus(1)), weights=weights)
     torch.backends.cuda.matmul.allow_tf32 = False
     config = transformers.GPT2Config(**{**CONFIG.to_dict(), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
     model = transformers.GPT2LMHeadModel(config).cuda().train()
-    state = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in to_hf(weights, CONFIG).items()}
+    state = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in NAMES.to_hf(weights, CONFIG).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert all("lm_head" in name or "attn.bias" in name for name in missing)

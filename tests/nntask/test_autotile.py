@@ -7,7 +7,7 @@ import pytest
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.errors import DataError
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture
 from nntask.tiling.model_tiling import Limits, ModelTiling, cut
 from nntask.tiling.tile_table import add_row, read_table, shape_of

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from nntask.errors import DataError, UsageError
-from nntask.models.gpt2_config import PRESETS, GPT2Config
-from nntask.models.llama_config import LlamaConfig
-from nntask.models.registry import FAMILIES, config_from_dict, config_from_json, untiled_type
+from nntask.models.gpt2 import GPT2Config
+from nntask.models.llama import LlamaConfig
+from nntask.models.registry import FAMILIES, PRESETS, config_from_dict, config_from_json, untiled_type
 
 GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 LLAMA_SMALL = {
@@ -53,7 +53,7 @@ BROKEN = {
         ({"vocab_size": -5}, ["vocab_size", "at least 1", "got -5"]),
         ({"n_inner": 0}, ["n_inner", "at least 1"]),
         ({"n_embd": 770}, ["divisible by n_head", "n_embd 770 and n_head 12", "n_head is 11"]),
-        ({"activation_function": "tanh"}, ["activation_function", '"tanh"', "gelu_new"]),
+        ({"activation_function": "elu"}, ["activation_function", '"elu"', "gelu_new"]),
         ({"activation_function": 3}, ["activation_function", "3 (a whole number)"]),
         ({"attn_pdrop": 1.0}, ["attn_pdrop", "below 1", "got 1.0"]),
         ({"resid_pdrop": "0.1"}, ["resid_pdrop", "a number", '"0.1" (a string)']),

@@ -10,7 +10,7 @@ import pytest
 from support.cuda_emulator import COMPILER, Emulator
 from support.gpu_training import Training, on_gpus
 
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 from scheduler.drivers.disk import staging_nbytes

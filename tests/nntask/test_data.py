@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.search import search
 
-from nntask.data import BatchStream, ByteTokenizer, Cursor, DataSpec, TokenFile, check_spec, in_order, open_dataset
+from nntask.data import BatchStream, ByteTokenizer, Cursor, DataSpec, TokenFile, Windows, check_spec, in_order, open_dataset
 from nntask.data.dataset import corpus_of
 from nntask.data.sampler import permuted
 from nntask.data.texts import PIECE_NBYTES, Text
@@ -31,7 +31,7 @@ def tokens_in(path: Path, ids, dtype="<u2") -> Path:
 def test_sequences_and_targets_are_windows_of_the_stream(tmp_path):
     """Sequence i is [iT, (i+1)T), its targets are one further, and a short rest is dropped."""
     file = TokenFile(tokens_in(tmp_path / "t.bin", range(23)), vocab_size=23)
-    batch = in_order(file, 5, 2, 10)
+    batch = in_order(Windows(file, 5), 2, 10)
     assert [b.tokens.tolist() for b in batch] == [[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]]
     assert batch[0].targets[0].tolist() == [1, 2, 3, 4, 5]
     assert file.num_sequences(5) == 4
@@ -42,7 +42,7 @@ def test_sequences_and_targets_are_windows_of_the_stream(tmp_path):
 def test_a_last_evaluation_batch_is_filled_with_ignored_targets(tmp_path):
     """Three sequences in batches of two leave a row whose targets are all -1."""
     file = TokenFile(tokens_in(tmp_path / "t.bin", range(16)), vocab_size=16)
-    last = in_order(file, 5, 2, 10)[1]
+    last = in_order(Windows(file, 5), 2, 10)[1]
     assert last.targets[0].tolist() == [11, 12, 13, 14, 15]
     assert (last.targets[1] == -1).all()
 
@@ -64,21 +64,21 @@ def test_orders_differ_between_epochs_and_seeds():
 def test_batches_continue_exactly_from_a_cursor(tmp_path):
     """A stream started from another's cursor hands out the same batches, over the end of an epoch."""
     file = TokenFile(tokens_in(tmp_path / "t.bin", np.arange(101) % 50), vocab_size=50)
-    whole = BatchStream(file, 10, 3, seed=7)
+    whole = BatchStream(Windows(file, 10), 3, seed=7)
     expected = [whole.next().tokens for _ in range(8)]
     assert whole.batches_per_epoch == 3
     assert whole.cursor == Cursor(2, 6)
-    first = BatchStream(file, 10, 3, seed=7)
+    first = BatchStream(Windows(file, 10), 3, seed=7)
     for _ in range(4):
         first.next()
-    rest = BatchStream(file, 10, 3, seed=7, cursor=first.cursor)
+    rest = BatchStream(Windows(file, 10), 3, seed=7, cursor=first.cursor)
     assert all((rest.next().tokens == e).all() for e in expected[4:])
 
 
 def test_select_uses_only_the_first_sequences(tmp_path):
     """With select 4, no token behind the fourth sequence is ever seen."""
     file = TokenFile(tokens_in(tmp_path / "t.bin", range(101)), vocab_size=101)
-    stream = BatchStream(file, 10, 2, seed=0, select=4)
+    stream = BatchStream(Windows(file, 10), 2, seed=0, select=4)
     assert stream.batches_per_epoch == 2
     assert max(stream.next().tokens.max() for _ in range(4)) < 40
 
@@ -112,7 +112,7 @@ def test_a_stream_shorter_than_a_batch_is_refused(tmp_path):
     """The message gives the tokens that are there and those that are needed."""
     file = TokenFile(tokens_in(tmp_path / "t.bin", range(30)), vocab_size=50)
     with pytest.raises(DataError, match=r"30 tokens give 2 sequences of 10, and --batch is 4; use at least 41 tokens, or --batch 2"):
-        BatchStream(file, 10, 4, seed=0)
+        BatchStream(Windows(file, 10), 4, seed=0)
 
 
 def test_a_sidecar_makes_the_ids_uint32(tmp_path):

@@ -15,9 +15,7 @@ from safetensors.numpy import load_file, save_file
 from nntask import no_grad
 from nntask.errors import StorageError
 from nntask.hf.model_directory import ModelDirectory
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
-from nntask.models.gpt2_names import to_hf
+from nntask.models.gpt2 import GPT2, NAMES, GPT2Config
 from nntask.optim.optimizers import AdamW, Group
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Codelet, InlineRuntime, Runtime, TaskError, Trace
@@ -33,7 +31,7 @@ def write_model(path: Path, dtype: type = np.float32, config: GPT2Config = CONFI
     """A directory as transformers writes it."""
     path.mkdir()
     ours = {name: tensor.read() for name, tensor in GPT2(config, ModelTiling(), InlineRuntime(), seed=9).tensors().items()}
-    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in to_hf(ours, config).items() if name != "lm_head.weight"}
+    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in NAMES.to_hf(ours, config).items() if name != "lm_head.weight"}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config.to_dict()))
     return path

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nntask.hardware.flops import flop_counts, flop_counts_of
-from nntask.models.gpt2_config import PRESETS
+from nntask.models.registry import PRESETS
 
 
 @pytest.mark.parametrize("flash", [True, False])

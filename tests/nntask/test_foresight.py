@@ -21,7 +21,7 @@ from nntask.data import Batch
 from nntask.engine.recorded import RecordedEngine
 from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.runtimes import runtime_for
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture, choose_order
 from nntask.planning.simulate import plan_run
 from scheduler.core.performance_model import Models, footprint
@@ -61,7 +61,7 @@ def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str,
         runtime.wait()
         under_way, after = deque[Any](), before
         for step, batch in enumerate(ids, 1):
-            under_way.append(engine.start(step, 1e-4, Batch(batch[:, :-1], batch[:, 1:])))
+            under_way.append(engine.start(step, 1e-4, Batch.causal(batch[:, :-1], batch[:, 1:])))
             if step > 1:
                 under_way.popleft().result()
                 after = runtime.stats()["moved_bytes"]

@@ -18,8 +18,7 @@ from nntask.errors import DataError, UsageError
 from nntask.hf.model_directory import ModelDirectory
 from nntask.io.finite import first_not_finite
 from nntask.io.safetensors_file import TensorFile
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_names import from_hf
+from nntask.models.gpt2 import GPT2, NAMES
 from scheduler import InlineRuntime, Runtime, TaskError
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +49,7 @@ def rewrite(source: Path, target: Path, change) -> Path:
 def test_every_tile_holds_its_elements(theirs, tmp_path, stored, tiling, dtype):
     """fp32, fp16 and bf16 files into fp32 and bf16 tiles of any size: the bits that converting the whole tensor gives."""
     path = rewrite(theirs[0], tmp_path / "m", lambda tensors: {name: value.astype(DTYPES[stored]) for name, value in tensors.items()})
-    expected = from_hf(load_file(path / "model.safetensors"), theirs[1])
+    expected = NAMES.from_hf(load_file(path / "model.safetensors"), theirs[1])
     for runtime in (InlineRuntime(), Runtime(2, ram=1 << 26)):
         found = weights(path, tiling, runtime, dtype)
         assert set(found) == set(expected)

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import transformers
 from support.families import FAMILIES, MIXED
-from support.llama_oracle import SCALINGS, hf_model
+from support.llama_oracle import SCALINGS, frequencies, hf_model
 
 from nntask.errors import DataError, UsageError
-from nntask.models.gpt2_config import PRESETS
-from nntask.models.llama import Llama, rotary_frequencies
-from nntask.models.llama_names import from_hf
+from nntask.models.llama import NAMES, Llama
+from nntask.models.registry import PRESETS
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
 
@@ -21,10 +20,10 @@ def test_frequencies_are_those_of_transformers(scaling):
     """To the last digits of fp32, in heads long enough that llama3 has short, long and blended waves; and the scalings differ."""
     config = replace(MIXED, head_dim=64, rope_scaling=scaling, rope_theta=500000.0, max_position_embeddings=8192)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_dict())).model.rotary_emb.inv_freq.numpy()
-    ours = rotary_frequencies(config)
+    ours = frequencies(config)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    plain = rotary_frequencies(replace(config, rope_scaling=None))
+    plain = frequencies(replace(config, rope_scaling=None))
     assert np.array_equal(ours, plain) == (scaling is None or scaling.rope_type == "dynamic")
 
 
@@ -33,9 +32,9 @@ def test_frequencies_of_the_presets_are_those_of_transformers():
     config = PRESETS["llama-1b"]
     small = {**config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).model.rotary_emb.inv_freq.numpy()
-    ours = rotary_frequencies(config)
+    ours = frequencies(config)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    ratios = rotary_frequencies(replace(config, rope_scaling=None)) / ours
+    ratios = frequencies(replace(config, rope_scaling=None)) / ours
     assert (ratios[0], ratios[-1]) == (1, 32)
     assert ((ratios > 1) & (ratios < 32)).any()
 
@@ -44,7 +43,7 @@ def test_an_untied_head_that_is_missing_is_named():
     """The weights of a bare model do not make one with a head."""
     state = {name: value.numpy() for name, value in hf_model(MIXED).state_dict().items() if name != "lm_head.weight"}
     with pytest.raises(DataError, match=r"lack lm_head\.weight"):
-        from_hf(state, MIXED)
+        NAMES.from_hf(state, MIXED)
 
 
 NOWHERE_EVEN = FAMILIES[1].uneven

@@ -18,8 +18,8 @@ from nntask.adapters.lora import LoRA, adapted, add_adapters, largest_rank
 from nntask.errors import DataError, UsageError
 from nntask.hf.model_directory import ModelDirectory
 from nntask.io.safetensors_file import fingerprint_of, save_tensors
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.blocks import ForwardPass
+from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.nn.autograd import Tensor, checkpoint
 from nntask.nn.functional import Masks
 from nntask.nn.initializers import constant
@@ -305,7 +305,7 @@ def test_recomputing_a_block_in_which_nothing_is_learnt_leaves_no_tape() -> None
     model.freeze()
     tokens, _ = model.input_tensors(1)
     tokens.write(np.zeros((1, LENGTH), np.int32))
-    assert checkpoint(lambda x: model.h[0](x, None, None), model.wte(tokens)).edge is None
+    assert checkpoint(lambda x: model.stack.blocks[0](x, ForwardPass(None, {}), None), model.embed(tokens)).edge is None
     with pytest.raises(UsageError, match="and all 36 are frozen"):
         SGD(model.parameters(), 0.1)
     early = Parameter((3,), (-1,), constant(1.0))

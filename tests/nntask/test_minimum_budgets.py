@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.optim.optimizers import AdamW, decay_groups
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import DoesNotFit, Runtime, Step

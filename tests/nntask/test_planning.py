@@ -20,7 +20,7 @@ from nntask.hardware.imaginary import LARGEST_SHARE, format_devices, imaginary_m
 from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.machine_spec import devices_of, machine_of
 from nntask.hardware.runtimes import open_runtime
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.planning import memory_fit
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom

@@ -21,7 +21,7 @@ from nntask.config.settings import OptimizerSettings, TilingSettings, TrainSetti
 from nntask.data import Batch
 from nntask.engine import recorded
 from nntask.engine.recorded import RecordedEngine
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 
@@ -90,7 +90,7 @@ import ctypes, sys
 from pathlib import Path
 import numpy as np
 from nntask.data import Batch
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from nntask.engine.recorded import RecordedEngine
 from nntask.config.resolution import resolve, retiled
@@ -115,7 +115,7 @@ with Runtime(1, ram=int(sys.argv[1]), disk=sys.argv[2]) as runtime:
     before = resident()
     for piece in pieces[::2]:  # holes between pieces in use
         libc.free(piece)
-    engine.start(1, 1e-3, Batch(ids, ids)).result()
+    engine.start(1, 1e-3, Batch.causal(ids, ids)).result()
     print(before - resident())
 """
 
@@ -154,7 +154,7 @@ def test_holes_go_back_within_a_long_step_too(monkeypatch: pytest.MonkeyPatch, t
         runtime.wait()
         waited: list[bool] = []
         runtime.on_task(lambda task: None if waited else waited.append(again.wait(DEADLINE)))
-        engine.start(1, 1e-3, Batch(ids, ids)).result()
+        engine.start(1, 1e-3, Batch.causal(ids, ids)).result()
     assert waited == [True]
     assert min(np.diff(times), default=0.01) >= 0.01  # no more often than they may
 

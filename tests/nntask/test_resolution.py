@@ -15,7 +15,7 @@ import pytest
 from nntask.config.resolution import resolve
 from nntask.config.run_config import RunConfig
 from nntask.config.settings import CheckpointSettings, DataSettings, ModelSettings, ResourceSettings, RunSettings, TilingSettings, TrainSettings
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.training.run import train
 
 CONFIG = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)

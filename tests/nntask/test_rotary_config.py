@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import transformers
+from support.llama_oracle import frequencies
 
 from nntask.errors import UsageError
-from nntask.models.llama import rotary_frequencies
-from nntask.models.llama_config import LlamaConfig, RopeScaling
+from nntask.models.llama import LlamaConfig
+from nntask.models.rotary import RopeScaling
 
 SMALL = {
     "vocab_size": 128256,
@@ -79,4 +80,4 @@ def test_scaling_made_in_python_is_as_if_read():
     given = {key: int(value) for key, value in LLAMA3.items() if key not in ("rope_type", "original_max_position_embeddings")}
     made = LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="llama3", **given))
     assert made == LlamaConfig.from_dict({**SMALL, "rope_scaling": {"rope_type": "llama3", **given}})
-    assert rotary_frequencies(made).shape == (32,)
+    assert frequencies(made).shape == (32,)

@@ -3,7 +3,8 @@
 import pytest
 
 from nntask.errors import UsageError
-from nntask.models.gpt2_config import PRESETS, GPT2Config
+from nntask.models.gpt2 import GPT2Config
+from nntask.models.registry import PRESETS
 from nntask.tiling.model_tiling import ModelTiling, default_tiling, even
 
 

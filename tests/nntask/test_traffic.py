@@ -15,10 +15,10 @@ import pytest
 from nntask.config.resolution import resolve, retiled
 from nntask.config.run_config import Saving
 from nntask.config.settings import TilingSettings, TrainSettings
-from nntask.data import BatchStream, TokenFile
+from nntask.data import BatchStream, TokenFile, Windows
 from nntask.engine.recorded import RecordedEngine
 from nntask.errors import UsageError
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.telemetry.explain import PLACEMENTS, Explainer, matching, table
 from nntask.telemetry.metrics import Journal, StepPrinter, Totals, read_metrics
 from nntask.telemetry.traffic import LINKS, is_worth_telling, traffic_report
@@ -57,7 +57,7 @@ def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> Traine
     """Train."""
     run = retiled(resolve(TrainSettings(tiling=TilingSettings(batch=2, minibatch=1)), CONFIG), TILING)
     (folder / "train.bin").write_bytes((np.arange(500) % 61).astype("<u2").tobytes())
-    stream = BatchStream(TokenFile(folder / "train.bin", vocab_size=61), CONFIG.n_positions, 2, seed=1)
+    stream = BatchStream(Windows(TokenFile(folder / "train.bin", vocab_size=61), CONFIG.n_positions), 2, seed=1)
     engine = RecordedEngine(run, runtime)
     out = io.StringIO()
     printer = StepPrinter(out)

@@ -16,11 +16,11 @@ from nntask.checkpoints.store import find_checkpoint, step_directories
 from nntask.config.resolution import resolve
 from nntask.config.run_config import Saving
 from nntask.config.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
-from nntask.data import BatchStream, Cursor, TokenFile
+from nntask.data import BatchStream, Cursor, TokenFile, Windows
 from nntask.engine.interface import Outcome
 from nntask.errors import Diverged, StorageError
 from nntask.hardware.flops import FlopCounts
-from nntask.models.gpt2_config import PRESETS
+from nntask.models.registry import PRESETS
 from nntask.telemetry.metrics import Journal, StepPrinter, Totals, around, read_metrics, step_line
 from nntask.telemetry.step_record import StepRecord
 from nntask.telemetry.timing import print_timing
@@ -114,7 +114,7 @@ def train(
         if resume is not None:
             first, cursor = resume.step, Cursor(*resume.state["cursor"])
             resume.load(engine.model_tensors(), engine.optimizer_tensors())
-        stream = BatchStream(file, LENGTH, BATCH, seed=1, cursor=cursor)
+        stream = BatchStream(Windows(file, LENGTH), BATCH, seed=1, cursor=cursor)
         plan = LoopPlan(steps, first, lambda step: lr, Saving(save_every, True, 2), 0, sum_loss, 1e6, 1e9)
         journal = Journal(run / "metrics.jsonl", first)
         loop = Loop(
@@ -295,7 +295,7 @@ def test_what_happens_between_steps_is_in_no_line(tmp_path, file):
     loop = Loop(
         LoopPlan(6, 0, lambda step: 0.1, Saving(2, True, 2), 3, False, 1.0, 1.0),
         engine,
-        BatchStream(file, LENGTH, BATCH, seed=1),
+        BatchStream(Windows(file, LENGTH), BATCH, seed=1),
         engine,
         saver=Saver(tmp_path, engine, {"model": {}}, keep=9),
         journal=Journal(tmp_path / "metrics.jsonl", 0),
@@ -325,7 +325,7 @@ def test_steps_that_start_alone_have_no_neighbour(tmp_path, file):
     loop = Loop(
         LoopPlan(8, 0, lambda step: 0.1, Saving(0, False, 2), 0, False, 1.0, 1.0),
         engine,
-        BatchStream(file, LENGTH, BATCH, seed=1),
+        BatchStream(Windows(file, LENGTH), BATCH, seed=1),
         NoCounters(),
         saver=Saver(tmp_path, engine, {}, keep=1),
         journal=Journal(tmp_path / "metrics.jsonl", 0),
@@ -440,7 +440,7 @@ def test_bits_per_byte_count_bytes_not_tokens(tmp_path, file):
     """A loss of one bit per token over tokens of two bytes is half a bit per byte."""
     from nntask.data import in_order
 
-    batches = in_order(file, LENGTH, BATCH, 3)
+    batches = in_order(Windows(file, LENGTH), BATCH, 3)
     with Runtime(1, ram=1 << 24) as runtime:
         result = evaluate(ToyEngine(runtime), batches, np.full(50, 2))
     assert result.tokens == 24
@@ -453,7 +453,7 @@ def test_an_evaluation_that_is_stopped_has_no_result(tmp_path, file):
     from nntask.data import in_order
 
     answers = iter([False, False, True])
-    assert evaluate(Flights(), in_order(file, LENGTH, BATCH, 5), None, lambda: next(answers)) is None
+    assert evaluate(Flights(), in_order(Windows(file, LENGTH), BATCH, 5), None, lambda: next(answers)) is None
     assert list(answers) == []
 
 

@@ -7,7 +7,7 @@ import resource
 import numpy as np
 
 from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import PRESETS
+from nntask.models.registry import PRESETS
 from nntask.optim.optimizers import AdamW
 from nntask.tiling.model_tiling import default_tiling
 from scheduler import Runtime

@@ -9,6 +9,7 @@ import numpy as np
 from support.kernel_cases import CASES, Maker
 
 from tiles.kernels.catalog import operations
+from tiles.kernels.reference.loss import PLAIN, backward_tiles, forward_tiles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -23,10 +24,11 @@ FLOATS = {
     "cached_attention": (5, 6),
     "column_sums": (1,),
     "embedding_backward": (2,),
-    "head_backward": (5, 8, 9),
-    "head_forward": (5, 6, 7),
+    "head_norm": (3,),
+    "head_norm_backward": (2, -1),
     "layer_norm": (4, 5),
     "layer_norm_backward": (2, 3, -2, -1),
+    "mean_tokens": (1,),
     "norm_apply": (1, 2),
     "norm_backward_apply": (2, 3, 5, 6, 9, 10),
     "norm_backward_sums": (2, 3, 5, 6),
@@ -56,10 +58,24 @@ def all_cases(skipped: set[str]) -> list[tuple[str, int]]:
     return [(op, number) for op in operations("cuda") if op not in skipped for number in range(len(CASES[op]))]
 
 
+def _kept(op: str, args: list[np.ndarray], constants: dict[str, Any]) -> set[int]:
+    """Numbers of the arguments that stay fp32."""
+    if op in ("head_forward", "head_backward"):
+        places, how = range(len(args)), constants.get("how", PLAIN)
+        if op == "head_forward":
+            return set(forward_tiles(places, constants["num_c"], how).statistics)
+        found = backward_tiles(places, constants["num_c"], how)
+        return {found.lse, *found.dws} | {place for place in (found.factor, found.dbias) if place is not None}
+    num_tiles = len(args) - bool(constants.get("offset"))  # negative places count from before the scratch of an offset
+    return {place % num_tiles for place in FLOATS.get(op, ()) if place < num_tiles}
+
+
 def arguments(op: str, number: int, short: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Arguments of a case, pure outputs full of NaN, and its constants."""
     args, outputs, constants = CASES[op][number](Maker(np.float32))
-    kept = {place % len(args) for place in FLOATS.get(op, ()) if place < len(args)}
+    kept = _kept(op, args, constants)
+    if op == "attention_backward" and "accumulate" in constants:
+        kept.add(len(args) - 2)
     if constants.get("stored"):
         kept.discard(4)  # stored weights are like activations
     for place, arg in enumerate(args):

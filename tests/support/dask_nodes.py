@@ -13,7 +13,7 @@ from nntask.config.run_config import RunConfig
 from nntask.config.settings import TrainSettings
 from nntask.data import Batch
 from nntask.engine.recorded import RecordedEngine, outcome_of
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.optim.sharded import data_shards
 from scheduler import Runtime
 from wrappers.dask.training.exchange import PeerComms
@@ -75,7 +75,7 @@ def train(
 ) -> Result:
     """Train on `count` nodes."""
     rng = np.random.default_rng(0)
-    batches = [Batch(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
+    batches = [Batch.causal(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
     size = run.step.minibatch
     every = data_shards(BATCH // size, run.step.lanes, count)
     with nodes(count, transports) as comms:
@@ -88,9 +88,7 @@ def train(
             outcomes = []
             for number, batch in enumerate(batches, 1):
                 rows = [[m * size + row for m in shard.minibatches for row in range(size)] for shard in every]
-                flights = [
-                    engine.start(number, 1e-2, Batch(batch.tokens[own], batch.targets[own])) for engine, own in zip(engines, rows, strict=True)
-                ]
+                flights = [engine.start(number, 1e-2, batch.rows(np.array(own))) for engine, own in zip(engines, rows, strict=True)]
                 parts = [flight.shard_outcome() for flight in flights]
                 losses = {m: loss for shard, (found, _) in zip(every, parts, strict=True) for m, loss in zip(shard.minibatches, found, strict=True)}
                 squares = parts[0][1]

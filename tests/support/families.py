@@ -9,11 +9,10 @@ from typing import Any
 from support import gpt2_oracle, llama_oracle
 from support.llama_oracle import SCALINGS
 
-from nntask.models import gpt2_names, llama_names
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
-from nntask.models.llama import Llama
-from nntask.models.llama_config import LlamaConfig
+from nntask.models import gpt2, llama
+from nntask.models.gpt2 import GPT2, GPT2Config
+from nntask.models.llama import Llama, LlamaConfig
+from nntask.models.names import Names
 from nntask.tiling.model_tiling import ModelTiling
 
 MIXED = LlamaConfig(
@@ -63,7 +62,7 @@ class Family:
     name: str
     kind: type
     oracle: ModuleType
-    names: ModuleType
+    names: Names
     config: Any
     uneven: tuple[ModelTiling, ...]
     longest: str
@@ -89,7 +88,7 @@ FAMILIES = (
         "gpt2",
         GPT2,
         gpt2_oracle,
-        gpt2_names,
+        gpt2.NAMES,
         ODD,
         (
             ModelTiling(2, 5, 7, 11, 2, 13),
@@ -105,7 +104,7 @@ FAMILIES = (
         "llama",
         Llama,
         llama_oracle,
-        llama_names,
+        llama.NAMES,
         MIXED,
         (
             ModelTiling(2, 5, 7, 11, 4, 13),

@@ -6,9 +6,7 @@ import numpy as np
 import torch
 import transformers
 
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
-from nntask.models.gpt2_names import from_hf, to_hf
+from nntask.models.gpt2 import GPT2, NAMES, GPT2Config
 
 WIDE = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
 
@@ -57,7 +55,7 @@ def hf_model(config, dtype=np.float32, seed=0):
 def our_model(theirs, config, tiling, runtime, *, dtype=np.float32, **options):
     """Ours with the weights of `theirs`."""
     model = GPT2(config, tiling, runtime, dtype=dtype, seed=None, **options)
-    model.load(from_hf({name: value.numpy() for name, value in theirs.state_dict().items()}, config))
+    model.load(NAMES.from_hf({name: value.numpy() for name, value in theirs.state_dict().items()}, config))
     return model
 
 
@@ -83,7 +81,7 @@ def gradients_of(model):
 
 def our_gradients(model):
     """Our gradients under Hugging Face's names."""
-    return to_hf(gradients_of(model), model.config)
+    return NAMES.to_hf(gradients_of(model), model.config)
 
 
 def hf_gradients(theirs):

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.optim.optimizers import AdamW
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
-from tiles.kernels.reference.attention import Pair
+from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.reference.attention import FLOOR, Pair, Pattern, optional_tiles, scores
+from tiles.kernels.reference.buckets import Buckets
+from tiles.kernels.reference.loss import PLAIN, Head
 
 Case = tuple[list[np.ndarray], list[int], dict[str, Any]]
 """Arguments, which of them are pure outputs (they start as NaN), constants."""
@@ -64,14 +68,91 @@ def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.
     return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
 
 
-def _cached(make: Maker, *, num_tokens: int, first: bool, last: bool, group: int = 1) -> Case:
+PATTERNS = {
+    "cap": Pattern(cap=0.8),
+    "bias": Pattern(buckets=Buckets(8, True, 6)),
+    "window": Pattern(window=3),
+    "documents": Pattern(documents=2),
+    "all": Pattern(cap=0.8, buckets=Buckets(6, False, 7), window=5, documents=1),
+}
+
+
+def _patterned(name: str, p: float, causal: bool) -> Pair:
+    return replace(_pair(p, 6, 2, causal), pattern=PATTERNS[name], num_keys=23)
+
+
+def _pattern_args(make: Maker, at: Pair, b: int, h: int, tq: int, tk: int) -> list[np.ndarray]:
+    """Dropout key, documents in which one query of the first sequence is alone, and table."""
+    args = [np.array([1, 2], np.uint64)] if at.p else []
+    documents = [make.ids(2, b, t) for t in (tq, tk)]
+    documents[0][0, 1] = 9
+    args += [documents[0], documents[1]][: at.pattern.documents]
+    return [*args, make(at.pattern.buckets.count, h)] if at.pattern.buckets else args
+
+
+def _room(at: Pair, b: int, h: int, tq: int, tk: int) -> np.ndarray:
+    bias = bias_scratch(b, h, tq, tk, at.pattern.buckets.count, 8) if at.pattern.buckets else 0
+    return np.empty(attention_scratch(tq, tk, 8, at.p, bias), np.uint8)
+
+
+def patterned_attention(make: Maker, name: str, *, first: bool, p: float = 0.0, causal: bool = True, size: int = 4, tq: int = 7, tk: int = 7) -> Case:
+    """Two heads of queries share each of three of keys; of a chain the first task or the last."""
+    at = replace(_patterned(name, p, causal), head_size=size, scale=2 / size)
+    q, k, v, o = make(2, tq, 6 * size), make(2, tk, 3 * size), make(2, tk, 3 * size), make(2, tq, 6 * size)
+    peak, total, lse = make(2, 6, tq), make.positive(2, 6, tq), make(2, 6, tq)
+    args = [q, k, v, o, peak, total, lse, *_pattern_args(make, at, 2, 6, tq, tk), _room(at, 2, 6, tq, tk)]
+    return args, [3, 4, 5, 6] if first else [6], {"at": at, "first": first, "last": True}
+
+
+def patterned_backward(
+    make: Maker, name: str, *, stored: bool, first: bool, p: float = 0.0, causal: bool = True, size: int = 4, tq: int = 7, tk: int = 7
+) -> Case:
+    """The gradients of such a task; stored weights are 0 where keys are masked."""
+    at = replace(_patterned(name, p, causal), head_size=size, scale=2 / size)
+    q, k, v, do = make(2, tq, 6 * size), make(2, tk, 3 * size), make(2, tk, 3 * size), make(2, tq, 6 * size)
+    more = _pattern_args(make, at, 2, 6, tq, tk)
+    kept = make.positive(2, 6, tq) * 5 + 1
+    if stored:
+        seen = scores(q, k, at, optional_tiles(more, at)) != -np.inf
+        kept = make.positive(2, 6, tq, tk) * seen.astype(make.dtype)
+    grads = [make(2, tq, 6 * size), make(2, tk, 3 * size), make(2, tk, 3 * size)]
+    args, constants = [q, k, v, do, kept, make(2, 6, tq), *grads, *more], {"at": at, "stored": stored, "first_k": first, "first_q": first}
+    outputs = [6, 7, 8] if first else []
+    if at.pattern.buckets:
+        args.append(make(at.pattern.buckets.count, 6))
+        outputs += [len(args) - 1] if first else []
+        constants["accumulate"] = not first
+    return [*args, _room(at, 2, 6, tq, tk)], outputs, constants
+
+
+def _patterned_scores(make: Maker, name: str) -> Case:
+    at = _patterned(name, 0.3, True)
+    more = _pattern_args(make, replace(at, p=0.0), 2, 6, 7, 7)
+    return [make(2, 7, 24), make(2, 7, 12), make(2, 6, 7, 7), *more, *([_room(at, 2, 6, 7, 7)] if more else [])], [2], {"at": at}
+
+
+def _blind_lse(make: Maker, first: bool) -> Case:
+    """Scores of which two rows are masked."""
+    s = make(2, 3, 7, 9)
+    s[0, :, 2:4] = -np.inf
+    peak, total = make(2, 3, 7), make.positive(2, 3, 7)
+    peak[0, 0, 2], total[0, 0, 2] = FLOOR, 0
+    room = np.empty(lse_scratch(42, 9, 8), np.uint8)
+    return [s, peak, total, make(2, 3, 7), room], [1, 2, 3] if first else [3], {"first": first, "may_blind": True}
+
+
+def _cached(make: Maker, *, num_tokens: int, first: bool, last: bool, group: int = 1, pattern: Pattern | None = None) -> Case:
     """Three sequences, the first behind the tile, the last before it unless the tile is the first; three heads of keys."""
     h, start = 3 * group, 0 if first else 9
     positions = (np.array([[start + 9], [start + 4], [0 if first else 2]]) + np.arange(num_tokens)).astype(np.int32)
     keys, values = make(3, 9, 12), make(3, 9, 12)
     args = [make(3, num_tokens, 4 * h), keys, values, positions, make(3, num_tokens, 4 * h), make(3, h, num_tokens), make.positive(3, h, num_tokens)]
-    constants = {"head_size": 4, "scale": 0.5, "start": start, "first": first, "last": last}
-    return [*args, np.empty(cached_scratch(num_tokens, h, 9, 8), np.uint8)], [4, 5, 6] if first else [], constants
+    constants: dict[str, Any] = {"head_size": 4, "scale": 0.5, "start": start, "first": first, "last": last}
+    has_bias = pattern is not None and pattern.buckets is not None
+    if pattern is not None:
+        constants["pattern"] = pattern
+        args += [make(pattern.buckets.count, h)] if pattern.buckets else []
+    return [*args, np.empty(cached_scratch(num_tokens, h, 9, 8, has_bias=has_bias), np.uint8)], [4, 5, 6] if first else [], constants
 
 
 def _append(make: Maker, num_tokens: int) -> Case:
@@ -80,17 +161,28 @@ def _append(make: Maker, num_tokens: int) -> Case:
     return [make(5, num_tokens, 6), make(5, num_tokens, 6), positions, make(5, 5, 6), make(5, 5, 6)], [], {"start": 9}
 
 
-def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True) -> Case:
+def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how: Head = PLAIN) -> Case:
     xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
     targets = make.ids(30, 2, 5)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
     partials = np.empty(head_scratch(10, 11, 8), np.uint8)
+    given, more = [*xs, *ws, *([make(11)] if how.has_bias else []), targets], {} if how == PLAIN else {"how": how}
+    start = len(given)
     if not backward:
-        constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first}
-        return [*xs, *ws, targets, make(2, 5), make.positive(2, 5), make(2, 5), partials], [5, 6, 7] if first else [], constants
+        constants = {"num_c": 2, "v_start": 10, "vocab": 30, "first": first, **more}
+        return [*given, make(2, 5), make.positive(2, 5), make(2, 5), partials], [start, start + 1, start + 2] if first else [], constants
     grads = [make(2, 5, 3), make(2, 5, 4), *([make(11, 3), make(11, 4)] if has_dw else [])]
-    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
-    return [*xs, *ws, targets, make.positive(2, 5) * 3, *grads, partials], [6, 7, 8, 9][: len(grads)] if first else [], constants
+    constants = {"num_c": 2, "v_start": 10, "scale": 0.5, "first": first, "accumulate": has_dw and not first, **more}
+    given += [make.positive(2, 5) * 3, *([make.positive(1)] if how.has_factor else []), *grads]
+    outputs = list(range(len(given) - len(grads), len(given))) if first else []
+    if how.has_dbias:
+        outputs.append(len(given))
+        given.append(make(11))
+    return [*given, partials], outputs, constants
+
+
+HEADS = (Head(True, True, True), Head(cap=1.5), Head(has_factor=True), Head(True, True, True, 1.5), Head(has_bias=True))
+"""Ways of a head beyond the plain one."""
 
 
 def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> Case:
@@ -99,6 +191,22 @@ def _norm_backward(make: Maker, rms: bool, residual: bool, accumulate: bool) -> 
     args = [x, make(33), *moments, dy, *([make(2, 9, 33)] if residual else []), make(2, 9, 33), make(33), *([] if rms else [make(33)])]
     first = len(moments) + 3 + residual
     return args, list(range(first, len(args))) if not accumulate else [first], {"accumulate": accumulate, "residual": residual}
+
+
+def _shifted(case: Case) -> Case:
+    """The same with weights of 1 more, for which there is scratch at the end."""
+    args, outputs, constants = case
+    width = max(array.shape[0] for array in args if array.ndim == 1)
+    return [*args, np.empty(8 * width, np.uint8)], outputs, {**constants, "offset": 1.0}
+
+
+def _head_norm(make: Maker) -> Case:
+    return [make(2, 9, 33), make(11), make(2, 9, 33), make(2, 9, 3)], [2, 3], {"eps": 1e-5}
+
+
+def _head_norm_backward(make: Maker, residual: bool, accumulate: bool) -> Case:
+    args = [make(2, 9, 33), make(11), make.positive(2, 9, 3), make(2, 9, 33), *([make(2, 9, 33)] if residual else []), make(2, 9, 33), make(11)]
+    return args, [len(args) - 2] + ([] if accumulate else [len(args) - 1]), {"accumulate": accumulate, "residual": residual}
 
 
 def _norm_room(make: Maker) -> np.ndarray:
@@ -133,10 +241,12 @@ def _product(trans_a: bool, trans_b: bool, accumulate: bool) -> dict[str, Any]:
     return {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
 
 
+KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
+
 CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "accumulate": [lambda m: ([m(5, 7), m(5, 7)], [], {})],
-    "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
-    "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in ("gelu_new", "gelu", "relu", "silu")],
+    "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in KINDS],
+    "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
     "adam": [lambda m, d=d, c=c: _adam(m, d, c) for d in (False, True) for c in (False, True)],
     "add": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
     "add_into": [lambda m: ([m(5, 7), m(5, 7)], [1], {"accumulate": False}), lambda m: ([m(5, 7), m(5, 7)], [], {"accumulate": True})],
@@ -149,6 +259,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "attention": [
         *[lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
         *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
+        *[lambda m, n=n, f=f, p=p: patterned_attention(m, n, first=f, p=p) for n in PATTERNS for f, p in ((True, 0.0), (False, 0.3))],
+        *[lambda m, n=n: patterned_attention(m, n, first=True, causal=False) for n in ("cap", "bias", "documents")],
     ],
     "attention_apply": [
         lambda m, a=a, p=p: (
@@ -169,24 +281,40 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "attention_backward": [
         *[lambda m, f=f, p=p, s=s: _attention_backward(m, first=f, stored=s, p=p) for f in (False, True) for p in (0.0, 0.3) for s in (False, True)],
         *[lambda m, s=s, g=g: _attention_backward(m, first=s, stored=s, p=0.3, group=g) for s in (False, True) for g in (2, 3)],
+        *[lambda m, n=n, s=s, p=p: patterned_backward(m, n, stored=s, first=not p, p=p) for n in PATTERNS for s in (False, True) for p in (0.0, 0.3)],
+        *[lambda m, n=n: patterned_backward(m, n, stored=False, first=True, causal=False) for n in ("cap", "bias", "documents")],
     ],
     "attention_delta": [lambda m: ([m(2, 7, 12), m(2, 7, 12), m(2, 3, 7)], [2], {"head_size": 4})],
     "attention_lse": [
         lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [1, 2], {"first": True}),
         lambda m: ([m(2, 3, 7, 9), m(2, 3, 7), m.positive(2, 3, 7), m(2, 3, 7), np.empty(lse_scratch(42, 9, 8), np.uint8)], [3], {"first": False}),
+        *[lambda m, f=f: _blind_lse(m, f) for f in (False, True)],
     ],
-    "attention_scores": [lambda m, g=g: ([m(2, 7, 12 * g), m(2, 9, 12), m(2, 3 * g, 7, 9)], [2], {"at": _pair()}) for g in (1, 2)],
+    "attention_scores": [
+        *[lambda m, g=g: ([m(2, 7, 12 * g), m(2, 9, 12), m(2, 3 * g, 7, 9)], [2], {"at": _pair()}) for g in (1, 2)],
+        *[lambda m, n=n: _patterned_scores(m, n) for n in PATTERNS],
+    ],
     "batched_matmul": [
         lambda m: ([m(2, 3, 4, 5), m(2, 3, 5, 6), m(2, 3, 4, 6)], [2], _product(False, False, False)),
         lambda m: ([m(2, 3, 5, 4), m(2, 3, 6, 5), m(2, 3, 4, 6)], [], _product(True, True, True)),
     ],
     "cached_attention": [
+        *[
+            lambda m, n=n, w=w, f=f: _cached(m, num_tokens=w, first=f, last=not f, group=2, pattern=replace(PATTERNS[n], documents=0))
+            for n in ("cap", "bias", "window", "all")
+            for w in (1, 5)
+            for f in (False, True)
+        ],
+    ]
+    + [
         lambda m, w=w, f=f, e=e, g=g: _cached(m, num_tokens=w, first=f, last=e, group=g)
         for w in (1, 5)
         for f in (False, True)
         for e in (False, True)
         for g in (1, 2)
     ],
+    "cap": [lambda m: ([m(9, 3000), m(9, 3000)], [1], {"most": 1.5})],
+    "cap_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"most": 5.0})],
     "column_sums": [
         lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),
         lambda m: ([m(3, 50, 700), m(700)], [], {"accumulate": True}),
@@ -203,12 +331,33 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(3, 4, 6), m(8, 6)], [], {"v_start": 8, "accumulate": True}),
     ],
     "fill": [lambda m: ([m(5, 7)], [0], {"value": 2.5})],
+    "first_token": [lambda m: ([m(3, 5, 7), m(3, 1, 7)], [1], {})],
+    "first_token_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {})],
+    "gate": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
+    "gate_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {"kind": k}) for k in KINDS],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
-    "head_backward": [lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
+    "head_backward": [
+        *[lambda m, f=f, w=w: _head(m, backward=True, first=f, has_dw=w) for f in (False, True) for w in (False, True)],
+        *[lambda m, f=f, h=h: _head(m, backward=True, first=f, has_dw=f, how=h) for f in (False, True) for h in HEADS],
+        lambda m: _head(m, backward=True, first=False, how=HEADS[0]),
+    ],
     "head_finish": [
         lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m(2, 5), np.empty(1)], [4, 5], {"scale": 0.5}),
+        lambda m: ([m.ids(9, 2, 5) - 1, m(2, 5), m.positive(2, 5), m(2, 5), m.positive(1), m(2, 5), np.empty(1)], [5, 6], {"scale": 0.5}),
     ],
-    "head_forward": [lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
+    "head_forward": [
+        *[lambda m, f=f: _head(m, backward=False, first=f) for f in (False, True)],
+        *[
+            lambda m, f=f, h=h: _head(m, backward=False, first=f, how=h)
+            for f in (False, True)
+            for h in (Head(True), Head(cap=1.5), Head(True, cap=1.5))
+        ],
+    ],
+    "head_norm": [_head_norm, lambda m: _shifted(_head_norm(m))],
+    "head_norm_backward": [
+        *[lambda m, r=r, a=a: _head_norm_backward(m, r, a) for r in (False, True) for a in (False, True)],
+        *[lambda m, r=r: _shifted(_head_norm_backward(m, r, r)) for r in (False, True)],
+    ],
     "keyed_uniform": [lambda m: ([np.array([1, 2], np.uint64), m(3, 4, 20)], [1], {"stream": 5})],
     "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, False, r, a) for r in (False, True) for a in (False, True)],
@@ -225,12 +374,22 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 5, 6), m(2, 5, 7), m(6, 7)], [], _product(True, False, True)),
         lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7)], [2], _product(False, True, False)),
     ],
+    "mean_tokens": [
+        lambda m: ([m(3, 5, 70), m(3, 70), m(3, 1, 70)], [1, 2], {"first": True, "length": 5}),
+        lambda m: ([m(3, 5, 70), m(3, 70)], [1], {"first": True, "length": 9}),
+        lambda m: ([m(3, 5, 70), m(3, 70), m(3, 1, 70)], [2], {"first": False, "length": 9}),
+    ],
+    "mean_tokens_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {"length": 9})],
     "multiply": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
     "norm_apply": [
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(33), m(2, 9, 33)], [5], {}),
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(2, 9, 33)], [4], {}),
+        lambda m: _shifted(([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(2, 9, 33)], [4], {})),
     ],
-    "norm_backward_apply": [lambda m, c=c, a=a: _apply_backward(m, c, a) for c in (False, True) for a in (False, True)],
+    "norm_backward_apply": [
+        *[lambda m, c=c, a=a: _apply_backward(m, c, a) for c in (False, True) for a in (False, True)],
+        lambda m: _shifted(_apply_backward(m, False, True)),
+    ],
     "norm_backward_sums": [
         lambda m: (
             [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)],
@@ -238,6 +397,11 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
             {"accumulate": False},
         ),
         lambda m: ([m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"accumulate": True}),
+        lambda m: (
+            [m(2, 9, 33), m(33), m(2, 9), m.positive(2, 9), m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m), np.empty(8 * 33, np.uint8)],
+            [5, 6],
+            {"accumulate": False, "offset": 1.0},
+        ),
     ],
     "norm_finish": [lambda m: ([m(2, 9), m.positive(2, 9), m(2, 9), m(2, 9)], [2, 3], {"width": 70, "eps": 1e-5})],
     "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
@@ -245,13 +409,23 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "residual_layer_norm": [
         lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9), m(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
     ],
-    "residual_rms_norm": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5})],
-    "rms_norm": [lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})],
-    "rms_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
+    "residual_rms_norm": [
+        lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5}),
+        lambda m: _shifted(([m(2, 9, 333), m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9, 333), m(2, 9)], [3, 4, 5], {"eps": 1e-5})),
+    ],
+    "rms_norm": [
+        lambda m: ([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5}),
+        lambda m: _shifted(([m(2, 9, 333), m(333), m(2, 9, 333), m(2, 9)], [2, 3], {"eps": 1e-5})),
+    ],
+    "rms_norm_backward": [
+        *[lambda m, r=r, a=a: _norm_backward(m, True, r, a) for r in (False, True) for a in (False, True)],
+        *[lambda m, r=r: _shifted(_norm_backward(m, True, r, not r)) for r in (False, True)],
+    ],
     "rotary": [
-        lambda m, i=i, at=at: ([m(2, 5, 12), m(*at, 2), m(*at, 2), m(2, 5, 12)], [3], {"head_size": 4, "inverse": i})
+        lambda m, i=i, at=at, d=d: ([m(2, 5, 3 * d), m(*at, 2), m(*at, 2), m(2, 5, 3 * d)], [3], {"head_size": d, "inverse": i})
         for i in (False, True)
         for at in ((5,), (2, 5))
+        for d in (4, 7)
     ],
     "rotary_angles": [lambda m, t=t: ([m.positive(5), m(t, 5), m(t, 5)], [1, 2], {"start": 7}) for t in (4, 1100)],
     "rotary_angles_at": [lambda m, t=t: ([m.positive(5), m.ids(900, 2, t), m(2, t, 5), m(2, t, 5)], [2, 3], {}) for t in (4, 1100)],
@@ -279,4 +453,5 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
     "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
+    "swap_tokens": [lambda m, t=t, c=c: ([m(2, t, c), m(2, c, t)], [1], {}) for t, c in ((5, 7), (1, 40), (65, 33))],
 }

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from support.gpt2_oracle import WIDE, gradients_of
 
-from nntask.models.llama import Llama
-from nntask.models.llama_config import LlamaConfig, RopeScaling
-from nntask.models.llama_names import from_hf, to_hf
+from nntask.models.llama import NAMES, Llama, LlamaConfig
+from nntask.models.rotary import RopeScaling
 
 SCALINGS = [
     None,
@@ -58,13 +58,13 @@ def hf_model(config, dtype=np.float32, seed=0):
 def our_model(theirs, config, tiling, runtime, **options):
     """Ours with the weights of `theirs`."""
     model = Llama(config, tiling, runtime, seed=None, **options)
-    model.load(from_hf({name: value.numpy() for name, value in theirs.state_dict().items()}, config))
+    model.load(NAMES.from_hf({name: value.numpy() for name, value in theirs.state_dict().items()}, config))
     return model
 
 
 def our_gradients(model):
     """Our gradients under Hugging Face's names."""
-    return to_hf(gradients_of(model), model.config)
+    return NAMES.to_hf(gradients_of(model), model.config)
 
 
 def hf_gradients(theirs):
@@ -73,3 +73,10 @@ def hf_gradients(theirs):
     if theirs.config.tie_word_embeddings:
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     return found
+
+
+def frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
+    """Rotary frequencies of a model, (D / 2,)."""
+    rotary = config.attention(0).rotary
+    assert rotary is not None
+    return rotary.frequencies()

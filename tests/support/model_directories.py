@@ -13,9 +13,7 @@ from nntask.checkpoints.store import find_checkpoint, save_checkpoint
 from nntask.config.settings import TrainSettings
 from nntask.data.tokenizer import train_bpe
 from nntask.hf.model_directory import ModelDirectory
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
-from nntask.models.gpt2_names import to_hf
+from nntask.models.gpt2 import GPT2, NAMES, GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
 
@@ -28,7 +26,7 @@ def write_model(path: Path, config: GPT2Config = CONFIG, dtype=np.float32) -> di
     """A directory as transformers writes it; returns its tensors."""
     path.mkdir()
     ours = {name: tensor.read() for name, tensor in GPT2(config, ModelTiling(), InlineRuntime(), seed=9).tensors().items()}
-    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in to_hf(ours, config).items()}
+    tensors = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in NAMES.to_hf(ours, config).items()}
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

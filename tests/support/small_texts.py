@@ -8,8 +8,7 @@ import numpy as np
 from support import llama_oracle
 
 from nntask.inference.generator import Generator
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.models.llama import Llama
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime

@@ -9,10 +9,9 @@ import numpy as np
 from nntask.adapters.lora import LoRA, add_adapters
 from nntask.engine.recorded import emit_training_step
 from nntask.hf.model_directory import ModelDirectory
-from nntask.models.gpt2 import GPT2
-from nntask.models.gpt2_config import GPT2Config
-from nntask.models.llama import Llama
-from nntask.models.llama_config import LlamaConfig, RopeScaling
+from nntask.models.gpt2 import GPT2, GPT2Config
+from nntask.models.llama import Llama, LlamaConfig
+from nntask.models.rotary import RopeScaling
 from nntask.optim.optimizers import AdamW, decay_groups
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime, TaskRuntime
@@ -82,7 +81,7 @@ class Job:
             start.attach(self.model.frozen_tensors())
         self.rate = 3e-2 if "adapters" in family else 3e-3
         self.optimizer = AdamW(decay_groups(self.model, 0.1), self.rate, max_norm=1.0)
-        self.inputs = [self.model.input_tensors(SEQUENCES // minibatches) for _ in range(minibatches)]
+        self.inputs = [self.model.inputs(SEQUENCES // minibatches) for _ in range(minibatches)]
         self.step = None
         if isinstance(runtime, Runtime):
             with runtime.record(order) as self.step:
@@ -99,9 +98,9 @@ class Job:
         rng, found, previous = np.random.default_rng(7), [], None
         for number in range(steps):
             ids = rng.integers(0, VOCAB, (SEQUENCES, LENGTH + 1)).astype(np.int32)
-            for (tokens, targets), part in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
-                tokens.write(part[:, :-1])
-                targets.write(part[:, 1:])
+            for given, part in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
+                given["tokens"].write(part[:, :-1])
+                given["targets"].write(part[:, 1:])
             self.model.dropout_key.write(np.array([3, number], np.uint64))
             self.optimizer.prepare(number + 1, self.rate)
             if self.step is None:

@@ -29,6 +29,7 @@ from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.onednn import library as onednn
 from tiles.kernels.cpu.onednn.bf16_attention import _blocks, _sizes
 from tiles.kernels.reference.attention import Pair
+from tiles.kernels.reference.loss import PLAIN, Head
 from tiles.kernels.registry import BF16
 
 ROOT = Path(__file__).parents[2]
@@ -91,19 +92,20 @@ def _attention_backward(m: Maker, tq: int, tk: int, first_k: bool, first_q: bool
     return [*args, np.empty(attention_scratch(tq, tk, 4, p), np.uint8)], [6, 7, 8], constants
 
 
-def _head(m: Maker, num_c: int, first: bool, backward: bool, has_dw: bool = True) -> Case:
+def _head(m: Maker, num_c: int, first: bool, backward: bool, has_dw: bool = True, how: Head = PLAIN) -> Case:
     """35 tokens, a tile of 1,100 of 3,000 words: two blocks of columns, the second one short."""
     xs, ws = [m(5, 7, 13) for _ in range(num_c)], [m(1100, 13) for _ in range(num_c)]
     targets = m.ids(3000, 5, 7)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 500, 1599
     partials = np.empty(head_scratch(35, 1100, 4), np.uint8)
+    given, more = [*xs, *ws, *([m(1100)] if how.has_bias else []), targets], {} if how == PLAIN else {"how": how}
     if not backward:
-        args = [*xs, *ws, targets, m.wide(5, 7), m.positive(5, 7), m.wide(5, 7), partials]
-        return args, list(range(2 * num_c + 1, 2 * num_c + 4)), {"num_c": num_c, "v_start": 500, "vocab": 3000, "first": first}
-    grads = [*(m(5, 7, 13) for _ in range(num_c)), *(m.wide(1100, 13) for _ in range(num_c * has_dw))]
-    outputs = list(range(2 * num_c + 2, 2 * num_c + 2 + len(grads)))
-    constants = {"num_c": num_c, "v_start": 500, "scale": 0.5, "first": first, "accumulate": has_dw and not first}
-    return [*xs, *ws, targets, m.positive(5, 7) * 12, *grads, partials], outputs, constants
+        args = [*given, m.wide(5, 7), m.positive(5, 7), m.wide(5, 7), partials]
+        return args, list(range(len(given), len(given) + 3)), {"num_c": num_c, "v_start": 500, "vocab": 3000, "first": first, **more}
+    grads = [*(m(5, 7, 13) for _ in range(num_c)), *(m.wide(1100, 13) for _ in range(num_c * has_dw)), *([m.wide(1100)] if how.has_dbias else [])]
+    given += [m.positive(5, 7) * 12, *([m.positive(1)] if how.has_factor else [])]
+    constants = {"num_c": num_c, "v_start": 500, "scale": 0.5, "first": first, "accumulate": has_dw and not first, **more}
+    return [*given, *grads, partials], list(range(len(given), len(given) + len(grads))), constants
 
 
 def _norm_backward(m: Maker, residual: bool, accumulate: bool) -> Case:
@@ -127,7 +129,7 @@ def _sgd(m: Maker, momentum: float, clip: bool) -> Case:
     return args, [0, *([3] if momentum else []), len(args) - 1], constants
 
 
-KINDS = ("gelu_new", "gelu", "relu", "silu")
+KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
 BOTH = (False, True)
 CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "activation": [lambda m, k=k: ([m(9, 301), m(9, 301)], [1], {"kind": k}) for k in KINDS],
@@ -165,9 +167,17 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
         lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [2], {"v_start": 8, "vocab": 20, "accumulate": True}),
     ],
+    "first_token": [lambda m: ([m(3, 5, 7), m(3, 1, 7)], [1], {})],
+    "first_token_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {})],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
-    "head_backward": [lambda m, n=n, f=f, w=w: _head(m, n, f, True, w) for n in (1, 2) for f in BOTH for w in BOTH],
-    "head_forward": [lambda m, n=n, f=f: _head(m, n, f, False) for n in (1, 2) for f in BOTH],
+    "head_backward": [
+        *[lambda m, n=n, f=f, w=w: _head(m, n, f, True, w) for n in (1, 2) for f in BOTH for w in BOTH],
+        *[lambda m, f=f, h=h: _head(m, 2, f, True, f, h) for f in BOTH for h in (Head(True, True, True), Head(True, True, True, 2.5), Head(cap=2.5))],
+    ],
+    "head_forward": [
+        *[lambda m, n=n, f=f: _head(m, n, f, False) for n in (1, 2) for f in BOTH],
+        *[lambda m, h=h: _head(m, 2, False, False, how=h) for h in (Head(True), Head(True, cap=2.5))],
+    ],
     "layer_norm": [lambda m: ([m(2, 9, 333), m(333), m(333), m(2, 9, 333), m.wide(2, 9), m.wide(2, 9)], [3, 4, 5], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r, a=a: _norm_backward(m, r, a) for r in BOTH for a in BOTH],
     "linear_activation": [
@@ -184,6 +194,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m.wide(2, 9), m.wide(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
     ],
     "sgd": [lambda m, o=o, c=c: _sgd(m, o, c) for o in (0.0, 0.9) for c in BOTH],
+    "swap_tokens": [lambda m: ([m(2, 65, 33), m(2, 33, 65)], [1], {})],
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.cuda_cases import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
 from support.cuda_emulator import COMPILER, Emulator, on_device
-from support.kernel_cases import Maker
+from support.kernel_cases import PATTERNS, Maker, patterned_attention, patterned_backward
 from support.nvrtc import compile_source, library
 
 from tiles.kernels.catalog import kernel, operations
@@ -106,6 +106,24 @@ def test_attention_on_tensor_cores(size: int, causal: bool, p: float, backwards:
     for fresh in (True, False):
         args = [q, k, v, do, lse, delta, *(grad.copy() for grad in grads), *key, scratch]
         check("attention_backward", args, {"at": at, "stored": False, "first_k": fresh, "first_q": fresh}, rtol=3e-2, atol=6e-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dtype", "size"), [(np.float32, 4), (BF16, 64)], ids=["plain", "tensor cores"])
+def test_patterns_over_several_blocks(dtype: type, size: int, causal: bool, name: str, emulator: Emulator) -> None:
+    """75 queries and as many keys: windows, documents, biases and caps, with gradients."""
+    emulator.backwards = causal
+    make, loose = Maker(np.float32), dtype != np.float32
+    for case in (patterned_attention, patterned_backward):
+        more = {} if case is patterned_attention else {"stored": False}
+        args, outputs, constants = case(make, name, first=not causal, causal=causal, size=size, tq=75, tk=75, **more)
+        floats = (4, 5, 6) if case is patterned_attention else (4, 5, *([len(args) - 2] if "accumulate" in constants else []))
+        args = [arg.astype(dtype) if arg.dtype == np.float32 and place not in floats else arg for place, arg in enumerate(args)]
+        for place in outputs:
+            args[place].fill(np.nan)
+        check("attention" if case is patterned_attention else "attention_backward", args, constants, 3e-2 if loose else 2e-3, 8e-2 if loose else 2e-4)
 
 
 @needs_compiler

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ import pytest
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu import blas
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
-from tiles.kernels.cpu.attention import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
-from tiles.kernels.reference.attention import Pair
+from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.reference.attention import Pair, Pattern
+from tiles.kernels.reference.buckets import Buckets
+from tiles.kernels.reference.loss import PLAIN, Head
 
 LIMIT = 64 << 10
 WHOLE = 1 << 20
@@ -102,6 +106,17 @@ def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Cal
     return [*args, *([KEY] if p else []), partials], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
 
 
+def _patterned(m: Maker, backward: bool) -> Call:
+    """Everything a pattern can ask for."""
+    args, constants = _attention_backward(m, 0.3, False) if backward else _attention(m, 0.3, True)
+    tq, tk, h, _ = _attention_sizes(m)
+    at = replace(constants["at"], pattern=Pattern(cap=2.0, buckets=Buckets(32, False, 128), window=5000, documents=2))
+    more = [np.ones((1, tq), np.int32), np.arange(tk, dtype=np.int32)[None] % 2, m(32, h), *([m(32, h)] if backward else [])]
+    room = attention_scratch(tq, tk, m.dtype.itemsize, 0.3, bias_scratch(1, h, tq, tk, 32, m.dtype.itemsize))
+    constants = {**constants, "at": at, **({"accumulate": True} if backward else {})}
+    return [*args[:-1], *more, np.empty(room, np.uint8)], constants
+
+
 def _cached(m: Maker, num_tokens: int, group: int = 1) -> Call:
     _, tk, g, size = _attention_sizes(m)
     tk, h = max(tk, 4096), g * group
@@ -139,22 +154,40 @@ def _attention_delta(m: Maker) -> Call:
     return [m(1, tq, h * size), m(1, tq, h * size), m(1, h, tq)], {"head_size": size}
 
 
-def _head(m: Maker, *, backward: bool) -> Call:
+def _head(m: Maker, *, backward: bool, how: Head = PLAIN) -> Call:
     """Rows by a vocabulary: the wide shape is a large vocabulary, the tall one many rows of a small one."""
     width, vocab = 512 if m.rows == 512 else 32, m.columns
     x, w, ids = m(1, m.rows, width), m(vocab, width), m.ids(vocab)
     ids[0, 0] = -1
     partials = np.empty(head_scratch(m.rows, vocab, m.dtype.itemsize), np.uint8)
-    constants: dict[str, Any] = {"num_c": 1, "v_start": 0, "first": False}
+    constants: dict[str, Any] = {"num_c": 1, "v_start": 0, "first": False, **({} if how == PLAIN else {"how": how})}
+    given = [x, w, *([m(vocab)] if how.has_bias else []), ids]
     if backward:
-        return [x, w, ids, 5 * m.column(), np.zeros_like(x), np.zeros_like(w), partials], {**constants, "scale": 0.5, "accumulate": True}
-    return [x, w, ids, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
+        given += [5 * m.column(), *([m(1)] if how.has_factor else []), np.zeros_like(x), np.zeros_like(w), *([m(vocab)] if how.has_dbias else [])]
+        return [*given, partials], {**constants, "scale": 0.5, "accumulate": True}
+    return [*given, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
 
 
 def _norm_backward(m: Maker, rms: bool) -> Call:
     moments = [m.column()] if rms else [m.column(), m.column()]
     args = [m.tile(), m.row(), *moments, m.tile(), m.tile(), m.tile(), m.row(), *([] if rms else [m.row()])]
     return args, {"accumulate": False, "residual": True}
+
+
+def _shifted(call: Call) -> Call:
+    """The same with weights of 1 more, for which there is scratch at the end."""
+    args, constants = call
+    return [*args, np.empty(8 * max(array.size for array in args if array.ndim == 1), np.uint8)], {**constants, "offset": 1.0}
+
+
+def _heads(m: Maker, *, backward: bool) -> Call:
+    """Heads of 2 or 64 columns."""
+    size = 64 if m.columns % 64 == 0 else 2
+    heads = m.columns // size
+    tiles, gamma, rstd = [m(1, m.rows, heads * size) for _ in range(4)], m(size), m(1, m.rows, heads)
+    if not backward:
+        return [tiles[0], gamma, tiles[1], rstd], {"eps": 1e-5}
+    return [tiles[0], gamma, rstd, *tiles[1:], m(size)], {"accumulate": False, "residual": True}
 
 
 def _norm_room(m: Maker) -> np.ndarray:
@@ -209,12 +242,13 @@ def _embedding(m: Maker, *, part: bool) -> Call:
     return [m.ids(vocab), m(50 if part else vocab, m.columns), m.tile()], {"v_start": 0, "vocab": vocab, "accumulate": part}
 
 
-def _rotary(m: Maker, sequences: int) -> Call:
-    """`sequences` short sequences, or one long one, of heads of 2 or 64 columns."""
-    size = 64 if m.columns % 64 == 0 else 2
+def _rotary(m: Maker, sequences: int, partial: bool = False) -> Call:
+    """`sequences` short sequences, or one long one, of heads of 2 or 64 columns, or of 6 or 192 of which so many turn."""
+    turning = 64 if m.columns % 64 == 0 else 2
+    size = 3 * turning if partial else turning
     t, columns = m.rows // sequences, m.columns - m.columns % size
     x = m(sequences, t, columns)
-    return [x, m(t, size // 2), m(t, size // 2), np.empty_like(x)], {"head_size": size, "inverse": False}
+    return [x, m(t, turning // 2), m(t, turning // 2), np.empty_like(x)], {"head_size": size, "inverse": False}
 
 
 def _gather(m: Maker, num_rows: int) -> Call:
@@ -231,7 +265,7 @@ def _each(kinds: tuple[str, ...], count: int) -> list[Callable[[Maker], Call]]:
     return [case for kind in kinds for case in _tiles(count, kind=kind)]
 
 
-KINDS = ("gelu_new", "gelu", "relu", "silu")
+KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
 CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "accumulate": _tiles(2),
@@ -243,30 +277,46 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
     "add_rows_backward": [lambda m, a=a: ([m(2, m.rows, m.columns), m(m.rows + 1, m.columns)], {"accumulate": a}) for a in (False, True)],
     "append_to_cache": [lambda m: _append(m, 1), lambda m: _append(m, m.rows)],
-    "attention": [lambda m, p=p, f=f, g=1 + f: _attention(m, p, f, g) for p in (0.0, 0.3) for f in (False, True)],
+    "attention": [
+        *[lambda m, p=p, f=f, g=1 + f: _attention(m, p, f, g) for p in (0.0, 0.3) for f in (False, True)],
+        lambda m: _patterned(m, False),
+    ],
     "attention_apply": [lambda m, p=p: _attention_apply(m, p) for p in (0.0, 0.3)],
-    "attention_backward": [lambda m, p=p, s=s, g=2 - s: _attention_backward(m, p, s, g) for p in (0.0, 0.3) for s in (False, True)],
+    "attention_backward": [
+        *[lambda m, p=p, s=s, g=2 - s: _attention_backward(m, p, s, g) for p in (0.0, 0.3) for s in (False, True)],
+        lambda m: _patterned(m, True),
+    ],
     "attention_delta": [_attention_delta],
     "attention_lse": [_attention_lse],
     "attention_scores": [_attention_scores],
     "batched_matmul": [_batched],
     "cached_attention": [lambda m, w=w, g=g: _cached(m, w, g) for w in (1, 200) for g in (1, 2)],
+    "cap": _tiles(2, most=1.5),
+    "cap_backward": _tiles(3, most=1.5),
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],
     "dropout": [lambda m, f=f: ([m.tile(), KEY, m.tile()], _place(m, f, p=0.3)) for f in (False, True)],
     "embedding": [lambda m, p=p: _embedding(m, part=p) for p in (False, True)],
     "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],
     "fill": _tiles(1, value=2.5),
+    "first_token": [lambda m: ([m.tile(), m(1, 1, m.columns)], {})],
+    "first_token_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {})],
+    "gate": _each(KINDS, 3),
+    "gate_backward": _each(KINDS, 5),
     "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
-    "head_backward": [lambda m: _head(m, backward=True)],
+    "head_backward": [lambda m, h=h: _head(m, backward=True, how=h) for h in (PLAIN, Head(True, True, True, 1.5))],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
-    "head_forward": [lambda m: _head(m, backward=False)],
+    "head_forward": [lambda m, h=h: _head(m, backward=False, how=h) for h in (PLAIN, Head(True, cap=1.5))],
+    "head_norm": [lambda m: _heads(m, backward=False), lambda m: _shifted(_heads(m, backward=False))],
+    "head_norm_backward": [lambda m: _heads(m, backward=True), lambda m: _shifted(_heads(m, backward=True))],
     "keyed_uniform": [lambda m: ([KEY, m.tile()], {"stream": 5})],
     "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m: _norm_backward(m, False)],
     "linear_activation": [lambda m: ([*_linear(m), m.tile()], {"kind": "gelu_new", "trans_b": False, "accumulate": False})],
     "linear_bias": [lambda m: (_linear(m), {"trans_b": False})],
     "matmul": [lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)],
+    "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
+    "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],
     "multiply": _tiles(3),
     "norm_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.row(), m.row(), m.tile()], {})],
     "norm_backward_apply": [_norm_backward_apply],
@@ -278,9 +328,12 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "random_uniform": [lambda m, f=f: ([m.tile()], _place(m, f, low=-1.0, high=2.0, seed=5)) for f in (False, True)],
     "residual_layer_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.row(), m.tile(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "residual_rms_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.tile(), m.tile(), m.column()], {"eps": 1e-5})],
-    "rms_norm": [lambda m: ([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5})],
-    "rms_norm_backward": [lambda m: _norm_backward(m, True)],
-    "rotary": [lambda m: _rotary(m, 1), lambda m: _rotary(m, m.rows)],
+    "rms_norm": [
+        lambda m: ([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5}),
+        lambda m: _shifted(([m.tile(), m.row(), m.tile(), m.column()], {"eps": 1e-5})),
+    ],
+    "rms_norm_backward": [lambda m: _norm_backward(m, True), lambda m: _shifted(_norm_backward(m, True))],
+    "rotary": [lambda m, p=p, n=n: _rotary(m, n or m.rows, p) for p in (False, True) for n in (1, 0)],
     "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
     "rotary_angles_at": [lambda m: ([m.row(), m.ids(5), m(1, m.rows, m.columns), m(1, m.rows, m.columns)], {})],
     "row_dots": [lambda m, a=a: ([m.tile(), m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
@@ -298,6 +351,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "softmax_sums": [lambda m, a=a: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"accumulate": a}) for a in (False, True)],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], {})],
     "sum_squares": [lambda m: ([m.tile(), np.empty(1)], {})],
+    "swap_tokens": [lambda m: ([m.tile(), m(1, m.columns, m.rows)], {})],
 }
 
 

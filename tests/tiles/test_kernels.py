@@ -127,8 +127,7 @@ def test_accumulating_into_16_bits_reads_the_old_value() -> None:
 @pytest.mark.parametrize("kind", ["gelu_new", "relu"])
 def test_every_task_of_a_model_has_a_cost(flash: bool, kind: str) -> None:
     """Cost functions, which schedulers and planners call, take the tiles of every task of a training step."""
-    from nntask.models.gpt2 import GPT2
-    from nntask.models.gpt2_config import GPT2Config
+    from nntask.models.gpt2 import GPT2, GPT2Config
     from nntask.optim.optimizers import AdamW, decay_groups
     from nntask.tiling.model_tiling import ModelTiling
     from scheduler import InlineRuntime

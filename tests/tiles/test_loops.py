@@ -15,6 +15,7 @@ from support.deadline import DEADLINE
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cpu.elementwise import convert
 from tiles.kernels.cpu.numba import exp_loops, loops
+from tiles.kernels.reference.elementwise import erf as reference_erf
 from tiles.kernels.registry import BF16
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,16 @@ def test_exp_is_within_two_ulp() -> None:
     low = np.array([[-np.inf, -1000, -87, 0]], np.float32)
     exp_loops.scaled_exp(low, np.zeros(1, np.float32), np.float32(1))
     assert low.tolist() == [[0, 0, 0, 1]]
+
+
+def test_erf_has_the_bits_of_python() -> None:
+    """The C library's erf in fp64, rounded to fp32: over all exponents, NaN and infinities, as `math.erf` number by number."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.integers(0, 1 << 32, 1 << 16, np.uint32).view(np.float32), rng.standard_normal(1 << 16, np.float32)])
+    with np.errstate(invalid="ignore"):
+        want = reference_erf(x)
+    exp_loops.erf_of_all(x)
+    np.testing.assert_array_equal(x, want)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC001FF, 0xFFC00001])

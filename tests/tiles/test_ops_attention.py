@@ -141,6 +141,69 @@ def test_linear_cross_entropy(runtime: TaskRuntime, tile: tuple[int, int, int, i
     assert np.array_equal(alone.read(), dx.read())  # where nobody wants the head's gradient
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(("tile", "given"), [((-1, -1, -1, -1), "bf"), ((2, 3, 4, 4), "b"), ((1, 7, 5, 2), "f"), ((2, 2, 11, 5), "bf")], ids=str)
+def test_linear_cross_entropy_with_bias_factor_and_cap(runtime: TaskRuntime, tile: tuple[int, int, int, int], given: str, cap: float | None) -> None:
+    """Loss and all gradients; those of bias and head are sums over tasks, of which some of the head's come from elsewhere before."""
+    b, t, v, c = tile
+    x, w, bias, times = random(B, T, C), random(V, C, seed=1), random(V, seed=2), 0.375
+    ids = np.random.default_rng(0).integers(0, V, (B, T)).astype(np.int32)
+    ids[1, 2] = -1
+    logits = (x @ w.T + (bias if "b" in given else 0)).view(-1, V)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    want = torch.nn.functional.cross_entropy(logits, torch.from_numpy(ids.astype(np.int64)).view(-1), ignore_index=-1, reduction="sum")
+    want = want * 0.125 * (times if "f" in given else 1)
+    want.backward()
+    tx, tw, tb = (data(runtime, cut, value.detach().numpy()) for cut, value in (((b, t, c), x), ((v, c), w), ((v,), bias)))
+    how = {"bias": tb if "b" in given else None, "factor": data(runtime, (1,), np.array([times], np.float32)) if "f" in given else None, "cap": cap}
+    targets = data(runtime, (b, t), ids)
+    value, lse = loss.linear_cross_entropy(tx, tw, targets, scale=0.125, **how)
+    np.testing.assert_allclose(value.read(), [want.item()], rtol=1e-13)
+    dw, dbias = tw.like(), tb.like() if "b" in given else None
+    elementwise.accumulate(elementwise.fill(tw.like(), 2.0), dw)
+    dx = loss.linear_cross_entropy_backward(tx, tw, targets, lse, dw, scale=0.125, dbias=dbias, **how)
+    np.testing.assert_allclose(dx.read(), x.grad.numpy(), atol=1e-13)
+    np.testing.assert_allclose(dw.read(), 2 + w.grad.numpy(), atol=1e-13)
+    if dbias is not None:
+        np.testing.assert_allclose(dbias.read(), bias.grad.numpy(), atol=1e-13)
+    alone = loss.linear_cross_entropy_backward(tx, tw, targets, lse, None, scale=0.125, **how)
+    assert np.array_equal(alone.read(), dx.read())
+
+
+def test_a_plain_head_has_plain_tasks() -> None:
+    """Without bias, factor and cap, no task has a constant or an access for them, so a planned order and its costs stay."""
+    seen: list[tuple[str, int, set[str]]] = []
+
+    class Watching(InlineRuntime):
+        def _submit(self, codelet, accesses, constants, priority, terms):  # type: ignore[no-untyped-def]
+            seen.append((codelet.name, len(accesses), set(constants)))
+            super()._submit(codelet, accesses, constants, priority, terms)
+
+    runtime = Watching()
+    x, w = data(runtime, (-1, 4, -1), random(B, T, C).detach().numpy()), data(runtime, (6, -1), random(V, C).detach().numpy())
+    targets = data(runtime, (-1, 4), np.zeros((B, T), np.int32))
+    _, lse = loss.linear_cross_entropy(x, w, targets, scale=1.0)
+    loss.linear_cross_entropy_backward(x, w, targets, lse, w.like(), scale=1.0)
+    forward = [("head_forward", 7, {"num_c", "v_start", "vocab", "first"})] * 2 + [("head_finish", 6, {"scale"})]
+    backward = [("head_backward", 7, {"num_c", "v_start", "scale", "first", "accumulate"})] * 4
+    assert seen == [*forward, *forward, ("sum_scalars", 3, set()), *backward]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"cap": 0.0}, "must be positive, got 0.0"), ({"factor": (2,)}, r"one number.*\(2,\)"), ({"bias": (V,)}, "same extent")]
+)
+def test_what_a_head_cannot_do_is_refused(wrong: dict[str, object], message: str) -> None:
+    """A cap that is not positive, several factors, a bias cut another way."""
+    runtime = InlineRuntime()
+    more = {name: data(runtime, (-1,), np.ones(value)) if isinstance(value, tuple) else value for name, value in wrong.items()}
+    x, w, targets = (
+        data(runtime, tile, np.zeros(shape, kind))
+        for tile, shape, kind in (((-1, -1, -1), (B, T, C), float), ((4, -1), (V, C), float), ((-1, -1), (B, T), np.int32))
+    )
+    with pytest.raises(ValueError, match=message):
+        loss.linear_cross_entropy(x, w, targets, scale=1.0, **more)
+
+
 @pytest.mark.parametrize("tile", [(-1, -1, -1, -1), (2, 3, 4, 4), (1, 7, 5, 2), (2, 2, 11, 5)], ids=str)
 def test_embedding(runtime: TaskRuntime, tile: tuple[int, int, int, int]) -> None:
     """Lookup and its gradient over vocabulary tiles, with repeated tokens."""
@@ -177,3 +240,12 @@ def test_bf16_tiles_are_widened(runtime: TaskRuntime) -> None:
     exact = torch.nn.functional.gelu(torch.from_numpy(x.read().astype(np.float32)), approximate="tanh").numpy()
     assert y.dtype == x.dtype
     np.testing.assert_allclose(y.read().astype(np.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_a_short_last_tile_of_kept_scores_has_room() -> None:
+    """More of its rows would fit in a piece than the scratch, which is for tiles of full width, has room for."""
+    runtime = InlineRuntime()
+    q, k, v = (data(runtime, (1, 200, 8), random(1, 300, 8, seed=i).detach().numpy().astype(np.float32)) for i in range(3))
+    options = {"head_size": 4, "scale": 1.0}
+    kept, flash = attention.stored_attention(q, k, v, **options)[0], attention.attention(q, k, v, **options)[0]
+    np.testing.assert_allclose(kept.read(), flash.read(), atol=1e-5)

@@ -42,14 +42,14 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("kind", [None, "gelu_new", "gelu", "relu", "silu"])
+@pytest.mark.parametrize("kind", [None, "gelu_new", "gelu", "relu", "silu", "tanh"])
 def test_linear(runtime: TaskRuntime, tile: tuple[int, int, int, int], transpose: bool, kind: str | None) -> None:
     """Linear layers, with and without a fused activation, and their three gradients."""
     b, t, k, n = tile
     x, w, bias, dy = random(B, T, K), random(N, K) if transpose else random(K, N), random(N), random(B, T, N)
     want = x @ (w.T if transpose else w) + bias
     acts = {"gelu_new": lambda z: torch.nn.functional.gelu(z, approximate="tanh"), "gelu": torch.nn.functional.gelu}
-    acts |= {"relu": torch.relu, "silu": torch.nn.functional.silu}
+    acts |= {"relu": torch.relu, "silu": torch.nn.functional.silu, "tanh": torch.tanh}
     if kind is not None:
         want = acts[kind](want)
     want.backward(dy)
@@ -152,8 +152,8 @@ def test_elementwise(runtime: TaskRuntime, tile: tuple[int, int, int, int]) -> N
     np.testing.assert_allclose(dp.read()[:T], nd.sum(axis=0), atol=1e-12)
     want = torch.nn.functional.silu(x) * y
     want.backward(dy)
-    np.testing.assert_allclose(elementwise.silu_gate(tx, ty).read(), want.detach().numpy(), atol=1e-12)
-    dgate, dup = elementwise.silu_gate_backward(tx, ty, tdy)
+    np.testing.assert_allclose(elementwise.gated(tx, ty, "silu").read(), want.detach().numpy(), atol=1e-12)
+    dgate, dup = elementwise.gated_backward(tx, ty, tdy, "silu")
     np.testing.assert_allclose(dgate.read(), x.grad.numpy(), atol=1e-12)
     np.testing.assert_allclose(dup.read(), y.grad.numpy(), atol=1e-12)
 

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from scheduler.core.performance_model import Models
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning.choose_order import AUTO, SUBMISSION, PlannedOrder, plan_order

@@ -19,7 +19,7 @@ from nntask.config.units import flag_size, parse_size
 from nntask.data import ByteTokenizer, load_tokenizer
 from nntask.data.tokenizer import BpeTokenizer, train_bpe
 from nntask.inference.pretrained import TextIds
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from wrappers.cli import main
 from wrappers.cli.commands import perplexity
 from wrappers.cli.commands.generate import TextSettings, _Text, prompts_of

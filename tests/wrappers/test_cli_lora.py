@@ -21,7 +21,7 @@ from nntask.config.resolution import model_spec
 from nntask.config.settings import from_dict
 from nntask.data.tokenizer import train_bpe
 from nntask.export.merged_weights import weights_of
-from nntask.models.llama_config import LlamaConfig
+from nntask.models.llama import LlamaConfig
 from nntask.models.registry import build, family_of
 from nntask.tiling.model_tiling import ModelTiling
 from nntask.training.initial_weights import load_model

@@ -454,10 +454,10 @@ def test_nodes_give_back_what_opening_and_checkpoints_have_freed(late: Late, con
     with open_nodes() as (engine, _):
         assert run(used) < before - 200  # what a node needs itself is less than the rest
         tokens = np.zeros((8, 16), np.int32)  # nodes read their own
-        engine.start(1, 1e-3, Batch(tokens, tokens)).result()
+        engine.start(1, 1e-3, Batch.causal(tokens, tokens)).result()
         next(iter(engine.model_tensors().values())).read()
         before = run(waste)
-        engine.start(2, 1e-3, Batch(tokens, tokens)).result()
+        engine.start(2, 1e-3, Batch.causal(tokens, tokens)).result()
         assert run(used) < before - 200
         before = run(waste)
     assert run(used) < before - 200

@@ -73,8 +73,8 @@ def test_a_lost_peer_fails_what_waits_for_it() -> None:
     with nodes(2) as comms, Runtime(1, lanes=4, ram=1 << 26) as runtime:
         engine = RecordedEngine(run, runtime, shard=data_shards(8, 4, 2)[0], transport=comms[0])
         own = [0, 1, 4, 5]
-        batch = Batch(*np.zeros((2, BATCH, LENGTH), np.int32))
-        flight = engine.start(1, 1e-2, Batch(batch.tokens[own], batch.targets[own]))
+        batch = Batch.causal(*np.zeros((2, BATCH, LENGTH), np.int32))
+        flight = engine.start(1, 1e-2, batch.rows(np.array(own)))
         comms[1].close()
         with pytest.raises(PeerLost, match="node 1") as failure:
             flight.shard_outcome()
@@ -91,7 +91,7 @@ def test_nodes_that_a_step_has_reached_end_it_when_another_is_gone() -> None:
             runtime = stack.enter_context(Runtime(1, lanes=4, ram=1 << 26))
             engine = RecordedEngine(run, runtime, shard=all_shards[rank], transport=comms[rank])
             rows = np.zeros((2, len(all_shards[rank].minibatches) * run.step.minibatch, LENGTH), np.int32)
-            flights.append(engine.start(1, 1e-2, Batch(*rows)))
+            flights.append(engine.start(1, 1e-2, Batch.causal(*rows)))
         comms[2].close()
         for flight in flights:
             with pytest.raises(PeerLost, match="node 2"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nntask.errors import DataError, UsageError
-from nntask.models.gpt2_config import GPT2Config
+from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor

@@ -19,7 +19,7 @@ from support.model_directories import losses
 hf = pytest.importorskip("transformers")
 
 from nntask import UsageError  # noqa: E402
-from nntask.data import BatchStream, DataSpec, open_dataset  # noqa: E402
+from nntask.data import BatchStream, DataSpec, Windows, open_dataset  # noqa: E402
 from nntask.optim import make_schedule  # noqa: E402
 from wrappers.cli import main  # noqa: E402
 from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402
@@ -70,7 +70,7 @@ def eager(family: str) -> list[float]:
     """The losses of PyTorch itself on the same batches."""
     module = KINDS[family].from_pretrained(family).train()
     dataset = open_dataset(DataSpec("text", "text", tokenizer_path=family, vocab_size=300))
-    stream = BatchStream(dataset.train, LENGTH, 4, seed=0)
+    stream = BatchStream(Windows(dataset.train, LENGTH), 4, seed=0)
     collate = Collator(KIND_OF[family], load_tokenizer(family), module, 0)  # type: ignore[arg-type]
     groups = [
         {"params": [p for p in module.parameters() if (p.dim() > 1) == is_matrix], "weight_decay": 0.1 * is_matrix} for is_matrix in (True, False)

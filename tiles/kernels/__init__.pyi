@@ -10,6 +10,7 @@ from .cuda.device import SPARE_NBYTES, CudaDevice
 from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
+from .reference.buckets import Buckets
 from .registry import BF16, NARROW
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "PARTIALS_NBYTES",
     "SPARE_NBYTES",
     "WORKSPACE_NBYTES",
+    "Buckets",
     "CudaDevice",
     "DeviceArray",
     "KernelBuildError",

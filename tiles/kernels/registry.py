@@ -63,7 +63,7 @@ class Activation(NamedTuple):
     backward: Kernel | None
 
 
-BUILT_IN_ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu")
+BUILT_IN_ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
 _kernels: dict[tuple[str, Backend], Kernel] = {}
 _activations: dict[str, Activation] = {}
@@ -99,9 +99,9 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
 def register_activation(kind: str, *, backward: Kernel | None = None) -> Callable[[K], K]:
     """Register the function ``forward(x, y)`` as activation `kind` on the CPU: a way of its own to compute a built-in one, or a new one.
 
-    The operations `activation` and `linear_activation`, which models are made of, call it at every element type: 16-bit tiles are widened around
-    it. With GPUs, they run on CPU workers then. The gated unit `silu_gate` is an operation of its own. The function must release nothing of `x`,
-    overwrite all of `y`, and give the same bits every time.
+    The operations `activation`, `linear_activation` and `gate`, which models are made of, call it at every element type: 16-bit tiles are widened
+    around it. With GPUs, they run on CPU workers then. The gated unit `silu_gate` is an operation of its own. The function must release nothing of
+    `x`, overwrite all of `y`, and give the same bits every time.
 
     Args:
         kind: its name, as layers take it.

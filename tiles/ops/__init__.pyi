@@ -1,3 +1,3 @@
-from . import attention, cache, elementwise, embedding, loss, matmul, norm, optimizer, random, select
+from . import attention, cache, elementwise, embedding, loss, matmul, norm, optimizer, random, select, tokens
 
-__all__ = ["attention", "cache", "elementwise", "embedding", "loss", "matmul", "norm", "optimizer", "random", "select"]
+__all__ = ["attention", "cache", "elementwise", "embedding", "loss", "matmul", "norm", "optimizer", "random", "select", "tokens"]

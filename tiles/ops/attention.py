@@ -1,8 +1,9 @@
 """Attention over sequence tiles: chains over key tiles forward, one task per pair of tiles backward; fully masked pairs are not emitted.
 
-Legend: q, o (B, T, H * D) cut into (b, t, h * D); k, v (B, T, G * D) cut into (b, t, g * D), where H / G = h / g heads of queries in a row share each
+Legend: q, o (B, T, H * D) cut into (b, t, h * D); k, v (B, S, G * D) cut into (b, s, g * D), where H / G = h / g heads of queries in a row share each
 head of keys and values (Ainslie et al., GQA, 2023): a task gets the tiles of k and v as they are, and adds the gradients of a shared head in the
-order of its heads of queries; lse (B, H, T).
+order of its heads of queries; lse (B, H, T). Causal attention is of a sequence with itself: S = T and s = t. So many keys may lie outside a window
+that whole pairs of tiles do: these are not emitted. Documents are values, which nobody knows here: their masks are the kernels'.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from scheduler import RW, SCRATCH, Access, R, W
+from scheduler import REDUX, RW, SCRATCH, Access, Handle, R, W
 
 from ..emission import emit, scratch
-from ..kernels.cpu.attention import attention_scratch_nbytes, lse_scratch_nbytes
-from ..kernels.reference.attention import Pair
+from ..kernels.cpu.attention_blocks import attention_scratch_nbytes, lse_scratch_nbytes
+from ..kernels.cpu.attention_pattern import bias_scratch_nbytes
+from ..kernels.reference.attention import PLAIN, Pair, Pattern
+from ..kernels.reference.buckets import Buckets
 from ..tensor import TileTensor
 from .grid import chained, same_axis, same_tiling
 
@@ -38,6 +42,39 @@ class Dropout:
 
 
 @dataclass(frozen=True, slots=True)
+class Bias:
+    """Numbers that are added to scores by the distance of key and query.
+
+    Args:
+        table: (buckets, H), cut like the heads of queries.
+        buckets: of the distances.
+    """
+
+    table: TileTensor
+    buckets: Buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What is done to scores besides the causal mask; see `kernels.reference.attention.Pattern`.
+
+    Args:
+        cap: of the scores; None for none.
+        bias: added to them.
+        window: keys that a query sees at most, its own position the last; None for all.
+        documents: int32 numbers of queries (B, T) and keys (B, S): only equal ones see each other. One tensor for both may be given twice.
+    """
+
+    cap: float | None = None
+    bias: Bias | None = None
+    window: int | None = None
+    documents: tuple[TileTensor, TileTensor] | None = None
+
+
+UNCHANGED: Final = Scoring()
+
+
+@dataclass(frozen=True, slots=True)
 class _Attention:
     """What all tasks of one attention share."""
 
@@ -47,6 +84,7 @@ class _Attention:
     scale: float
     causal: bool
     dropout: Dropout | None
+    scoring: Scoring
 
     def pair(self, b: int, h: int, i: int, j: int) -> Pair:
         """The pair of query tile i and key tile j."""
@@ -63,28 +101,51 @@ class _Attention:
             q.shape[1],
             drop.p if drop else 0.0,
             drop.stream if drop else 0,
+            self.pattern(len(self.document_tiles(b, i, j))),
+            num_keys=self.k.shape[1],
         )
 
-    def keys(self, i: int) -> int:
-        """Number of key tiles that query tile i sees at all."""
+    def pattern(self, documents: int) -> Pattern:
+        """That of a task with so many tiles of documents."""
+        how = self.scoring
+        if how == UNCHANGED:
+            return PLAIN
+        return Pattern(how.cap or 0.0, how.bias.buckets if how.bias else None, how.window or 0, documents)
+
+    def document_tiles(self, b: int, i: int, j: int) -> list[Handle]:
+        """Of queries and keys of a pair; one where they are the same."""
+        if self.scoring.documents is None:
+            return []
+        of_queries, of_keys = self.scoring.documents
+        return list(dict.fromkeys((of_queries[b, i], of_keys[b, j])))
+
+    def keys(self, i: int) -> range:
+        """Key tiles that query tile i sees at all."""
         if not self.causal:
-            return self.k.grid[1]
+            return range(self.k.grid[1])
         last_query = min((i + 1) * self.q.tile[1], self.q.shape[1]) - 1
-        return min(self.k.grid[1], last_query // self.k.tile[1] + 1)
+        window = self.scoring.window or self.q.shape[1]
+        return range(max(0, i * self.q.tile[1] + 1 - window) // self.k.tile[1], min(self.k.grid[1], last_query // self.k.tile[1] + 1))
 
     def panels(self) -> Iterator[tuple[int, int, int]]:
         """(sequence tile, head tile, query tile)."""
         return itertools.product(range(self.q.grid[0]), range(self.q.grid[2]), range(self.q.grid[1]))
 
-    def extra(self) -> list[Access]:
+    def key(self) -> list[Access]:
         """The dropout key, if any."""
         return [(self.dropout.key[0,], R)] if self.dropout else []
 
+    def pattern_tiles(self, b: int, h: int, i: int, j: int) -> list[Access]:
+        """What the pattern of a pair needs: documents, the table of the bias."""
+        accesses: list[Access] = [(tile, R) for tile in self.document_tiles(b, i, j)]
+        return [*accesses, (self.scoring.bias.table[0, h], R)] if self.scoring.bias else accesses
+
     def scratch(self) -> Access:
         """Working memory for one task."""
-        itemsize = 8 if self.q.dtype == np.float64 else 4
-        p = self.dropout.p if self.dropout else 0.0
-        return scratch(self.q.runtime, attention_scratch_nbytes(self.q.tile[1], self.k.tile[1], itemsize, p)), SCRATCH
+        itemsize, (b, t, width), s = 8 if self.q.dtype == np.float64 else 4, self.q.tile, self.k.tile[1]
+        p, bias = self.dropout.p if self.dropout else 0.0, self.scoring.bias
+        nbytes = bias_scratch_nbytes(b, width // self.head_size, t, s, bias.buckets.count, itemsize) if bias else 0
+        return scratch(self.q.runtime, attention_scratch_nbytes(t, s, itemsize, p, nbytes)), SCRATCH
 
     def lse_scratch(self) -> Access:
         """Working memory for one sum over kept scores."""
@@ -99,16 +160,37 @@ class _Attention:
         return TileTensor(q.runtime, shape, tile, np.float64 if q.dtype == np.float64 else np.float32, name=name)
 
 
-def _describe(q: TileTensor, k: TileTensor, v: TileTensor, head_size: int, scale: float, causal: bool, dropout: Dropout | None) -> _Attention:
+def _describe(
+    q: TileTensor, k: TileTensor, v: TileTensor, head_size: int, scale: float, causal: bool, dropout: Dropout | None, scoring: Scoring
+) -> _Attention:
     same_tiling(k, v)
-    for axis in (0, 1):
+    for axis in (0, 1) if causal else (0,):
         same_axis(q, axis, k, axis)
     if any(x.shape[2] % head_size or x.tile[2] % head_size for x in (q, k)):
         raise ValueError(f"attention tiles must hold whole heads; got head size {head_size} and {q!r} with {k!r}")
     group, rest = divmod(q.shape[2], k.shape[2])
     if rest or q.tile[2] != group * k.tile[2]:
         raise ValueError(f"a tile of queries must hold the heads that share the heads of a tile of keys, got head size {head_size}, {q!r} with {k!r}")
-    return _Attention(q, k, head_size, scale, causal, dropout if dropout and dropout.p > 0 else None)
+    if scoring != UNCHANGED:
+        _check(q, k, head_size, causal, scoring)
+    return _Attention(q, k, head_size, scale, causal, dropout if dropout and dropout.p > 0 else None, scoring)
+
+
+def _check(q: TileTensor, k: TileTensor, head_size: int, causal: bool, scoring: Scoring) -> None:
+    if scoring.window is not None and (scoring.window < 1 or not causal):
+        raise ValueError(f"a window is of one position or more, of causal attention; got {scoring.window} and causal {causal}; pass window=None")
+    if scoring.cap is not None and not scoring.cap > 0:
+        raise ValueError(f"a cap of scores is positive, got {scoring.cap}; pass cap=None for none")
+    for numbers, x in zip(scoring.documents or (), (q, k), strict=False):
+        if numbers.dtype != np.int32 or len(numbers.shape) != 2:
+            raise ValueError(f"documents are int32 numbers of each sequence and position, got {numbers!r} for {x!r}; make them so")
+        same_axis(numbers, 0, x, 0)
+        same_axis(numbers, 1, x, 1)
+    if scoring.bias:
+        table, count = scoring.bias.table, scoring.bias.buckets.count
+        shape, tile = (count, q.shape[2] // head_size), (count, q.tile[2] // head_size)
+        if table.shape != shape or table.tile != tile:
+            raise ValueError(f"the table of a bias has a row for each bucket and is cut like heads: {shape} by {tile}; got {table!r}; cut it so")
 
 
 def attention(
@@ -120,20 +202,22 @@ def attention(
     scale: float,
     causal: bool = True,
     dropout: Dropout | None = None,
+    scoring: Scoring = UNCHANGED,
 ) -> tuple[TileTensor, TileTensor]:
     """o = dropout(softmax(scale * q k^T)) v per head, without the scores. Returns (o, lse)."""
-    whole = _describe(q, k, v, head_size, scale, causal, dropout)
+    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
     o, lse, peak, total = q.like(name="attention"), whole.per_row("lse"), whole.per_row("row maximum"), whole.per_row("row sum")
     for b, h, i in whole.panels():
-        num = whole.keys(i)
-        for j in range(num):
-            mode = chained(j)
+        seen = whole.keys(i)
+        for j in seen:
+            first, last = j == seen.start, j == seen.stop - 1
+            mode = chained(not first)
             accesses: list[Access] = [(q[b, i, h], R), (k[b, j, h], R), (v[b, j, h], R)]
             accesses += [(o[b, i, h], mode), (peak[b, h, i], mode), (total[b, h, i], mode)]
-            if j == num - 1:
+            if last:
                 accesses.append((lse[b, h, i], W))
-            accesses += [*whole.extra(), whole.scratch()]
-            emit(q.runtime, "attention", accesses, at=whole.pair(b, h, i, j), first=j == 0, last=j == num - 1)
+            accesses += [*whole.key(), *whole.pattern_tiles(b, h, i, j), whole.scratch()]
+            emit(q.runtime, "attention", accesses, at=whole.pair(b, h, i, j), first=first, last=last)
     return o, lse
 
 
@@ -149,14 +233,16 @@ def attention_backward(
     scale: float,
     causal: bool = True,
     dropout: Dropout | None = None,
+    scoring: Scoring = UNCHANGED,
+    dtable: TileTensor | None = None,
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
-    """Gradients (dq, dk, dv) of `attention`, recomputing the weights from lse."""
-    whole = _describe(q, k, v, head_size, scale, causal, dropout)
-    return _backward(whole, v, o, do, lse, None)
+    """Gradients (dq, dk, dv) of `attention`, recomputing the weights from lse; that of a bias goes to `dtable` as REDUX contributions."""
+    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    return _backward(whole, v, o, do, lse, None, dtable)
 
 
 def _backward(
-    whole: _Attention, v: TileTensor, o: TileTensor, do: TileTensor, lse: TileTensor, weights: TileTensor | None
+    whole: _Attention, v: TileTensor, o: TileTensor, do: TileTensor, lse: TileTensor, weights: TileTensor | None, dtable: TileTensor | None
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
     q, k = whole.q, whole.k
     same_tiling(q, o, do)
@@ -165,15 +251,18 @@ def _backward(
     written: set[tuple[int, int, int]] = set()
     for b, h, i in whole.panels():
         emit(q.runtime, "attention_delta", [(o[b, i, h], R), (do[b, i, h], R), (delta[b, h, i], W)], head_size=whole.head_size)
-        for j in range(whole.keys(i)):
-            first_q = (b, h, j) not in written
+        for j in whole.keys(i):
+            first_k, first_q = j == whole.keys(i).start, (b, h, j) not in written
             written.add((b, h, j))
             mode = chained(not first_q)
             kept = lse[b, h, i] if weights is None else weights[b, h, i, j]
             accesses: list[Access] = [(q[b, i, h], R), (k[b, j, h], R), (v[b, j, h], R), (do[b, i, h], R), (kept, R), (delta[b, h, i], R)]
-            accesses += [(dq[b, i, h], chained(j)), (dk[b, j, h], mode), (dv[b, j, h], mode), *whole.extra(), whole.scratch()]
-            constants = {"stored": weights is not None, "first_k": j == 0, "first_q": first_q}
-            emit(q.runtime, "attention_backward", accesses, at=whole.pair(b, h, i, j), **constants)
+            accesses += [(dq[b, i, h], chained(not first_k)), (dk[b, j, h], mode), (dv[b, j, h], mode), *whole.key()]
+            accesses += whole.pattern_tiles(b, h, i, j)
+            if dtable is not None:
+                accesses.append((dtable[0, h], REDUX))
+            constants = {"stored": weights is not None, "first_k": first_k, "first_q": first_q}
+            emit(q.runtime, "attention_backward", [*accesses, whole.scratch()], at=whole.pair(b, h, i, j), **constants)
     return dq, dk, dv
 
 
@@ -186,27 +275,38 @@ def stored_attention(
     scale: float,
     causal: bool = True,
     dropout: Dropout | None = None,
+    scoring: Scoring = UNCHANGED,
 ) -> tuple[TileTensor, TileTensor]:
-    """The same attention with its weights kept for the backward pass. Returns (o, weights (B, H, T, T))."""
-    whole = _describe(q, k, v, head_size, scale, causal, dropout)
+    """The same attention with its weights kept for the backward pass. Returns (o, weights (B, H, T, S))."""
+    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
     o, lse, peak, total = q.like(name="attention"), whole.per_row("lse"), whole.per_row("row maximum"), whole.per_row("row sum")
     shape, tile = (*lse.shape, k.shape[1]), (*lse.tile, k.tile[1])
     weights = TileTensor(q.runtime, shape, tile, q.dtype, name="attention weights")
     for b, h, i in whole.panels():
-        num = whole.keys(i)
-        for j in range(num):
-            s, mode = weights[b, h, i, j], chained(j)
-            emit(q.runtime, "attention_scores", [(q[b, i, h], R), (k[b, j, h], R), (s, W)], at=whole.pair(b, h, i, j))
-            accesses: list[Access] = [(s, R), (peak[b, h, i], mode), (total[b, h, i], mode)]
-            if j == num - 1:
-                accesses.append((lse[b, h, i], W))
-            emit(q.runtime, "attention_lse", [*accesses, whole.lse_scratch()], first=j == 0)
-        for j in range(num):
-            accesses = [(weights[b, h, i, j], RW), (lse[b, h, i], R), (v[b, j, h], R), (o[b, i, h], chained(j)), *whole.extra()]
+        _keep_scores(whole, b, h, i, weights, [peak[b, h, i], total[b, h, i], lse[b, h, i]])
+        for j in whole.keys(i):
+            more = j > whole.keys(i).start
+            accesses: list[Access] = [(weights[b, h, i, j], RW), (lse[b, h, i], R), (v[b, j, h], R), (o[b, i, h], chained(more)), *whole.key()]
             if whole.dropout:
                 accesses.append(whole.scratch())
-            emit(q.runtime, "attention_apply", accesses, at=whole.pair(b, h, i, j), accumulate=j > 0)
+            emit(q.runtime, "attention_apply", accesses, at=whole.pair(b, h, i, j), accumulate=more)
     return o, weights
+
+
+def _keep_scores(whole: _Attention, b: int, h: int, i: int, weights: TileTensor, sums: list[Handle]) -> None:
+    """Scores of a query tile, and in `sums` their maxima, sums of exponentials and log-sum-exps."""
+    q, seen, scoring = whole.q, whole.keys(i), whole.scoring
+    blind = {"may_blind": True} if scoring.window or scoring.documents else {}
+    for j in seen:
+        s, mode = weights[b, h, i, j], chained(j > seen.start)
+        accesses: list[Access] = [(q[b, i, h], R), (whole.k[b, j, h], R), (s, W), *whole.pattern_tiles(b, h, i, j)]
+        if scoring.bias or scoring.documents:
+            accesses.append(whole.scratch())
+        emit(q.runtime, "attention_scores", accesses, at=whole.pair(b, h, i, j))
+        accesses = [(s, R), (sums[0], mode), (sums[1], mode)]
+        if j == seen.stop - 1:
+            accesses.append((sums[2], W))
+        emit(q.runtime, "attention_lse", [*accesses, whole.lse_scratch()], first=j == seen.start, **blind)
 
 
 def stored_attention_backward(
@@ -221,7 +321,9 @@ def stored_attention_backward(
     scale: float,
     causal: bool = True,
     dropout: Dropout | None = None,
+    scoring: Scoring = UNCHANGED,
+    dtable: TileTensor | None = None,
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
     """Gradients (dq, dk, dv) of `stored_attention`."""
-    whole = _describe(q, k, v, head_size, scale, causal, dropout)
-    return _backward(whole, v, o, do, weights, weights)
+    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    return _backward(whole, v, o, do, weights, weights, dtable)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from scheduler import RW, SCRATCH, Access, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.cache import cache_scratch_nbytes
+from ..kernels.reference.attention import Pattern
 from ..tensor import TileTensor
+from .attention import UNCHANGED, Scoring
 from .grid import chained, same_axis, same_tiling
 
 
@@ -66,10 +69,30 @@ def reorder_rows(x: TileTensor, rows: TileTensor, tiles: Iterable[int]) -> None:
             emit(x.runtime, "copy", [(moved[b, t, h], R), (x[b, t, h], W)])
 
 
+def first_seen_tile(window: int | None, written: range, tile: int) -> int:
+    """The first tile of positions that any token of the tiles `written` sees, through a window if there is one."""
+    return max(0, written.start * tile + 1 - window) // tile if window else 0
+
+
 def cached_attention(
-    q: TileTensor, keys: TileTensor, values: TileTensor, positions: TileTensor, num_tiles: int, *, head_size: int, scale: float
+    q: TileTensor,
+    keys: TileTensor,
+    values: TileTensor,
+    positions: TileTensor,
+    tiles: range,
+    *,
+    head_size: int,
+    scale: float,
+    scoring: Scoring = UNCHANGED,
 ) -> TileTensor:
-    """o = softmax(scale * q k^T) v per head over the first `num_tiles` tiles of the cache; a token sees positions up to its own."""
+    """o = softmax(scale * q k^T) v per head over tiles of the cache; a token sees positions up to its own.
+
+    Args:
+        tiles: all that any token sees anything of.
+        scoring: without documents.
+    """
+    if scoring.documents:
+        raise ValueError(f"a cache holds one document for each sequence, got documents {scoring.documents}; attend without a cache")
     group, rest = divmod(q.shape[2], keys.shape[2])
     if rest or q.tile[2] != group * keys.tile[2] or keys.tile[2] % head_size:
         raise ValueError(f"a tile of queries must hold the heads that share the heads of a tile of keys, got head size {head_size}, {q!r}, {keys!r}")
@@ -77,14 +100,21 @@ def cached_attention(
     o = q.like(name="attention")
     shape, tile = (q.shape[0], q.shape[2] // head_size, q.shape[1]), (q.tile[0], q.tile[2] // head_size, q.shape[1])
     peak, total = (TileTensor(q.runtime, shape, tile, q.dtype if q.dtype.itemsize == 8 else "float32", name=name) for name in ("peak", "total"))
-    nbytes = cache_scratch_nbytes(q.shape[1], tile[1], keys.tile[1], 8 if q.dtype.itemsize == 8 else 4)
+    bias = scoring.bias
+    nbytes = cache_scratch_nbytes(q.shape[1], tile[1], keys.tile[1], 8 if q.dtype.itemsize == 8 else 4, has_bias=bias is not None)
+    pattern: dict[str, Any] = {}
+    if scoring != UNCHANGED:
+        pattern["pattern"] = Pattern(scoring.cap or 0.0, bias.buckets if bias else None, scoring.window or 0)
     for b, h in itertools.product(range(q.grid[0]), range(q.grid[2])):
-        for t in range(num_tiles):
-            mode = chained(t)
+        for t in tiles:
+            mode = chained(t > tiles.start)
             accesses: list[Access] = [(q[b, 0, h], R), (keys[b, t, h], R), (values[b, t, h], R), (positions[b, 0], R)]
-            accesses += [(o[b, 0, h], mode), (peak[b, h, 0], mode), (total[b, h, 0], mode), (scratch(q.runtime, nbytes), SCRATCH)]
-            span = {"start": t * keys.tile[1], "first": t == 0, "last": t == num_tiles - 1}
-            emit(q.runtime, "cached_attention", accesses, head_size=head_size, scale=scale, **span)
+            accesses += [(o[b, 0, h], mode), (peak[b, h, 0], mode), (total[b, h, 0], mode)]
+            if bias:
+                accesses.append((bias.table[0, h], R))
+            accesses.append((scratch(q.runtime, nbytes), SCRATCH))
+            span = {"start": t * keys.tile[1], "first": t == tiles.start, "last": t == tiles.stop - 1}
+            emit(q.runtime, "cached_attention", accesses, head_size=head_size, scale=scale, **span, **pattern)
     return o
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy.typing as npt
 
@@ -24,11 +25,11 @@ def multiply(a: TileTensor, b: TileTensor) -> TileTensor:
     return _binary("multiply", a, b)
 
 
-def _binary(op: str, a: TileTensor, b: TileTensor) -> TileTensor:
+def _binary(op: str, a: TileTensor, b: TileTensor, **constants: Any) -> TileTensor:
     same_tiling(a, b)
     out = a.like(name=op)
     for x, y, z in zip(a.handles, b.handles, out.handles, strict=True):
-        emit(a.runtime, op, [(x, R), (y, R), (z, W)])
+        emit(a.runtime, op, [(x, R), (y, R), (z, W)], **constants)
     return out
 
 
@@ -97,7 +98,7 @@ def _check_rows(x: TileTensor, p: TileTensor) -> None:
 
 
 def activation(x: TileTensor, kind: str) -> TileTensor:
-    """activation(x) for kind "gelu_new", "gelu", "relu", "silu", or a registered one."""
+    """activation(x) for kind "gelu_new", "gelu", "relu", "silu", "tanh", or a registered one."""
     _check_kind(kind)
     out = x.like(name="activation")
     for a, y in zip(x.handles, out.handles, strict=True):
@@ -120,18 +121,41 @@ def _check_kind(kind: str) -> None:
         raise ValueError(f"unknown activation {kind!r}; there are {', '.join(activations())}")
 
 
-def silu_gate(gate: TileTensor, up: TileTensor) -> TileTensor:
-    """silu(gate) * up."""
-    return _binary("silu_gate", gate, up)
+def gated(gates: TileTensor, up: TileTensor, kind: str) -> TileTensor:
+    """activation(gates) * up; kinds as of `activation`."""
+    _check_kind(kind)
+    return _binary("silu_gate", gates, up) if kind == "silu" else _binary("gate", gates, up, kind=kind)
 
 
-def silu_gate_backward(gate: TileTensor, up: TileTensor, dy: TileTensor) -> tuple[TileTensor, TileTensor]:
-    """Gradients (dgate, dup) of `silu_gate`."""
-    same_tiling(gate, up, dy)
-    dgate, dup = gate.like(name="d gate"), up.like(name="d up")
-    for a, u, g, da, du in zip(gate.handles, up.handles, dy.handles, dgate.handles, dup.handles, strict=True):
-        emit(gate.runtime, "silu_gate_backward", [(a, R), (u, R), (g, R), (da, W), (du, W)])
-    return dgate, dup
+def gated_backward(gates: TileTensor, up: TileTensor, dy: TileTensor, kind: str) -> tuple[TileTensor, TileTensor]:
+    """Gradients (dgates, dup) of `gated`."""
+    _check_kind(kind)
+    same_tiling(gates, up, dy)
+    dgates, dup = gates.like(name="d gate"), up.like(name="d up")
+    op = "silu_gate_backward" if kind == "silu" else "gate_backward"
+    constants: dict[str, Any] = {} if kind == "silu" else {"kind": kind}
+    for a, u, g, da, du in zip(gates.handles, up.handles, dy.handles, dgates.handles, dup.handles, strict=True):
+        emit(gates.runtime, op, [(a, R), (u, R), (g, R), (da, W), (du, W)], **constants)
+    return dgates, dup
+
+
+def capped(x: TileTensor, most: float) -> TileTensor:
+    """most * tanh(x / most)."""
+    if not most > 0:
+        raise ValueError(f"a cap must be above 0, got {most}")
+    out = x.like(name="capped")
+    for a, y in zip(x.handles, out.handles, strict=True):
+        emit(x.runtime, "cap", [(a, R), (y, W)], most=most)
+    return out
+
+
+def capped_backward(y: TileTensor, dy: TileTensor, most: float) -> TileTensor:
+    """dx = dy * (1 - (y / most)^2), from the output y of `capped`."""
+    same_tiling(y, dy)
+    out = y.like(name="d capped")
+    for a, g, d in zip(y.handles, dy.handles, out.handles, strict=True):
+        emit(y.runtime, "cap_backward", [(a, R), (g, R), (d, W)], most=most)
+    return out
 
 
 def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[TileTensor, TileTensor]:
@@ -166,23 +190,27 @@ def _check_frequencies(frequencies: TileTensor) -> None:
         raise ValueError(f"frequencies must be one tile of one axis, got {frequencies!r}")
 
 
-def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, *, inverse: bool = False) -> TileTensor:
+def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_size: int | None = None, *, inverse: bool = False) -> TileTensor:
     """Rotary position embedding of every head; the inverse rotation is its backward pass.
 
     Args:
         x: (B, T, H * D), tiles of whole heads.
-        cos, sin: (T, D / 2), rows cut like T; or (B, T, D / 2), cut like B and T, where sequences are at positions of their own.
-        head_size: D, even.
+        cos, sin: (T, R / 2), rows cut like T; or (B, T, R / 2), cut like B and T, where sequences are at positions of their own.
+        head_size: D.
+        rotary_size: R, even: as many first features of each head turn, and the others stay; None for D.
         inverse: rotate by the negative angles.
     """
-    if head_size % 2 or x.shape[2] % head_size or x.tile[2] % head_size:
-        raise ValueError(f"heads of an even size must fill whole tiles; got head size {head_size} and {x!r}")
+    rotary_size = head_size if rotary_size is None else rotary_size
+    if x.shape[2] % head_size or x.tile[2] % head_size:
+        raise ValueError(f"heads must fill whole tiles; got head size {head_size} and {x!r}")
+    if rotary_size % 2 or not 0 < rotary_size <= head_size:
+        raise ValueError(f"an even number of features of a head turn, 2 to its size {head_size}; got {rotary_size}")
     for table in (cos, sin):
         rank = len(table.shape)
         for axis in range(rank - 1):
             same_axis(x, 3 - rank + axis, table, axis)
-        if table.grid[-1] != 1 or table.shape[-1] != head_size // 2:
-            raise ValueError(f"angles must be one tile of {head_size // 2} columns, got {table!r}")
+        if table.grid[-1] != 1 or table.shape[-1] != rotary_size // 2:
+            raise ValueError(f"angles must be one tile of {rotary_size // 2} columns, got {table!r}")
     out = x.like(name="rotary")
     for index in x.tiling.indices():
         row = index[3 - len(cos.shape) : 2]

@@ -1,26 +1,44 @@
 """Cross-entropy of a linear head, vocabulary tile by vocabulary tile; the whole logits never exist.
 
-Legend: x (B, T, C), head w (V, C), targets (B, T) int32 with -1 for ignored tokens.
+Legend: x (B, T, C), head w (V, C), targets (B, T) int32 with -1 for ignored tokens, bias (V,), factor (1,) fp32.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 
-from scheduler import REDUX, SCRATCH, Access, R, W
+from scheduler import REDUX, SCRATCH, Access, Mode, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.loss import loss_scratch_nbytes
+from ..kernels.reference.loss import PLAIN, Head
 from ..tensor import TileTensor
 from .grid import chained, same_axis, statistics
 from .optimizer import sum_scalars
 
 
-def linear_cross_entropy(x: TileTensor, w: TileTensor, targets: TileTensor, *, scale: float) -> tuple[TileTensor, TileTensor]:
-    """loss = scale * sum of -log softmax(x w^T)[target]. Returns (loss (1,) fp64, lse (B, T))."""
-    _check(x, w, targets)
+def linear_cross_entropy(
+    x: TileTensor,
+    w: TileTensor,
+    targets: TileTensor,
+    *,
+    scale: float,
+    bias: TileTensor | None = None,
+    factor: TileTensor | None = None,
+    cap: float | None = None,
+) -> tuple[TileTensor, TileTensor]:
+    """loss = scale [* factor] * sum of -log softmax(logits)[target]. Returns (loss (1,) fp64, lse (B, T)).
+
+    Args:
+        bias: logits are x w^T + bias.
+        factor: known when the task runs.
+        cap: c; logits become c tanh(logits / c), after the bias.
+    """
+    _check(x, w, targets, bias, factor, cap)
+    how = Head(has_bias=bias is not None, cap=cap or 0.0)
     lse, peak, total, picked = (statistics(x, name) for name in ("lse", "row maximum", "row sum", "target logit"))
     partials = TileTensor(x.runtime, (targets.tiling.num_tiles,), (1,), np.float64, name="loss parts")
     num_c = x.grid[2]
@@ -28,37 +46,75 @@ def linear_cross_entropy(x: TileTensor, w: TileTensor, targets: TileTensor, *, s
         rows: list[Access] = [(x[b, t, c], R) for c in range(num_c)]
         for v in range(w.grid[0]):
             mode = chained(v)
-            accesses = [*rows, *((w[v, c], R) for c in range(num_c)), (targets[b, t], R)]
+            accesses = [*rows, *((w[v, c], R) for c in range(num_c)), *_tile(bias, v), (targets[b, t], R)]
             accesses += [(peak[b, t], mode), (total[b, t], mode), (picked[b, t], mode), _scratch(x, w)]
-            emit(x.runtime, "head_forward", accesses, num_c=num_c, v_start=v * w.tile[0], vocab=w.shape[0], first=v == 0)
-        ends: list[Access] = [(targets[b, t], R), (peak[b, t], R), (total[b, t], R), (picked[b, t], R)]
+            emit(x.runtime, "head_forward", accesses, num_c=num_c, v_start=v * w.tile[0], vocab=w.shape[0], first=v == 0, **_constants(how))
+        ends: list[Access] = [(targets[b, t], R), (peak[b, t], R), (total[b, t], R), (picked[b, t], R), *_tile(factor, 0)]
         emit(x.runtime, "head_finish", [*ends, (lse[b, t], W), (partials[number,], W)], scale=scale)
     return sum_scalars(partials, "loss"), lse
 
 
 def linear_cross_entropy_backward(
-    x: TileTensor, w: TileTensor, targets: TileTensor, lse: TileTensor, dw: TileTensor | None, *, scale: float
+    x: TileTensor,
+    w: TileTensor,
+    targets: TileTensor,
+    lse: TileTensor,
+    dw: TileTensor | None,
+    *,
+    scale: float,
+    bias: TileTensor | None = None,
+    dbias: TileTensor | None = None,
+    factor: TileTensor | None = None,
+    cap: float | None = None,
 ) -> TileTensor:
-    """dx of `linear_cross_entropy`, recomputing the logits; dw receives contributions, unless None."""
-    _check(x, w, targets)
+    """dx of `linear_cross_entropy`, recomputing the logits; dw and dbias receive contributions, unless None."""
+    _check(x, w, targets, bias, factor, cap)
+    if dbias is not None:
+        same_axis(dbias, 0, w, 0)
+    how = Head(bias is not None, factor is not None, dbias is not None, cap or 0.0)
     dx = x.like(name="d head")
     num_c = x.grid[2]
     for b, t in itertools.product(*map(range, targets.grid)):
         for v in range(w.grid[0]):
             accesses: list[Access] = [(x[b, t, c], R) for c in range(num_c)]
-            accesses += [(w[v, c], R) for c in range(num_c)]
-            accesses += [(targets[b, t], R), (lse[b, t], R)]
+            accesses += [*((w[v, c], R) for c in range(num_c)), *_tile(bias, v)]
+            accesses += [(targets[b, t], R), (lse[b, t], R), *_tile(factor, 0)]
             accesses += [(dx[b, t, c], chained(v)) for c in range(num_c)]
             accesses += [(dw[v, c], REDUX) for c in range(num_c)] if dw is not None else []
-            accesses.append(_scratch(x, w))
-            emit(x.runtime, "head_backward", accesses, num_c=num_c, v_start=v * w.tile[0], scale=scale, first=v == 0, accumulate=False)
+            sums = None if dbias is None else _row_sums(dbias, v)
+            accesses += [*_tile(sums, 0, W), _scratch(x, w)]
+            constants: dict[str, Any] = {"num_c": num_c, "v_start": v * w.tile[0], "scale": scale, "first": v == 0, "accumulate": False}
+            emit(x.runtime, "head_backward", accesses, **constants, **_constants(how))
+            if dbias is not None and sums is not None:  # in a task of its own: dw may have had contributions that dbias has not
+                emit(x.runtime, "add_into", [(sums[0,], R), (dbias[v,], REDUX)])
     return dx
 
 
-def _check(x: TileTensor, w: TileTensor, targets: TileTensor) -> None:
+def _constants(how: Head) -> dict[str, Any]:
+    """Nothing for a plain head, whose tasks are then as they have always been."""
+    return {} if how == PLAIN else {"how": how}
+
+
+def _tile(vector: TileTensor | None, number: int, mode: Mode = R) -> list[Access]:
+    return [] if vector is None else [(vector[number,], mode)]
+
+
+def _row_sums(dbias: TileTensor, v: int) -> TileTensor:
+    """Where one task leaves its sums of the logits' gradients over rows."""
+    extents = dbias.tiling.extents((v,))
+    return TileTensor(dbias.runtime, extents, extents, dbias.dtype, name="d bias sums")
+
+
+def _check(x: TileTensor, w: TileTensor, targets: TileTensor, bias: TileTensor | None, factor: TileTensor | None, cap: float | None) -> None:
     same_axis(x, 2, w, 1)
     for axis in (0, 1):
         same_axis(x, axis, targets, axis)
+    if bias is not None:
+        same_axis(bias, 0, w, 0)
+    if factor is not None and factor.shape != (1,):
+        raise ValueError(f"the factor of a loss is one number, got {factor!r}; make it (1,)")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"the cap of logits must be positive, got {cap}; leave it out for none")
 
 
 def _scratch(x: TileTensor, w: TileTensor) -> Access:

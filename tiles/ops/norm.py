@@ -6,6 +6,7 @@ Legend: x (..., C); mean, rstd (...,); gamma, beta (C,).
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +54,8 @@ def residual_layer_norm(
     return s, y, mean, rstd
 
 
-def rms_norm(x: TileTensor, gamma: TileTensor, eps: float) -> tuple[TileTensor, TileTensor]:
-    """y = x * rstd * gamma. Returns (y, rstd)."""
+def rms_norm(x: TileTensor, gamma: TileTensor, eps: float, offset: float = 0.0) -> tuple[TileTensor, TileTensor]:
+    """y = x * rstd * (gamma + offset). Returns (y, rstd)."""
     _check(x, gamma)
     y, rstd = x.like(name="rms_norm"), statistics(x, "rstd")
     cut = x.grid[-1] > 1
@@ -63,25 +64,79 @@ def rms_norm(x: TileTensor, gamma: TileTensor, eps: float) -> tuple[TileTensor, 
     for row in leading(x):
         if zero is None:
             tile = (*row, 0)
-            emit(x.runtime, "rms_norm", [(x[tile], R), (gamma[0,], R), (y[tile], W), (rstd[row], W)], eps=eps)
+            shift, constants = _shift(gamma, offset)
+            emit(x.runtime, "rms_norm", [(x[tile], R), (gamma[0,], R), (y[tile], W), (rstd[row], W), *shift], eps=eps, **constants)
         else:
-            _norm_row(x, gamma, None, y, (zero, rstd, *between), row, eps)
+            _norm_row(x, gamma, None, y, (zero, rstd, *between), row, eps, offset)
     return y, rstd
 
 
-def residual_rms_norm(x: TileTensor, r: TileTensor, gamma: TileTensor, eps: float) -> tuple[TileTensor, TileTensor, TileTensor]:
+def residual_rms_norm(x: TileTensor, r: TileTensor, gamma: TileTensor, eps: float, offset: float = 0.0) -> tuple[TileTensor, TileTensor, TileTensor]:
     """s = x + r; y = rms_norm(s). Returns (s, y, rstd)."""
     same_tiling(x, r)
     if x.grid[-1] > 1:
         s = add(x, r)
-        return s, *rms_norm(s, gamma, eps)
+        return s, *rms_norm(s, gamma, eps, offset)
     _check(x, gamma)
     s, y, rstd = x.like(name="residual"), x.like(name="rms_norm"), statistics(x, "rstd")
     for row in leading(x):
         tile = (*row, 0)
         accesses: list[Access] = [(x[tile], R), (r[tile], R), (gamma[0,], R), (s[tile], W), (y[tile], W), (rstd[row], W)]
-        emit(x.runtime, "residual_rms_norm", accesses, eps=eps)
+        shift, constants = _shift(gamma, offset)
+        emit(x.runtime, "residual_rms_norm", [*accesses, *shift], eps=eps, **constants)
     return s, y, rstd
+
+
+def head_norm(x: TileTensor, gamma: TileTensor, eps: float, offset: float = 0.0) -> tuple[TileTensor, TileTensor]:
+    """y = x * rstd * (gamma + offset) within each head  # (..., H * D), (D,) -> (..., H * D), rstd (..., H)."""
+    _check_heads(x, gamma)
+    size = gamma.shape[0]
+    y = x.like(name="head_norm")
+    rstd = TileTensor(
+        x.runtime,
+        (*x.shape[:-1], x.shape[-1] // size),
+        (*x.tile[:-1], x.tile[-1] // size),
+        np.float64 if x.dtype == np.float64 else np.float32,
+        name="rstd",
+    )
+    for index in x.tiling.indices():
+        shift, constants = _shift(gamma, offset)
+        emit(x.runtime, "head_norm", [(x[index], R), (gamma[0,], R), (y[index], W), (rstd[index], W), *shift], eps=eps, **constants)
+    return y, rstd
+
+
+def head_norm_backward(
+    x: TileTensor,
+    gamma: TileTensor,
+    rstd: TileTensor,
+    dy: TileTensor,
+    dgamma: TileTensor | None,
+    *,
+    dresidual: TileTensor | None = None,
+    offset: float = 0.0,
+) -> TileTensor:
+    """dx of `head_norm` (+ dresidual); dgamma receives a contribution of each tile, unless None."""
+    if dresidual is dy:  # a task reads a tile once
+        return add(head_norm_backward(x, gamma, rstd, dy, dgamma, offset=offset), dy)
+    _check_heads(x, gamma)
+    same_tiling(x, dy, *([dresidual] if dresidual is not None else []))
+    dx = x.like(name="d norm")
+    for index in x.tiling.indices():
+        accesses: list[Access] = [(x[index], R), (gamma[0,], R), (rstd[index], R), (dy[index], R)]
+        if dresidual is not None:
+            accesses.append((dresidual[index], R))
+        shift, constants = _shift(gamma, offset)
+        accesses += [(dx[index], W), _contribution(gamma, dgamma, 0), *shift]
+        emit(x.runtime, "head_norm_backward", accesses, residual=dresidual is not None, accumulate=False, **constants)
+    return dx
+
+
+def _shift(gamma: TileTensor, offset: float) -> tuple[list[Access], dict[str, Any]]:
+    """What a task whose weights are gamma + offset has beyond others: working memory for them, its last access, and the constant."""
+    if not offset:
+        return [], {}
+    itemsize = 8 if gamma.dtype == np.float64 else 4
+    return [(scratch(gamma.runtime, gamma.tile[0] * itemsize), SCRATCH)], {"offset": offset}
 
 
 def _between(x: TileTensor, *names: str) -> list[TileTensor]:
@@ -90,7 +145,14 @@ def _between(x: TileTensor, *names: str) -> list[TileTensor]:
 
 
 def _norm_row(
-    x: TileTensor, gamma: TileTensor, beta: TileTensor | None, y: TileTensor, numbers: tuple[TileTensor, ...], row: Index, eps: float
+    x: TileTensor,
+    gamma: TileTensor,
+    beta: TileTensor | None,
+    y: TileTensor,
+    numbers: tuple[TileTensor, ...],
+    row: Index,
+    eps: float,
+    offset: float = 0.0,
 ) -> None:
     """One row of tiles: sums, squared deviations, then apply.
 
@@ -113,7 +175,8 @@ def _norm_row(
         accesses = [(x[*row, c], R), (mean[row], R), (rstd[row], R), (gamma[c,], R)]
         if beta is not None:
             accesses.append((beta[c,], R))
-        emit(runtime, "norm_apply", [*accesses, (y[*row, c], W)])
+        shift, constants = _shift(gamma, offset)
+        emit(runtime, "norm_apply", [*accesses, (y[*row, c], W), *shift], **constants)
 
 
 def layer_norm_backward(
@@ -132,10 +195,17 @@ def layer_norm_backward(
 
 
 def rms_norm_backward(
-    x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, dgamma: TileTensor | None, *, dresidual: TileTensor | None = None
+    x: TileTensor,
+    gamma: TileTensor,
+    rstd: TileTensor,
+    dy: TileTensor,
+    dgamma: TileTensor | None,
+    *,
+    dresidual: TileTensor | None = None,
+    offset: float = 0.0,
 ) -> TileTensor:
     """dx of `rms_norm` (+ dresidual); dgamma receives contributions, unless None."""
-    return _norm_backward(x, gamma, None, rstd, dy, [dgamma], dresidual)
+    return _norm_backward(x, gamma, None, rstd, dy, [dgamma], dresidual, offset)
 
 
 def _norm_backward(
@@ -146,7 +216,10 @@ def _norm_backward(
     dy: TileTensor,
     sums: list[TileTensor | None],
     dresidual: TileTensor | None,
+    offset: float = 0.0,
 ) -> TileTensor:
+    if dresidual is dy:  # a task reads a tile once
+        return add(_norm_backward(x, gamma, mean, rstd, dy, sums, None, offset), dy)
     _check(x, gamma, *(total for total in sums if total is not None))
     same_tiling(x, dy, *([dresidual] if dresidual is not None else []))
     dx = x.like(name="d norm")
@@ -158,14 +231,15 @@ def _norm_backward(
     for row in leading(x):
         moments: list[Access] = [(m[row], R) for m in (mean, rstd) if m is not None]
         if cut:
-            _norm_backward_row(x, gamma, moments, dy, sums, between, dresidual, dx, row)
+            _norm_backward_row(x, gamma, moments, dy, sums, between, dresidual, dx, row, offset)
             continue
         tile = (*row, 0)
         accesses: list[Access] = [(x[tile], R), (gamma[0,], R), *moments, (dy[tile], R)]
         if dresidual is not None:
             accesses.append((dresidual[tile], R))
-        accesses += [(dx[tile], W), *(_contribution(gamma, total, 0) for total in sums)]
-        emit(x.runtime, op, accesses, residual=dresidual is not None, accumulate=False)
+        shift, constants = _shift(gamma, offset)
+        accesses += [(dx[tile], W), *(_contribution(gamma, total, 0) for total in sums), *shift]
+        emit(x.runtime, op, accesses, residual=dresidual is not None, accumulate=False, **constants)
     return dx
 
 
@@ -179,19 +253,24 @@ def _norm_backward_row(
     dresidual: TileTensor | None,
     dx: TileTensor,
     row: Index,
+    offset: float,
 ) -> None:
     runtime, width = x.runtime, x.shape[-1]
     plain, weighted = between
     for c in range(x.grid[-1]):
         mode = chained(c)
         accesses: list[Access] = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R)]
-        emit(runtime, "norm_backward_sums", [*accesses, (plain[row], mode), (weighted[row], mode), _scratch(x)], accumulate=c > 0)
+        shift, constants = _shift(gamma, offset)
+        accesses += [(plain[row], mode), (weighted[row], mode), _scratch(x), *shift]
+        emit(runtime, "norm_backward_sums", accesses, accumulate=c > 0, **constants)
     for c in range(x.grid[-1]):
         accesses = [(x[*row, c], R), (gamma[c,], R), *moments, (dy[*row, c], R), (plain[row], R), (weighted[row], R)]
         if dresidual is not None:
             accesses.append((dresidual[*row, c], R))
-        accesses += [(dx[*row, c], W), *(_contribution(gamma, total, c) for total in sums)]
-        emit(runtime, "norm_backward_apply", accesses, width=width, center=len(sums) == 2, residual=dresidual is not None, accumulate=False)
+        shift, constants = _shift(gamma, offset)
+        accesses += [(dx[*row, c], W), *(_contribution(gamma, total, c) for total in sums), *shift]
+        constants |= {"width": width, "center": len(sums) == 2, "residual": dresidual is not None, "accumulate": False}
+        emit(runtime, "norm_backward_apply", accesses, **constants)
 
 
 def _contribution(gamma: TileTensor, total: TileTensor | None, c: int) -> Access:
@@ -243,3 +322,9 @@ def _scratch(x: TileTensor) -> Access:
 def _check(x: TileTensor, *vectors: TileTensor) -> None:
     for vector in vectors:
         same_axis(x, len(x.shape) - 1, vector, 0)
+
+
+def _check_heads(x: TileTensor, gamma: TileTensor) -> None:
+    size = gamma.shape[0]
+    if gamma.grid != (1,) or x.shape[-1] % size or x.tile[-1] % size:
+        raise ValueError(f"tiles must hold whole heads, whose weights are one tile of one axis; got {x!r} and {gamma!r}")

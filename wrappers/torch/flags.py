@@ -16,6 +16,7 @@ _TILES: Final = (
 )
 _LANES: Final = "sums gradients of nntask's own models in parallel, and through PyTorch minibatches are summed in order; drop it"
 _GPUS: Final = "is about GPUs, and PyTorch computes on CPUs here; drop it, or try devices with --sim-gpu"
+_OBJECTIVE: Final = "is about what nntask's own models learn, and a model through PyTorch learns what its class is for; drop it"
 _TIMED: Final = "times passes of nntask's own models; drop it, and read tokens per second in metrics.jsonl"
 _DASK: Final = "trains nntask's own models on a cluster, and a model through PyTorch trains on one machine; drop it"
 _MODEL: Final = "names another model than the one that is continued; drop it, or start a new run"
@@ -31,6 +32,8 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "fp32-fast-tf32": ((False,), "is about GPUs, and PyTorch computes on CPUs here; drop it"),
     "flashattention": ((True,), "is about nntask's own models; drop it: PyTorch chooses how it computes attention"),
     "train": (("all",), "puts adapters into nntask's own models; drop it, or train with PEFT's in a program with wrappers.torch.Session"),
+    **{"objective": ((None,), _OBJECTIVE), "mask-probability": ((0.15,), _OBJECTIVE), "target-len": ((None,), _OBJECTIVE)},
+    **{"document-boundaries": ((False,), _OBJECTIVE), "chat-template": (("",), _OBJECTIVE)},
     "loss-reduction": (("mean",), "sums over the tokens of a step, and a model of transformers has a mean; drop it"),
     **dict.fromkeys(("nforward", "nforward-warmup", "nbackward", "nbackward-warmup"), ((0,), _TIMED)),
     **{"ngpu": ((None, 0), _GPUS), "split-gpu": ((1,), _GPUS), "graphs": ((True,), _GPUS), "strict": ((False,), _GPUS)},

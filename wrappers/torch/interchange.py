@@ -21,7 +21,7 @@ from nntask.checkpoints import find_checkpoint
 from nntask.data import TOKENIZER_FILE, Special, load_tokenizer
 from nntask.export import weights_of
 from nntask.io import first_not_finite
-from nntask.models import FAMILIES, LanguageModel, build, family_of
+from nntask.models import FAMILIES, LanguageModel, build
 from scheduler import Handle, Mode, TaskRuntime
 from tiles import TileTensor
 
@@ -86,7 +86,7 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
     for name, array in state.items():
         if (bad := first_not_finite(array)) is not None:
             raise DataError(f"{name} holds {bad}, and weights must be finite; use a module of a training that did not diverge")
-    model.load(family.from_hf(state, config))
+    model.load(config.names.from_hf(state, config))
     return model
 
 
@@ -108,7 +108,7 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
             arrays[name] = np.empty(weight.shape, weight.dtype)
             weight.read(arrays[name])
     values = config.to_dict()
-    state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in family_of(config).to_hf(arrays, config).items()}
+    state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in config.names.to_hf(arrays, config).items()}
     module = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**values, **ids.to_dict()), dtype=next(iter(state.values())).dtype
     )

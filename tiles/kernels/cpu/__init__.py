@@ -6,7 +6,22 @@ many cores happen to be free.
 
 from importlib.metadata import version
 
-from . import attention, cache, elementwise, embedding, loss, matmul, norm, optimizer, random, select  # noqa: F401
+from . import (  # noqa: F401
+    activation,
+    attention,
+    cache,
+    elementwise,
+    embedding,
+    loss,
+    matmul,
+    norm,
+    optimizer,
+    random,
+    select,
+    softmax,
+    stored_attention,
+    tokens,
+)
 from .blas import fp32_products, set_blas_threads
 from .onednn import bf16, bf16_attention  # noqa: F401
 

@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.attention import Pair
+from ..reference.attention import NOTHING, PLAIN, Pair, Pattern
 from ..registry import register, register_bf16
-from . import attention as blocks
+from . import attention as whole
+from .attention_blocks import QUERIES, attention_scratch_nbytes
+from .attention_pattern import begin_floored
 from .elementwise import single
 
 Array = npt.NDArray[Any]
 
 
-def cache_scratch_nbytes(num_tokens: int, num_heads: int, num_keys: int, itemsize: int) -> int:
+def cache_scratch_nbytes(num_tokens: int, num_heads: int, num_keys: int, itemsize: int, *, has_bias: bool = False) -> int:
     """Working memory of one task: the scores of all heads of one token, or those of `attention`."""
-    return max(num_heads * num_keys * itemsize, blocks.attention_scratch_nbytes(num_tokens, num_keys, itemsize))
+    bias = 2 * (min(QUERIES, num_tokens) + num_keys) * itemsize if has_bias else 0
+    return max(num_heads * num_keys * itemsize, attention_scratch_nbytes(num_tokens, num_keys, itemsize, bias=bias))
 
 
 @register_bf16("append_to_cache", takes=lambda views, constants: True)
@@ -53,17 +56,22 @@ def cached_attention(
     o: Array,
     peak: Array,
     total: Array,
-    scratch: Array,
-    *,
+    *rest: Array,
     head_size: int,
     scale: float,
     start: int,
     first: bool,
     last: bool,
+    pattern: Pattern = PLAIN,
 ) -> None:
     """Add one tile of the cache to the running attention of the new tokens; the last one normalises. See the reference."""
+    *table, scratch = rest
     batch, num_tokens, width = q.shape
-    if num_tokens == 1 and single(q, keys):
+    if first and pattern.may_blind:
+        begin_floored(o, peak, total)
+        first = False
+    is_seen = not pattern.window or int(positions.max()) - pattern.window < start  # all of the tile, by every token
+    if num_tokens == 1 and single(q, keys) and is_seen and not pattern.cap and not table:
         from .numba import exp_loops
 
         s = np.ndarray((width // head_size, keys.shape[1]), np.float32, buffer=scratch)
@@ -72,9 +80,10 @@ def cached_attention(
         scaled = np.float32(scale)
         exp_loops.cached_attention(query[:, 0], k, v, positions.reshape(-1), start, scaled, s, out[:, 0], tops, sums, bool(first), bool(last))
         return
+    more = NOTHING._replace(table=table[0]) if table else NOTHING
     for b in range(batch):
-        at = Pair(head_size, scale, True, int(positions[b, 0]), start, 0, 0, 0, 0)
+        at = Pair(head_size, scale, True, int(positions[b, 0]), start, 0, 0, 0, 0, pattern=pattern)
         one = slice(b, b + 1)
-        blocks.add_keys(q[one], keys[one], values[one], o[one], peak[one], total[one], None, scratch, at, first)
+        whole.add_keys(q[one], keys[one], values[one], o[one], peak[one], total[one], more, scratch, at, first)
     if last:
-        blocks.finish(o, total, head_size)
+        whole.finish(o, total, head_size)

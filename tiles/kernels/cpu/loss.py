@@ -14,28 +14,33 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ..reference.loss import PLAIN, Head, backward_tiles, forward_tiles, scaled
 from ..reference.loss import head_finish as finish
 from ..registry import register
 from .blas import gemm
-from .elementwise import MOST_ROWS, cut, row_blocks, single
+from .elementwise import MOST_ROWS, WORK_BYTES, cut, row_blocks, single
 from .embedding import check_ids
-from .matmul import rows
+from .matmul import column_sums, rows
 
 Array = npt.NDArray[Any]
 Product = Callable[[Array, Array, Array, bool], None]
 """(x, w, s, accumulate): s (+)= x @ w^T."""
+
+Blocks = Iterator[tuple[int, int, Array]]
+"""(first column, last column, logits) of each block of columns."""
 
 COLUMNS: Final = 1024
 """Logits per row that exist at a time."""
 
 
 @register("head_finish", "cpu")
-def head_finish(targets: Array, peak: Array, total: Array, picked: Array, lse: Array, loss: Array, *, scale: float) -> None:
-    """lse = peak + log total; loss[0] = scale * sum over tokens of (lse - picked), in fp64."""
+def head_finish(targets: Array, peak: Array, total: Array, picked: Array, *rest: Array, scale: float) -> None:
+    """lse = peak + log total; loss[0] = scale * [factor *] sum over tokens of (lse - picked), in fp64; `rest` is [factor,] lse, loss."""
+    *factor, lse, loss = rest
     ids, tops, sums, chosen, out = (tile.reshape(-1) for tile in (targets, peak, total, picked, lse))
     loss[0], piece_loss = 0.0, np.empty(1)
     for piece in cut(targets.size, 4 * MOST_ROWS):  # a tile of up to 2048 tokens is one sum, as in the reference
-        finish(ids[piece], tops[piece], sums[piece], chosen[piece], out[piece], piece_loss, scale=scale)
+        finish(ids[piece], tops[piece], sums[piece], chosen[piece], *factor, out[piece], piece_loss, scale=scale)
         loss += piece_loss
 
 
@@ -44,14 +49,30 @@ def loss_scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:
     return num_rows * min(COLUMNS, num_columns) * itemsize
 
 
-def blocks(xs: Sequence[Array], ws: Sequence[Array], dtype: np.dtype[Any], buffer: Array, product: Product) -> Iterator[tuple[int, int, Array]]:
-    """(first column, last column, logits) for each block of columns."""
+def blocks(xs: Sequence[Array], ws: Sequence[Array], dtype: np.dtype[Any], buffer: Array, product: Product) -> Blocks:
+    """The logits, block by block of columns, in one buffer."""
     num_columns = ws[0].shape[0]
     for first in range(0, num_columns, COLUMNS):
         last = min(first + COLUMNS, num_columns)
         s = np.ndarray((xs[0].shape[0], last - first), dtype, buffer=buffer)
         for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
             product(x, w[first:last], s, number > 0)
+        yield first, last, s
+
+
+def shaped(found: Blocks, bias: Array | None, cap: float) -> Blocks:
+    """The blocks with the bias (v,) added, and capped; where there is neither, as they are."""
+    return found if bias is None and not cap else _shaped(found, bias, cap)
+
+
+def _shaped(found: Blocks, bias: Array | None, cap: float) -> Blocks:
+    for first, last, s in found:
+        if bias is not None:
+            s += bias[first:last].astype(s.dtype)
+        if cap:
+            s *= s.dtype.type(1 / cap)
+            np.tanh(s, out=s)
+            s *= s.dtype.type(cap)
         yield first, last, s
 
 
@@ -75,20 +96,20 @@ def _product_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
     """The logits again, dx, and dw if it is there."""
-    has_dw = len(views) > 3 * constants["num_c"] + 3
+    has_dw = bool(backward_tiles(views, constants["num_c"], constants.get("how", PLAIN)).dws)
     return (3.0 if has_dw else 2.0) * _product_flops(views, constants)
 
 
 @register("head_forward", "cpu", flops=_product_flops)
-def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool) -> None:
-    """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
-    xs, ws, (*statistics, scratch) = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c], tiles[2 * num_c :]
-    add_blocks(blocks(xs, ws, xs[0].dtype, scratch, _product), *statistics, v_start=v_start, vocab=vocab, first=first)
+def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
+    """Add one vocabulary tile to the running statistics; tiles as of `forward_tiles`."""
+    given = forward_tiles(tiles, num_c, how)
+    xs = [rows(x) for x in given.xs]
+    found = shaped(blocks(xs, given.ws, xs[0].dtype, given.scratch, _product), given.bias, how.cap)
+    add_blocks(found, *given.statistics, v_start=v_start, vocab=vocab, first=first)
 
 
-def add_blocks(
-    found: Iterator[tuple[int, int, Array]], targets: Array, peak: Array, total: Array, picked: Array, *, v_start: int, vocab: int, first: bool
-) -> None:
+def add_blocks(found: Blocks, targets: Array, peak: Array, total: Array, picked: Array, *, v_start: int, vocab: int, first: bool) -> None:
     """Add blocks of logits to each row's running maximum and sum of exponentials, and pick the targets' logits."""
     check_ids(targets, vocab, -1)
     ids, peak, total, picked = targets.reshape(-1), peak.reshape(-1), total.reshape(-1), picked.reshape(-1)
@@ -114,8 +135,19 @@ def add_blocks(
             peak[block] = top
 
 
-def logit_gradients(p: Array, ids: Array, lse: Array, first: int, last: int, scale: float) -> None:
-    """p = scale * (exp(logits - lse) - 1 at the target), 0 for ignored tokens; p holds the logits of [first, last)."""
+def logit_gradients(p: Array, ids: Array, lse: Array, first: int, last: int, scale: float, cap: float = 0.0) -> None:
+    """p = scale * (exp(logits - lse) - 1 at the target), 0 for ignored tokens; p holds the logits of [first, last).
+
+    Of logits capped to c tanh(z / c), the gradients by z: times 1 - tanh^2.
+    """
+    if cap:
+        for block in row_blocks(p.shape[0], p.shape[1] * p.itemsize, WORK_BYTES // 2):
+            slope = p[block] * p.dtype.type(1 / cap)
+            slope *= slope
+            np.subtract(1, slope, out=slope)
+            logit_gradients(p[block], ids[block], lse[block], first, last, scale)
+            p[block] *= slope
+        return
     if single(p, lse):
         from .numba import exp_loops
 
@@ -133,15 +165,16 @@ def logit_gradients(p: Array, ids: Array, lse: Array, first: int, last: int, sca
 
 
 @register("head_backward", "cpu", flops=_backward_flops)
-def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
-    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, [dw * num_c,] scratch."""
-    xs, ws = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
-    ids, lse = tiles[2 * num_c].reshape(-1), tiles[2 * num_c + 1].reshape(-1)
-    dxs = [rows(dx) for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]]
-    dws = tiles[3 * num_c + 2 : -1]
-    for start, end, p in blocks(xs, ws, xs[0].dtype, tiles[-1], _product):
-        logit_gradients(p, ids, lse, v_start + start, v_start + end, scale)
-        for w, dx in zip(ws, dxs, strict=True):
+def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
+    """One vocabulary tile's share of dx, dw and dbias, of which the last is overwritten; tiles as of `backward_tiles`."""
+    given = backward_tiles(tiles, num_c, how)
+    xs, dxs = [rows(x) for x in given.xs], [rows(dx) for dx in given.dxs]
+    ids, lse, scale = given.targets.reshape(-1), given.lse.reshape(-1), scaled(scale, given.factor)
+    for start, end, p in shaped(blocks(xs, given.ws, xs[0].dtype, given.scratch, _product), given.bias, how.cap):
+        logit_gradients(p, ids, lse, v_start + start, v_start + end, scale, how.cap)
+        if given.dbias is not None:
+            column_sums(p, given.dbias[start:end], accumulate=False)
+        for w, dx in zip(given.ws, dxs, strict=True):
             gemm(p, w[start:end], dx, beta=float(not first or start > 0))
-        for x, dw in zip(xs, dws, strict=bool(dws)):
+        for x, dw in zip(xs, given.dws, strict=bool(given.dws)):
             gemm(p, x, dw[start:end], trans_a=True, beta=float(accumulate))

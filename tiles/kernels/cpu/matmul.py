@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..registry import register
+from .activation import activate_into
 from .blas import gemm
-from .elementwise import WORK_BYTES, activate_into, cut, row_blocks, single
+from .elementwise import WORK_BYTES, cut, row_blocks, single
 
 Array = npt.NDArray[Any]
 

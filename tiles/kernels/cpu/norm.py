@@ -1,4 +1,4 @@
-"""Normalisations and softmax on the CPU: a block of rows of about 128 KiB goes through every pass before the next one is touched.
+"""Normalisations on the CPU: a block of rows of about 128 KiB goes through every pass before the next one is touched.
 
 Ladder for layer_norm, 1024 x 768 fp32, one core, forward / backward: whole arrays 1.0 / 1.6 ms; blocks of 32 KiB 1.5 / 2.5 ms (NumPy's cost per
 call shows), of 64 KiB 1.0 / 1.8 ms, of 128 KiB 0.83 / 1.4 ms, of 512 KiB 0.69 / 1.2 ms (torch's forward 0.36 ms).
@@ -11,7 +11,7 @@ dropped: sums over four rows at a time (0.46 against 0.42 ms), one loop for dx a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -47,7 +47,7 @@ def _work_beside(dx: Array, block: slice) -> Array:
     return np.empty(min(dx[block].size, WORK_BYTES * 3 // 4 // dx.itemsize), dx.dtype)
 
 
-def _cells(x: Array, work: Array) -> Iterator[tuple[slice, slice, Array]]:
+def boxes(x: Array, work: Array) -> Iterator[tuple[slice, slice, Array]]:
     """(rows, columns, working memory of that shape): boxes of whole rows, or of a piece of one row where a row exceeds `work`."""
     for piece, columns in cells(x.shape[0], x.shape[1], x.itemsize, work.nbytes):
         shape = (piece.stop - piece.start, columns.stop - columns.start)
@@ -60,7 +60,7 @@ def _add_column_dots(a: Array, b: Array, total: Array) -> None:
         total[columns] += np.einsum("rc,rc->c", a[:, columns], b[:, columns])
 
 
-def _dots(a: Array, b: Array) -> Array:
+def dot_rows(a: Array, b: Array) -> Array:
     """Row by row sum of a * b  # (R, c), (R, c) -> (R,)."""
     result: Array = np.einsum("rc,rc->r", a, b)
     return result
@@ -71,10 +71,19 @@ def _layer_norm_block(x: Array, gamma: Array, beta: Array, y: Array, mean: Array
     np.add.reduce(x, axis=1, out=mean)
     mean /= width
     np.subtract(x, mean[:, None], out=y)
-    rstd[...] = 1.0 / np.sqrt(_dots(y, y) / width + eps)
+    rstd[...] = 1.0 / np.sqrt(dot_rows(y, y) / width + eps)
     y *= rstd[:, None]
     y *= gamma
     y += beta
+
+
+def _weights(gamma: Array, offset: float, rest: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+    """gamma + offset, which lies in the scratch behind `rest`, and `rest` without it; both as they are where there is no offset."""
+    if not offset:
+        return gamma, rest
+    shifted = rest[-1].view(gamma.dtype)[: gamma.size]
+    np.add(gamma, gamma.dtype.type(offset), out=shifted)
+    return shifted, rest[:-1]
 
 
 @register("layer_norm", "cpu")
@@ -105,8 +114,9 @@ def residual_layer_norm(x: Array, r: Array, gamma: Array, beta: Array, s: Array,
 
 
 @register("rms_norm", "cpu")
-def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *, eps: float) -> None:
-    """y = x * rstd * gamma, rstd = 1 / sqrt(mean(x^2) + eps)."""
+def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, eps: float, offset: float = 0.0) -> None:
+    """y = x * rstd * (gamma + offset), rstd = 1 / sqrt(mean(x^2) + eps)."""
+    gamma, _ = _weights(gamma, offset, scratch)
     x, y, rstd = rows(x), rows(y), rstd.reshape(-1)
     if single(x, gamma, y, rstd):
         from .numba import loops
@@ -115,7 +125,7 @@ def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *, eps: float) -> No
         return
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         a = x[block]
-        rstd[block] = 1.0 / np.sqrt(_dots(a, a) / x.shape[1] + eps)
+        rstd[block] = 1.0 / np.sqrt(dot_rows(a, a) / x.shape[1] + eps)
         np.multiply(a, rstd[block][:, None], out=y[block])
         y[block] *= gamma
 
@@ -126,15 +136,15 @@ def _backward_block(scale: Array, dy: Array, gamma: Array, dx: Array, dgamma: Ar
     num_rows, width = dx.shape
     whole = width <= work.size
     weighted, plain = np.zeros((2, num_rows), dx.dtype)
-    for piece, columns, g in _cells(dx, work):
+    for piece, columns, g in boxes(dx, work):
         np.multiply(dy[piece, columns], gamma[columns], out=g)
-        weighted[piece] += _dots(g, dx[piece, columns])
+        weighted[piece] += dot_rows(g, dx[piece, columns])
         if center:
             plain[piece] += np.add.reduce(g, axis=1)
         if whole:
             _subtract_moments(g, weighted[piece], plain[piece], dx[piece], width, center)
     if not whole:
-        for piece, columns, g in _cells(dx, work):
+        for piece, columns, g in boxes(dx, work):
             np.multiply(dy[piece, columns], gamma[columns], out=g)
             _subtract_moments(g, weighted[piece], plain[piece], dx[piece, columns], width, center)
     dx *= scale[:, None]
@@ -150,7 +160,7 @@ def _subtract_moments(g: Array, weighted: Array, plain: Array, dx: Array, width:
 
 def _subtract_from_scaled(g: Array, gamma: Array, out: Array, work: Array) -> None:
     """out = g * gamma - out."""
-    for piece, columns, scaled in _cells(out, work):
+    for piece, columns, scaled in boxes(out, work):
         np.multiply(g[piece, columns], gamma[columns], out=scaled)
         np.subtract(scaled, out[piece, columns], out=out[piece, columns])
 
@@ -179,13 +189,14 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
 
 
 @register("rms_norm_backward", "cpu")
-def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
+def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
     """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; see the reference."""
-    *extra, dx, dgamma = rest
+    gamma, tiles = _weights(gamma, offset, rest)
+    *extra, dx, dgamma = tiles
     x, dy, dx, rstd = rows(x), rows(dy), rows(dx), rstd.reshape(-1)
     if not accumulate:
         dgamma[...] = 0
-    if single(x, gamma, rstd, dy, *rest):
+    if single(x, gamma, rstd, dy, *tiles):
         from .numba import loops
 
         loops.rms_norm_backward(x, gamma, rstd, dy, rows(extra[0]) if residual else dy, dx, dgamma, residual)
@@ -195,6 +206,21 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Arr
         _backward_block(rstd[block], dy[block], gamma, dx[block], dgamma, _work_beside(dx, block), False)
         if residual:
             dx[block] += rows(extra[0])[block]
+
+
+@register("head_norm", "cpu")
+def head_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, eps: float, offset: float = 0.0) -> None:
+    """RMS norm of each head with weights that all heads share  # x, y (.., h * D); gamma (D,); rstd (.., h)."""
+    heads = (-1, gamma.size)
+    rms_norm(x.reshape(heads), gamma, y.reshape(heads), rstd, *scratch, eps=eps, offset=offset)
+
+
+@register("head_norm_backward", "cpu")
+def head_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
+    """Gradients of `head_norm`, as of `rms_norm` over (.., h, D); see the reference."""
+    heads = (-1, gamma.size)
+    given = [array.reshape(heads) if array.ndim > 1 else array for array in rest]
+    rms_norm_backward(x.reshape(heads), gamma, rstd, dy.reshape(heads), *given, accumulate=accumulate, residual=residual, offset=offset)
 
 
 @register("row_sums", "cpu")
@@ -214,9 +240,9 @@ def row_squares(x: Array, center: Array, squares: Array, scratch: Array, *, widt
     x, center, squares = rows(x), center.reshape(-1), squares.reshape(-1)
     if not accumulate:
         squares[...] = 0
-    for piece, columns, away in _cells(x, scratch.view(x.dtype)):
+    for piece, columns, away in boxes(x, scratch.view(x.dtype)):
         np.subtract(x[piece, columns], (center[piece] / width)[:, None], out=away)
-        squares[piece] += _dots(away, away)
+        squares[piece] += dot_rows(away, away)
 
 
 @register("norm_finish", "cpu")
@@ -230,9 +256,10 @@ def norm_finish(sums: Array, squares: Array, mean: Array, rstd: Array, *, width:
 
 
 @register("norm_apply", "cpu")
-def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array) -> None:
-    """y = (x - mean) * rstd * gamma [+ beta]; `rest` is [beta,] y."""
-    *beta, y = rest
+def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array, offset: float = 0.0) -> None:
+    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch if there is an offset]."""
+    gamma, tiles = _weights(gamma, offset, rest)
+    *beta, y = tiles
     x, y, mean, rstd = rows(x), rows(y), mean.reshape(-1), rstd.reshape(-1)
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         out = y[block]
@@ -245,20 +272,31 @@ def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array) -
 
 @register("norm_backward_sums", "cpu")
 def norm_backward_sums(
-    x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, plain: Array, weighted: Array, scratch: Array, *, accumulate: bool
+    x: Array,
+    gamma: Array,
+    mean: Array,
+    rstd: Array,
+    dy: Array,
+    plain: Array,
+    weighted: Array,
+    scratch: Array,
+    *rest: Array,
+    accumulate: bool,
+    offset: float = 0.0,
 ) -> None:
-    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width, g = dy * gamma."""
+    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width, g = dy * (gamma + offset)."""
+    gamma, _ = _weights(gamma, offset, rest)
     x, dy, mean, rstd = rows(x), rows(dy), mean.reshape(-1), rstd.reshape(-1)
     plain, weighted = plain.reshape(-1), weighted.reshape(-1)
     if not accumulate:
         plain[...] = 0
         weighted[...] = 0
-    for piece, columns, g in _cells(x, scratch.view(x.dtype)):
+    for piece, columns, g in boxes(x, scratch.view(x.dtype)):
         np.multiply(dy[piece, columns], gamma[columns], out=g)
         total = np.add.reduce(g, axis=1)
         plain[piece] += total
         # sum g * (x - mean) * rstd without another temporary
-        weighted[piece] += (_dots(g, x[piece, columns]) - mean[piece] * total) * rstd[piece]
+        weighted[piece] += (dot_rows(g, x[piece, columns]) - mean[piece] * total) * rstd[piece]
 
 
 @register("norm_backward_apply", "cpu")
@@ -275,9 +313,11 @@ def norm_backward_apply(
     center: bool,
     residual: bool,
     accumulate: bool,
+    offset: float = 0.0,
 ) -> None:
-    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
-    arrays = [rows(array) if array.ndim > 1 else array for array in rest]
+    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch if there is an offset]."""
+    gamma, tiles = _weights(gamma, offset, rest)
+    arrays = [rows(array) if array.ndim > 1 else array for array in tiles]
     extra = arrays.pop(0) if residual else None
     dx, *sums = arrays
     x, dy, mean, rstd = rows(x), rows(dy), mean.reshape(-1), rstd.reshape(-1)
@@ -301,87 +341,13 @@ def norm_backward_apply(
             out += extra[block]
 
 
-@register("softmax", "cpu")
-def softmax(x: Array, y: Array) -> None:
-    """y = exp(x - max) / sum, over the last axis."""
-    x, y = rows(x), rows(y)
-    if single(x, y):
-        from .numba import exp_loops
-
-        exp_loops.softmax(x, y)
-        return
-    for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        out = y[block]
-        np.subtract(x[block], np.maximum.reduce(x[block], axis=1, keepdims=True), out=out)
-        np.exp(out, out=out)
-        out /= np.add.reduce(out, axis=1, keepdims=True)
-
-
-@register("softmax_backward", "cpu")
-def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = y * (dy - sum(y * dy))."""
-    y, dy, dx = rows(y), rows(dy), rows(dx)
-    if single(y, dy, dx):
-        from .numba import exp_loops
-
-        exp_loops.softmax_backward(y, dy, dx)
-        return
-    for block in row_blocks(y.shape[0], y.shape[1] * y.itemsize):
-        np.subtract(dy[block], _dots(y[block], dy[block])[:, None], out=dx[block])
-        dx[block] *= y[block]
-
-
-@register("softmax_sums", "cpu")
-def softmax_sums(x: Array, peak: Array, total: Array, scratch: Array, *, accumulate: bool) -> None:
-    """Online softmax (Milakov and Gimelshein 2018): running row maximum and sum of exponentials relative to it."""
-    x, peak, total = rows(x), peak.reshape(-1), total.reshape(-1)
-    work = scratch.view(x.dtype)
-    for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        top = np.maximum.reduce(x[block], axis=1)
-        if accumulate:
-            np.maximum(top, peak[block], out=top)
-            total[block] *= np.exp(peak[block] - top)
-        else:
-            total[block] = 0
-        for piece, columns, e in _cells(x[block], work):
-            np.subtract(x[block][piece, columns], top[piece, None], out=e)
-            np.exp(e, out=e)
-            total[block][piece] += np.add.reduce(e, axis=1)
-        peak[block] = top
-
-
-@register("softmax_apply", "cpu")
-def softmax_apply(x: Array, peak: Array, total: Array, y: Array) -> None:
-    """y = exp(x - peak) / total."""
-    x, y, peak, total = rows(x), rows(y), peak.reshape(-1), total.reshape(-1)
-    for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        np.subtract(x[block], peak[block][:, None], out=y[block])
-        np.exp(y[block], out=y[block])
-        y[block] /= total[block][:, None]
-
-
-@register("row_dots", "cpu")
-def row_dots(a: Array, b: Array, dots: Array, *, accumulate: bool) -> None:
-    """dots (+)= sum of a * b over the tile's width."""
-    a, b, dots = rows(a), rows(b), dots.reshape(-1)
-    for block in cut(a.shape[0], MOST_ROWS):
-        found = _dots(a[block], b[block])
-        dots[block] = dots[block] + found if accumulate else found
-
-
-@register("softmax_backward_apply", "cpu")
-def softmax_backward_apply(y: Array, dy: Array, dots: Array, dx: Array) -> None:
-    """dx = y * (dy - dots)."""
-    np.subtract(dy, dots[..., None], out=dx)
-    dx *= y
-
-
 @register("residual_rms_norm", "cpu")
-def residual_rms_norm(x: Array, r: Array, gamma: Array, s: Array, y: Array, rstd: Array, *, eps: float) -> None:
+def residual_rms_norm(x: Array, r: Array, gamma: Array, s: Array, y: Array, rstd: Array, *scratch: Array, eps: float, offset: float = 0.0) -> None:
     """s = x + r; y = rms_norm(s)."""
+    gamma, _ = _weights(gamma, offset, scratch)
     x, r, s, y, rstd = rows(x), rows(r), rows(s), rows(y), rstd.reshape(-1)
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         a = np.add(x[block], r[block], out=s[block])
-        rstd[block] = 1.0 / np.sqrt(_dots(a, a) / x.shape[1] + eps)
+        rstd[block] = 1.0 / np.sqrt(dot_rows(a, a) / x.shape[1] + eps)
         np.multiply(a, rstd[block][:, None], out=y[block])
         y[block] *= gamma

@@ -1,15 +1,19 @@
-"""Attention over pairs of tiles on a device: scores live in shared memory, the scratch that a CPU needs stays unused.
+"""Attention over pairs of tiles on a device: scores live in shared memory. Of the scratch that a CPU needs only a bias uses some, for its number at
+each distance and for partial sums of its gradient.
 
 bf16 tiles of heads of 64 and 128 go to tensor cores (`source/flash.cu`), everything else to plain arithmetic (`source/attention.cu`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from ..reference import attention as reference
+from ..reference.attention import OptionalTiles, optional_tiles
+from ..reference.buckets import Buckets
 from ..reference.random import threshold
 from ..registry import BF16, register
 from .array import DeviceArray
@@ -29,18 +33,45 @@ _INTEGERS: Final = ("head_size", "causal", "q_start", "k_start", "b_start", "h_s
 _PAIR: Final = np.dtype(
     [(name, np.int32) for name in _INTEGERS]
     + [("threshold", np.uint32), ("scale", np.float32), ("p", np.float32)]
-    + [(name, np.int32) for name in ("tq", "tk", "heads", "groups")]
+    + [(name, np.int32) for name in ("tq", "tk", "heads", "groups", "row", "window", "may_blind")]
+    + [("cap", np.float32)]
+    + [(name, np.uint64) for name in ("of_queries", "of_keys", "bias")]
 )
+_MOST_RUNS: Final = 128
+_RUNS: Final = np.dtype([("count", np.int32), ("first", np.int32, _MOST_RUNS), ("bucket", np.int32, _MOST_RUNS)])
 
 
-def _pair(at: reference.Pair, tq: int, tk: int, heads: int, groups: int) -> Any:
-    """`struct Pair` of the source."""
+def _pair(at: reference.Pair, tq: int, tk: int, heads: int, groups: int, addresses: tuple[int, int, int] = (0, 0, 0)) -> Any:
+    """`struct Pair` of the source; addresses of documents of queries and keys and of the bias."""
     numbers = (int(getattr(at, name)) for name in _INTEGERS)
-    return np.array((*numbers, threshold(at.p), at.scale, at.p, tq, tk, heads, groups), _PAIR)[()]
+    pattern = (at.row, at.pattern.window, at.pattern.may_blind, at.pattern.cap)
+    return np.array((*numbers, threshold(at.p), at.scale, at.p, tq, tk, heads, groups, *pattern, *addresses), _PAIR)[()]
 
 
-def _pair_of(q: DeviceArray, k: DeviceArray, at: reference.Pair) -> Any:
-    return _pair(at, q.shape[1], k.shape[1], q.shape[2] // at.head_size, k.shape[2] // at.head_size)
+def _pair_of(q: DeviceArray, k: DeviceArray, at: reference.Pair, more: OptionalTiles[DeviceArray], scratch: DeviceArray | None) -> Any:
+    """The same of a task; where it has a bias, this goes to the beginning of the scratch first."""
+    heads = q.shape[2] // at.head_size
+    plain = (at, q.shape[1], k.shape[1], heads, k.shape[2] // at.head_size)
+    documents = (0, 0) if more.of_queries is None or more.of_keys is None else (more.of_queries.address, more.of_keys.address)
+    if more.table is None:
+        return _pair(*plain, (*documents, 0))
+    assert scratch is not None
+    assert at.pattern.buckets is not None
+    bias = scratch.at(_FLOAT, heads, q.shape[1] + k.shape[1] - 1)
+    _source.each("attention_bias", more.table.dtype, bias.size, more.table, bias, _pair(*plain), runs_of(at.pattern.buckets))
+    return _pair(*plain, (*documents, bias.address))
+
+
+def runs_of(buckets: Buckets | None) -> Any:
+    """`struct Runs` of the sources; no runs without buckets."""
+    runs = buckets.runs() if buckets else ()
+    if len(runs) > _MOST_RUNS:
+        raise ValueError(f"attention on a GPU takes biases of {_MOST_RUNS} buckets at most, got {len(runs)}; use fewer, or compute on the CPU")
+    found = np.zeros((), _RUNS)
+    found["count"] = len(runs)
+    found["first"][: len(runs)] = [run.first for run in runs]
+    found["bucket"][: len(runs)] = [run.bucket for run in runs]
+    return found[()]
 
 
 def _start_flash(kernel: str, x: DeviceArray, size: int, *arguments: Any, num_rows: int, num_turned: int, extra: int = 0) -> None:
@@ -63,11 +94,11 @@ def attention(
     first: bool,
     last: bool,
 ) -> None:
-    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
-    optional = list(rest[:-1])
-    lse = optional.pop(0) if last else None
-    key = optional.pop(0) if at.p else None
-    pair, size = _pair_of(q, k, at), at.head_size
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, and scratch."""
+    *extra, scratch = rest
+    more = optional_tiles(extra, at, has_lse=last)
+    lse, key = more.lse, more.key
+    pair, size = _pair_of(q, k, at, more, scratch), at.head_size
     if q.dtype == BF16 and size in FLASH_SIZES:
         numbers = (pair, np.int32(first), np.int32(last))
         _start_flash(f"flash_{size}", q, size, q, k, v, o, peak, total, lse, key, *numbers, num_rows=1, num_turned=1)
@@ -101,19 +132,21 @@ def attention_backward(
     stored: bool,
     first_k: bool,
     first_q: bool,
+    accumulate: bool | None = None,
 ) -> None:
-    """One pair's share of dq, dk, dv. `kept` is lse, or with `stored` the weights; `first_k`: first to write dq, `first_q`: dk and dv.
-
-    `rest` is [key,] scratch.
-    """
-    key = rest[0] if at.p else None
-    pair, size = _pair_of(q, k, at), at.head_size
+    """One pair's share of dq, dk, dv, and of the gradient of a bias. See the reference."""
+    *extra, scratch = rest
+    more = optional_tiles(extra, at, has_dtable=accumulate is not None)
+    key = more.key
+    pair, size = _pair_of(q, k, at, more, scratch), at.head_size
+    either = (q, k, v, do, kept if stored else None, None if stored else kept, delta)
+    if more.dtable is not None:
+        _add_to_table(either, key, pair, at, more.dtable, scratch, bool(accumulate))
     if q.dtype == BF16 and size in FLASH_SIZES and not stored:
         inputs = (q, k, v, do, kept, delta)
         _start_flash(f"flash_dq_{size}", q, size, *inputs, dq, key, pair, np.int32(first_k), num_rows=2, num_turned=1)
         _start_flash(f"flash_dkv_{size}", k, size, *inputs, dk, dv, key, pair, np.int32(first_q), num_rows=2, num_turned=2, extra=8 * _FLASH_ROWS)
         return
-    either = (q, k, v, do, kept if stored else None, None if stored else kept, delta)
     shared = 4 * (5 * QUERIES * size + 2 * QUERIES * KEYS)
     grid = (-(-q.shape[1] // QUERIES), q.shape[2] // size, q.shape[0])
     _source.start("attention_dq", q.dtype, *either, dq, key, pair, np.int32(first_k), grid=grid, threads=128, shared=shared)
@@ -122,18 +155,48 @@ def attention_backward(
     _source.start("attention_dkv", q.dtype, *either, dk, dv, key, pair, np.int32(first_q), grid=grid, threads=128, shared=shared)
 
 
+def _add_to_table(
+    inputs: tuple[DeviceArray | None, ...],
+    key: DeviceArray | None,
+    pair: Any,
+    at: reference.Pair,
+    dtable: DeviceArray,
+    scratch: DeviceArray,
+    accumulate: bool,
+) -> None:
+    """dtable (+)= the pair's gradients of scores, by buckets; `inputs` as of the other gradients. Partial sums lie behind the bias."""
+    q, k = inputs[:2]
+    assert q is not None
+    assert k is not None
+    assert at.pattern.buckets is not None
+    count, heads, num_blocks = dtable.shape[0], q.shape[2] // at.head_size, -(-q.shape[1] // QUERIES)
+    begin = heads * (q.shape[1] + k.shape[1] - 1)
+    partial = DeviceArray(scratch.address + 4 * begin, (q.shape[0] * num_blocks, heads, count), _FLOAT)
+    shared = 4 * (4 * QUERIES * at.head_size + 2 * QUERIES * KEYS + 2 * (QUERIES + KEYS) + count)
+    numbers = (pair, runs_of(at.pattern.buckets), np.int32(count))
+    grid = (num_blocks, heads, q.shape[0])
+    _source.start("attention_dtable", q.dtype, *inputs, key, partial, *numbers, grid=grid, threads=128, shared=shared)
+    sizes = (np.int32(partial.shape[0]), np.int32(heads), np.int32(count), np.int32(accumulate))
+    _source.each("attention_table_sums", _FLOAT, dtable.size, partial, dtable, *sizes)
+
+
 @register("attention_scores", "cuda")
-def attention_scores(q: DeviceArray, k: DeviceArray, s: DeviceArray, *, at: reference.Pair) -> None:
-    """s = masked scores of a pair of tiles, to be kept."""
-    _source.each("attention_scores", q.dtype, s.size, q, k, s, _pair_of(q, k, at))
+def attention_scores(q: DeviceArray, k: DeviceArray, s: DeviceArray, *rest: DeviceArray, at: reference.Pair) -> None:
+    """s = masked scores of a pair of tiles, to be kept. `rest` is `OptionalTiles` and scratch, where the pattern asks for any."""
+    more = optional_tiles(rest, replace(at, p=0.0))
+    _source.each("attention_scores", q.dtype, s.size, q, k, s, _pair_of(q, k, at, more, rest[-1] if rest else None))
 
 
 @register("attention_lse", "cuda")
-def attention_lse(s: DeviceArray, peak: DeviceArray, total: DeviceArray, *rest: DeviceArray, first: bool) -> None:
+def attention_lse(s: DeviceArray, peak: DeviceArray, total: DeviceArray, *rest: DeviceArray, first: bool, may_blind: bool = False) -> None:
     """Add one tile of scores to the running row maximum and sum; the last task also gets lse; `rest` is [lse,] scratch."""
     *lse, _ = rest
-    _norms.by_row("softmax_sums", s, s, peak, total, np.int32(s.shape[-1]), np.int32(not first))
-    if lse:
+    if first and may_blind:
+        _source.each("attention_begin", _FLOAT, peak.size, peak, total)
+    _norms.by_row("softmax_sums", s, s, peak, total, np.int32(s.shape[-1]), np.int32(may_blind or not first))
+    if lse and may_blind:
+        _source.each("attention_end", _FLOAT, peak.size, peak, total, lse[0])
+    elif lse:
         _norms.each("log_sum_exp", _FLOAT, peak.size, peak, total, lse[0])
 
 
@@ -145,35 +208,3 @@ def attention_apply(
     _source.each("attention_weights", s.dtype, s.size, s, lse, np.int32(s.shape[-1]))
     pair = _pair(at, s.shape[2], s.shape[3], s.shape[1], v.shape[2] // at.head_size)
     _source.each("attention_apply", s.dtype, o.size, s, v, o, rest[0] if at.p else None, pair, np.int32(accumulate))
-
-
-@register("append_to_cache", "cuda")
-def append_to_cache(k: DeviceArray, v: DeviceArray, positions: DeviceArray, keys: DeviceArray, values: DeviceArray, *, start: int) -> None:
-    """keys[b, positions[b, i] - start] = k[b, i], and values likewise, where that lies in the tile."""
-    numbers = (np.int32(start), np.int32(k.shape[1]), np.int32(keys.shape[1]), np.int32(k.shape[2]))
-    _source.each("append_to_cache", k.dtype, k.size, k, v, positions, keys, values, *numbers)
-
-
-@register("cached_attention", "cuda")
-def cached_attention(
-    q: DeviceArray,
-    keys: DeviceArray,
-    values: DeviceArray,
-    positions: DeviceArray,
-    o: DeviceArray,
-    peak: DeviceArray,
-    total: DeviceArray,
-    scratch: DeviceArray,
-    *,
-    head_size: int,
-    scale: float,
-    start: int,
-    first: bool,
-    last: bool,
-) -> None:
-    """Add one tile of the cache to the running attention of the new tokens, each of which sees positions up to its own; the last one normalises."""
-    length, heads, groups = keys.shape[1], q.shape[2] // head_size, keys.shape[2] // head_size
-    numbers = (np.float32(scale), *(np.int32(number) for number in (start, length, head_size, heads, groups, first, last)))
-    shared = 4 * (128 + head_size + length)
-    grid = (q.shape[1], heads, q.shape[0])
-    _source.start("cached_attention", q.dtype, q, keys, values, positions, o, peak, total, *numbers, grid=grid, threads=128, shared=shared)

@@ -108,11 +108,36 @@ def silu_gate_backward(gate: DeviceArray, up: DeviceArray, dy: DeviceArray, dgat
     _source.each("silu_gate_backward", dy.dtype, dy.size, gate, up, dy, dgate, dup)
 
 
+@register("gate", "cuda")
+def gate(gates: DeviceArray, up: DeviceArray, y: DeviceArray, *, kind: str) -> None:
+    """y = activation(gates) * up."""
+    _source.each("gate", y.dtype, y.size, gates, up, y, _number(kind))
+
+
+@register("gate_backward", "cuda")
+def gate_backward(gates: DeviceArray, up: DeviceArray, dy: DeviceArray, dgates: DeviceArray, dup: DeviceArray, *, kind: str) -> None:
+    """Gradients of `gate`."""
+    _source.each("gate_backward", dy.dtype, dy.size, gates, up, dy, dgates, dup, _number(kind))
+
+
+@register("cap", "cuda")
+def cap(x: DeviceArray, y: DeviceArray, *, most: float) -> None:
+    """y = most * tanh(x / most)."""
+    _source.each("cap", x.dtype, x.size, x, y, np.float32(most))
+
+
+@register("cap_backward", "cuda")
+def cap_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: float) -> None:
+    """dx = dy * (1 - (y / most)^2), from the output y of `cap`."""
+    _source.each("cap_backward", y.dtype, y.size, y, dy, dx, np.float32(most))
+
+
 @register("rotary", "cuda")
 def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + D/2) of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, D / 2)."""
-    length, half, sign = np.int32(cos.rows().shape[0]), np.int32(head_size // 2), np.float32(-1.0 if inverse else 1.0)
-    _source.each("rotary", x.dtype, x.size // 2, x, cos, sin, y, length, np.int32(x.shape[2]), half, sign)
+    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, R / 2)."""
+    length, half, sign = np.int32(cos.rows().shape[0]), cos.shape[-1], np.float32(-1.0 if inverse else 1.0)
+    count = x.size // head_size * (head_size - half)  # pairs, and features that stay
+    _source.each("rotary", x.dtype, count, x, cos, sin, y, length, np.int32(x.shape[2]), np.int32(head_size), np.int32(half), sign)
 
 
 @register("rotary_angles", "cuda")

@@ -20,7 +20,7 @@ def _width(x: DeviceArray) -> np.int32:
 @register("layer_norm", "cuda")
 def layer_norm(x: DeviceArray, gamma: DeviceArray, beta: DeviceArray, y: DeviceArray, mean: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
     """y = (x - mean) * rstd * gamma + beta, rstd = 1 / sqrt(var + eps)."""
-    _source.by_row("normalise", x, x, None, gamma, beta, None, y, mean, rstd, np.float32(eps), _width(x))
+    _source.by_row("normalise", x, x, None, gamma, beta, None, y, mean, rstd, np.float32(eps), np.float32(0.0), _width(x))
 
 
 @register("residual_layer_norm", "cuda")
@@ -37,19 +37,40 @@ def residual_layer_norm(
     eps: float,
 ) -> None:
     """s = x + r; y = layer_norm(s as rounded)."""
-    _source.by_row("normalise", x, x, r, gamma, beta, s, y, mean, rstd, np.float32(eps), _width(x))
+    _source.by_row("normalise", x, x, r, gamma, beta, s, y, mean, rstd, np.float32(eps), np.float32(0.0), _width(x))
 
 
 @register("rms_norm", "cuda")
-def rms_norm(x: DeviceArray, gamma: DeviceArray, y: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
-    """y = x * rstd * gamma, rstd = 1 / sqrt(mean(x^2) + eps)."""
-    _source.by_row("normalise", x, x, None, gamma, None, None, y, None, rstd, np.float32(eps), _width(x))
+def rms_norm(x: DeviceArray, gamma: DeviceArray, y: DeviceArray, rstd: DeviceArray, *scratch: DeviceArray, eps: float, offset: float = 0.0) -> None:
+    """y = x * rstd * (gamma + offset), rstd = 1 / sqrt(mean(x^2) + eps)."""
+    _source.by_row("normalise", x, x, None, gamma, None, None, y, None, rstd, np.float32(eps), np.float32(offset), _width(x))
 
 
 @register("residual_rms_norm", "cuda")
-def residual_rms_norm(x: DeviceArray, r: DeviceArray, gamma: DeviceArray, s: DeviceArray, y: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
+def residual_rms_norm(
+    x: DeviceArray,
+    r: DeviceArray,
+    gamma: DeviceArray,
+    s: DeviceArray,
+    y: DeviceArray,
+    rstd: DeviceArray,
+    *scratch: DeviceArray,
+    eps: float,
+    offset: float = 0.0,
+) -> None:
     """s = x + r; y = rms_norm(s as rounded)."""
-    _source.by_row("normalise", x, x, r, gamma, None, s, y, None, rstd, np.float32(eps), _width(x))
+    _source.by_row("normalise", x, x, r, gamma, None, s, y, None, rstd, np.float32(eps), np.float32(offset), _width(x))
+
+
+@register("head_norm", "cuda")
+def head_norm(x: DeviceArray, gamma: DeviceArray, y: DeviceArray, rstd: DeviceArray, *scratch: DeviceArray, eps: float, offset: float = 0.0) -> None:
+    """RMS norm of each head with weights that all heads share  # x, y (.., h * D); gamma (D,); rstd (.., h)."""
+    rms_norm(_heads(x, gamma), gamma, _heads(y, gamma), rstd, eps=eps, offset=offset)
+
+
+def _heads(x: DeviceArray, gamma: DeviceArray) -> DeviceArray:
+    """Heads as rows  # (.., h * D) -> (.. * h, D)."""
+    return x.reshape(-1, gamma.size)
 
 
 @register("layer_norm_backward", "cuda")
@@ -65,18 +86,44 @@ def layer_norm_backward(
 ) -> None:
     """dx, dgamma and dbeta of `layer_norm`; `rest` is [dresidual,] dx, dgamma, dbeta."""
     *extra, dx, dgamma, dbeta = rest
-    _source.by_row("norm_backward", x, x, gamma, mean, rstd, dy, extra[0] if residual else None, dx, _width(x))
+    _source.by_row("norm_backward", x, x, gamma, mean, rstd, dy, extra[0] if residual else None, dx, np.float32(0.0), _width(x))
     _gradients(x, mean, rstd, dy, dgamma, dbeta, accumulate)
 
 
 @register("rms_norm_backward", "cuda")
 def rms_norm_backward(
-    x: DeviceArray, gamma: DeviceArray, rstd: DeviceArray, dy: DeviceArray, *rest: DeviceArray, accumulate: bool, residual: bool
+    x: DeviceArray,
+    gamma: DeviceArray,
+    rstd: DeviceArray,
+    dy: DeviceArray,
+    *rest: DeviceArray,
+    accumulate: bool,
+    residual: bool,
+    offset: float = 0.0,
 ) -> None:
-    """dx and dgamma of `rms_norm`; `rest` is [dresidual,] dx, dgamma."""
-    *extra, dx, dgamma = rest
-    _source.by_row("norm_backward", x, x, gamma, None, rstd, dy, extra[0] if residual else None, dx, _width(x))
+    """dx and dgamma of `rms_norm`; `rest` is [dresidual,] dx, dgamma[, scratch if there is an offset]."""
+    *extra, dx, dgamma = rest[:-1] if offset else rest
+    _source.by_row("norm_backward", x, x, gamma, None, rstd, dy, extra[0] if residual else None, dx, np.float32(offset), _width(x))
     _gradients(x, None, rstd, dy, dgamma, None, accumulate)
+
+
+@register("head_norm_backward", "cuda")
+def head_norm_backward(
+    x: DeviceArray,
+    gamma: DeviceArray,
+    rstd: DeviceArray,
+    dy: DeviceArray,
+    *rest: DeviceArray,
+    accumulate: bool,
+    residual: bool,
+    offset: float = 0.0,
+) -> None:
+    """Gradients of `head_norm`; `rest` as of `rms_norm_backward`."""
+    *arrays, dgamma = rest[:-1] if offset else rest
+    arrays = [_heads(array, gamma) for array in arrays]
+    last = [dgamma, dgamma] if offset else [dgamma]  # in the place of the scratch
+    constants: dict[str, Any] = {"accumulate": accumulate, "residual": residual, "offset": offset}
+    rms_norm_backward(_heads(x, gamma), gamma, rstd, _heads(dy, gamma), *arrays, *last, **constants)
 
 
 def _gradients(
@@ -106,10 +153,10 @@ def norm_finish(sums: DeviceArray, squares: DeviceArray, mean: DeviceArray, rstd
 
 
 @register("norm_apply", "cuda")
-def norm_apply(x: DeviceArray, mean: DeviceArray, rstd: DeviceArray, gamma: DeviceArray, *rest: DeviceArray) -> None:
-    """y = (x - mean) * rstd * gamma [+ beta]; `rest` is [beta,] y."""
-    *beta, y = rest
-    _source.each("norm_apply", x.dtype, x.size, x, mean, rstd, gamma, beta[0] if beta else None, y, _width(x))
+def norm_apply(x: DeviceArray, mean: DeviceArray, rstd: DeviceArray, gamma: DeviceArray, *rest: DeviceArray, offset: float = 0.0) -> None:
+    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch if there is an offset]."""
+    *beta, y = rest[:-1] if offset else rest
+    _source.each("norm_apply", x.dtype, x.size, x, mean, rstd, gamma, beta[0] if beta else None, y, np.float32(offset), _width(x))
 
 
 @register("norm_backward_sums", "cuda")
@@ -121,12 +168,12 @@ def norm_backward_sums(
     dy: DeviceArray,
     plain: DeviceArray,
     weighted: DeviceArray,
-    scratch: DeviceArray,
-    *,
+    *scratch: DeviceArray,
     accumulate: bool,
+    offset: float = 0.0,
 ) -> None:
-    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width."""
-    _source.by_row("norm_backward_sums", x, x, gamma, mean, rstd, dy, plain, weighted, _width(x), np.int32(accumulate))
+    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width, g = dy * (gamma + offset)."""
+    _source.by_row("norm_backward_sums", x, x, gamma, mean, rstd, dy, plain, weighted, np.float32(offset), _width(x), np.int32(accumulate))
 
 
 @register("norm_backward_apply", "cuda")
@@ -143,12 +190,13 @@ def norm_backward_apply(
     center: bool,
     residual: bool,
     accumulate: bool,
+    offset: float = 0.0,
 ) -> None:
-    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
-    arrays = list(rest)
+    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch if there is an offset]."""
+    arrays = list(rest[:-1] if offset else rest)
     extra = arrays.pop(0) if residual else None
     dx, dgamma, *dbeta = arrays
-    sums = (plain, weighted, extra, dx, _width(x), np.int32(width), np.int32(center))
+    sums = (plain, weighted, extra, dx, np.float32(offset), _width(x), np.int32(width), np.int32(center))
     _source.each("norm_backward_apply", x.dtype, x.size, x, gamma, mean, rstd, dy, *sums)
     _gradients(x, mean, rstd, dy, dgamma, dbeta[0] if center else None, accumulate)
 

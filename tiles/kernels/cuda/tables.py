@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..reference.loss import PLAIN, Head, backward_tiles, forward_tiles
 from ..reference.random import mix, threshold
 from ..registry import register
 from .array import DeviceArray
@@ -40,50 +41,56 @@ def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray
     _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), shared=8 * THREADS)
 
 
-def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], scratch: DeviceArray) -> Any:
-    """(first column, logits in fp32) for each block of columns."""
+def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], bias: DeviceArray | None, cap: float, scratch: DeviceArray) -> Any:
+    """(first column, last column, logits in fp32) for each block of columns."""
     num_rows, num_columns = xs[0].shape[0], ws[0].shape[0]
     for first in range(0, num_columns, COLUMNS):
         last = min(first + COLUMNS, num_columns)
         s = scratch.at(np.float32, num_rows, last - first)
         for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
             device().gemm(x, w[first:last], s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0)
+        if bias is not None or cap:
+            piece = None if bias is None else bias[first:last]
+            _source.each("shape_logits", xs[0].dtype, s.size, s, piece, np.float32(cap), np.int32(last - first))
         yield first, last, s
 
 
 @register("head_forward", "cuda")
-def head_forward(*tiles: DeviceArray, num_c: int, v_start: int, vocab: int, first: bool) -> None:
-    """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
-    xs, ws, (targets, peak, total, picked, scratch) = [x.rows() for x in tiles[:num_c]], tiles[num_c : 2 * num_c], tiles[2 * num_c :]
-    for start, _, s in _logits(xs, ws, scratch):
+def head_forward(*tiles: DeviceArray, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
+    """Add one vocabulary tile to the running statistics; tiles as of `forward_tiles`."""
+    given = forward_tiles(tiles, num_c, how)
+    for start, _, s in _logits([x.rows() for x in given.xs], given.ws, given.bias, how.cap, given.scratch):
         begins = np.int32(first and start == 0)
-        _source.by_row("add_logits", s, s, targets, peak, total, picked, np.int32(v_start + start), np.int32(s.shape[1]), begins)
+        _source.by_row("add_logits", s, s, *given.statistics, np.int32(v_start + start), np.int32(s.shape[1]), begins)
 
 
 @register("head_finish", "cuda")
-def head_finish(
-    targets: DeviceArray, peak: DeviceArray, total: DeviceArray, picked: DeviceArray, lse: DeviceArray, loss: DeviceArray, *, scale: float
-) -> None:
-    """lse = peak + log total; loss[0] = scale * sum over tokens of (lse - picked), in fp64."""
+def head_finish(targets: DeviceArray, peak: DeviceArray, total: DeviceArray, picked: DeviceArray, *rest: DeviceArray, scale: float) -> None:
+    """lse = peak + log total; loss[0] = scale * [factor *] sum over tokens of (lse - picked), in fp64; `rest` is [factor,] lse, loss."""
+    *factor, lse, loss = rest
     numbers = (np.float64(scale), np.int32(targets.size))
-    _source.start("head_finish", _FLOAT, targets, peak, total, picked, lse, loss, *numbers, grid=(1, 1, 1), shared=8 * THREADS)
+    arrays = (targets, peak, total, picked, factor[0] if factor else None, lse, loss)
+    _source.start("head_finish", _FLOAT, *arrays, *numbers, grid=(1, 1, 1), shared=8 * THREADS)
 
 
 @register("head_backward", "cuda")
-def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
-    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, [dw * num_c,] scratch."""
-    xs, ws = [x.rows() for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
-    targets, lse = tiles[2 * num_c : 2 * num_c + 2]
-    dxs, dws = [dx.rows() for dx in tiles[2 * num_c + 2 : 3 * num_c + 2]], tiles[3 * num_c + 2 : -1]
-    for start, end, s in _logits(xs, ws, tiles[-1]):
-        numbers = (np.int32(v_start + start), np.int32(s.shape[1]), np.float32(scale))
-        _source.start("logit_gradients", xs[0].dtype, s, targets, lse, *numbers, grid=(s.shape[0], 1, 1), shared=4 * THREADS)
-        stride = s.shape[1] * s.dtype.itemsize // xs[0].dtype.itemsize
-        p = s.at(xs[0].dtype, *s.shape)
-        for w, dx in zip(ws, dxs, strict=True):
+def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
+    """One vocabulary tile's share of dx, dw and dbias, of which the last is overwritten; tiles as of `backward_tiles`."""
+    given = backward_tiles(tiles, num_c, how)
+    xs, dxs, short = [x.rows() for x in given.xs], [dx.rows() for dx in given.dxs], given.xs[0].dtype
+    for start, end, s in _logits(xs, given.ws, given.bias, how.cap, given.scratch):
+        numbers = (np.int32(v_start + start), np.int32(s.shape[1]), np.float32(scale), np.float32(how.cap))
+        arrays = (s, given.targets, given.lse, given.factor)
+        _source.start("logit_gradients", short, *arrays, *numbers, grid=(s.shape[0], 1, 1), shared=4 * THREADS)
+        stride = s.shape[1] * s.dtype.itemsize // short.itemsize
+        p = s.at(short, *s.shape)
+        if given.dbias is not None:
+            extents = (np.int32(s.shape[0]), np.int32(s.shape[1]), np.int32(stride))
+            _source.by_column("gradient_columns", p, p, given.dbias[start:end], *extents)
+        for w, dx in zip(given.ws, dxs, strict=True):
             onto = not first or start > 0
             device().gemm(p, w[start:end], dx, trans_a=False, trans_b=False, alpha=1.0, accumulate=onto, stride_a=stride)
-        for x, dw in zip(xs, dws, strict=bool(dws)):
+        for x, dw in zip(xs, given.dws, strict=bool(given.dws)):
             device().gemm(p, x, dw[start:end], trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate, stride_a=stride)
 
 

@@ -2,22 +2,54 @@
 
 Legend: q (b, tq, h * D) with k, v (b, tk, g * D): tiles of whole heads, g divides h and h / g heads of queries in a row share each head of keys and
 values (Ainslie et al. 2023); o like q; peak, total, lse, delta (b, h, tq): running row maximum, sum of
-exponentials, their log-sum-exp, and the row sum of do * o. Scores are scale * q k^T, masked where the key is later than the query. Dropout acts
-on the normalised weights; its counter is the element's index in (B, H, T, T).
+exponentials, their log-sum-exp, and the row sum of do * o. Scores are scale * q k^T, masked where the key is later than the query; a `Pattern`
+changes and masks more of them. Dropout acts on the normalised weights; its counter is the element's index in (B, H, T, S).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..registry import register
+from .buckets import Buckets
 from .random import bits, mix, threshold
 
 Array = npt.NDArray[Any]
+A = TypeVar("A")
+
+FLOOR: Final = -1e30
+"""Where running maxima begin when a row may see no key at all: its weights are then 0, and so is what comes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What attention does to its scores besides the causal mask, in this order: the cap, the bias, the masks.
+
+    Args:
+        cap: scores s become cap * tanh(s / cap) (Gemma 2); 0 for none.
+        buckets: of distances, each of which has a number per head that is added; None for none.
+        window: a query sees this many keys at most, its own position the last; 0 for all.
+        documents: tiles of document numbers that a task gets: 0; 2, for queries and keys; or 1, where these are the same. Only equal ones see
+            each other.
+    """
+
+    cap: float = 0.0
+    buckets: Buckets | None = None
+    window: int = 0
+    documents: int = 0
+
+    @property
+    def may_blind(self) -> bool:
+        """Whether a query may see no key of a tile, or none at all."""
+        return bool(self.window or self.documents)
+
+
+PLAIN: Final = Pattern()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +65,8 @@ class Pair:
         num_heads, length: H and T of the whole tensor.
         p: dropout probability.
         stream: dropout stream.
+        pattern: what is done to scores.
+        num_keys: S of the whole tensor; 0 for as many as queries.
     """
 
     head_size: int
@@ -46,6 +80,46 @@ class Pair:
     length: int
     p: float = 0.0
     stream: int = 0
+    pattern: Pattern = PLAIN
+    num_keys: int = 0
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of all weights: S."""
+        return self.num_keys or self.length
+
+
+class OptionalTiles(NamedTuple, Generic[A]):
+    """What a task gets behind the tiles that all have, in this order; its working memory follows.
+
+    Args:
+        lse: of the last task of a chain.
+        key: of the dropout.
+        of_queries, of_keys: document numbers (b, tq) and (b, tk).
+        table: of the bias, (buckets, h).
+        dtable: its gradient, if wanted.
+    """
+
+    lse: A | None
+    key: A | None
+    of_queries: A | None
+    of_keys: A | None
+    table: A | None
+    dtable: A | None
+
+
+NOTHING: Final[OptionalTiles[Any]] = OptionalTiles(None, None, None, None, None, None)
+
+
+def optional_tiles(rest: Sequence[A], at: Pair, *, has_lse: bool = False, has_dtable: bool = False) -> OptionalTiles[A]:
+    """Tell apart what a task gets."""
+    left, pattern = iter(rest), at.pattern
+    lse = next(left) if has_lse else None
+    key = next(left) if at.p else None
+    of_queries = next(left) if pattern.documents else None
+    of_keys = next(left) if pattern.documents == 2 else of_queries
+    table = next(left) if pattern.buckets else None
+    return OptionalTiles(lse, key, of_queries, of_keys, table, next(left) if has_dtable else None)
 
 
 def heads(x: Array, head_size: int) -> Array:
@@ -65,13 +139,30 @@ def over_groups(x: Array, num_heads: int) -> Array:
     return result
 
 
-def scores(q: Array, k: Array, at: Pair) -> Array:
+def scores(q: Array, k: Array, at: Pair, more: OptionalTiles[Array]) -> Array:
     """Masked scores of a pair of tiles  # (b, h, tq, tk)."""
-    s = at.scale * (heads(q, at.head_size) @ shared(k, q.shape[2] // at.head_size, at.head_size).swapaxes(-1, -2))
+    s = capped(products(q, k, at), at.pattern.cap)
+    distances = (at.k_start + np.arange(s.shape[3]))[None, :] - (at.q_start + np.arange(s.shape[2]))[:, None]
+    if at.pattern.buckets and more.table is not None:
+        s = s + np.moveaxis(more.table.astype(s.dtype)[at.pattern.buckets.of(distances)], 2, 0)
     if at.causal:
-        later = (at.k_start + np.arange(s.shape[3]))[None, :] > (at.q_start + np.arange(s.shape[2]))[:, None]
-        s[..., later] = -np.inf
+        s[..., distances > 0] = -np.inf
+    if at.pattern.window:
+        s[..., distances <= -at.pattern.window] = -np.inf
+    if more.of_queries is not None and more.of_keys is not None:
+        s = np.where((more.of_queries[:, :, None] == more.of_keys[:, None, :])[:, None], s, -np.inf)
     return s
+
+
+def products(q: Array, k: Array, at: Pair) -> Array:
+    """scale * q k^T of a pair of tiles  # (b, h, tq, tk)."""
+    s: Array = at.scale * (heads(q, at.head_size) @ shared(k, q.shape[2] // at.head_size, at.head_size).swapaxes(-1, -2))
+    return s
+
+
+def capped(s: Array, cap: float) -> Array:
+    """cap * tanh(s / cap), or with a cap of 0 the scores themselves."""
+    return cap * np.tanh(s / cap) if cap else s
 
 
 def survivors(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
@@ -81,34 +172,36 @@ def survivors(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
     b, h, i, j = (np.arange(n, dtype=np.uint64) for n in shape)
     row = (b[:, None, None] + np.uint64(at.b_start)) * np.uint64(at.num_heads) + h[None, :, None] + np.uint64(at.h_start)
     row = row * np.uint64(at.length) + i[None, None, :] + np.uint64(at.q_start)
-    index = row[..., None] * np.uint64(at.length) + j + np.uint64(at.k_start)
+    index = row[..., None] * np.uint64(at.row) + j + np.uint64(at.k_start)
     return (bits(mix(int(key[0]), int(key[1]), at.stream), index) >= threshold(at.p)) / (1.0 - at.p)
 
 
 @register("attention", "reference")
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
-    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch."""
-    *extra, _ = rest
-    optional = list(extra)
-    lse = optional.pop(0) if last else None
-    s = scores(q, k, at)
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, and scratch."""
+    more = optional_tiles(rest, at, has_lse=last)
+    s = scores(q, k, at, more)
     target = heads(o, at.head_size)
     top = s.max(axis=-1)
-    if not first:
+    if first:
+        total[...] = 0
+        target[...] = 0
+        if at.pattern.may_blind:
+            top = np.maximum(top, FLOOR)
+    else:
         top = np.maximum(top, peak)
         shrink = np.exp(peak - top)
         total *= shrink
         target[...] = target * shrink[..., None]
-    else:
-        total[...] = 0
-        target[...] = 0
     weights = np.exp(s - top[..., None])
     total += weights.sum(axis=-1)
-    target += (weights * survivors(optional[0] if optional else None, s.shape, at)) @ shared(v, s.shape[1], at.head_size)
+    target += (weights * survivors(more.key, s.shape, at)) @ shared(v, s.shape[1], at.head_size)
     peak[...] = top
-    if lse is not None:
+    if more.lse is not None:
+        if at.pattern.may_blind:
+            total[total == 0] = 1
         target[...] = target / total[..., None]
-        lse[...] = peak + np.log(total)
+        more.lse[...] = peak + np.log(total)
 
 
 @register("attention_delta", "reference")
@@ -133,31 +226,52 @@ def attention_backward(
     stored: bool,
     first_k: bool,
     first_q: bool,
+    accumulate: bool | None = None,
 ) -> None:
-    """One pair's share of dq, dk, dv. `kept` is lse, or with `stored` the weights; `first_k`: first to write dq, `first_q`: dk and dv.
+    """One pair's share of dq, dk, dv, and of the gradient of a bias.
 
-    `rest` is [key,] scratch.
+    Args:
+        kept: lse, or with `stored` the weights.
+        rest: `OptionalTiles`, dtable where `accumulate` is not None, and scratch.
+        first_k: first to write dq.
+        first_q: first to write dk and dv.
+        accumulate: add to dtable.
     """
-    if first_k:
-        dq[...] = 0
-    if first_q:
-        dk[...] = 0
-        dv[...] = 0
-    weights = kept if stored else np.exp(scores(q, k, at) - kept[..., None])
-    mask = survivors(rest[0] if len(rest) > 1 else None, weights.shape, at)
+    more = optional_tiles(rest, at, has_dtable=accumulate is not None)
+    for gradient, is_first in ((dq, first_k), (dk, first_q), (dv, first_q)):
+        if is_first:
+            gradient[...] = 0
+    weights = kept if stored else np.exp(scores(q, k, at, more) - kept[..., None])
+    mask = survivors(more.key, weights.shape, at)
     tq, tdo = (heads(x, at.head_size) for x in (q, do))
     tk, tv = (shared(x, tq.shape[1], at.head_size) for x in (k, v))
     gq, gk, gv = (heads(x, at.head_size) for x in (dq, dk, dv))
     gv += over_groups((weights * mask).swapaxes(-1, -2) @ tdo, gv.shape[1])
-    ds = at.scale * weights * ((tdo @ tv.swapaxes(-1, -2)) * mask - delta[..., None])
+    slopes = weights * ((tdo @ tv.swapaxes(-1, -2)) * mask - delta[..., None])
+    if more.dtable is not None:
+        _add_slopes(slopes, more.dtable, at, bool(accumulate))
+    if at.pattern.cap:
+        slopes = slopes * (1 - np.tanh(products(q, k, at) / at.pattern.cap) ** 2)
+    ds = at.scale * slopes
     gq += ds @ tk
     gk += over_groups(ds.swapaxes(-1, -2) @ tq, gk.shape[1])
 
 
+def _add_slopes(slopes: Array, dtable: Array, at: Pair, accumulate: bool) -> None:
+    """dtable[bucket, h] (+)= the sum of the gradients of the scores (b, h, tq, tk) at distances of the bucket."""
+    assert at.pattern.buckets is not None
+    distances = (at.k_start + np.arange(slopes.shape[3]))[None, :] - (at.q_start + np.arange(slopes.shape[2]))[:, None]
+    found = at.pattern.buckets.of(distances)
+    if not accumulate:
+        dtable[...] = 0
+    for bucket in range(len(dtable)):
+        dtable[bucket] += slopes[..., found == bucket].sum(axis=(0, 2))
+
+
 @register("attention_scores", "reference")
-def attention_scores(q: Array, k: Array, s: Array, *, at: Pair) -> None:
-    """s = masked scores of a pair of tiles, to be kept."""
-    s[...] = scores(q, k, at)
+def attention_scores(q: Array, k: Array, s: Array, *rest: Array, at: Pair) -> None:
+    """s = masked scores of a pair of tiles, to be kept. `rest` is `OptionalTiles` and scratch, where the pattern asks for any."""
+    s[...] = scores(q, k, at, optional_tiles(rest, replace(at, p=0.0)))
 
 
 @register("attention_apply", "reference")
@@ -170,11 +284,16 @@ def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: 
 
 
 @register("attention_lse", "reference")
-def attention_lse(s: Array, peak: Array, total: Array, *rest: Array, first: bool) -> None:
-    """Add one tile of scores to the running row maximum and sum; the last task also gets lse; `rest` is [lse,] scratch."""
+def attention_lse(s: Array, peak: Array, total: Array, *rest: Array, first: bool, may_blind: bool = False) -> None:
+    """Add one tile of scores to the running row maximum and sum; the last task also gets lse; `rest` is [lse,] scratch.
+
+    With `may_blind`, rows may see no key at all.
+    """
     *lse, _ = rest
-    top = s.max(axis=-1) if first else np.maximum(s.max(axis=-1), peak)
+    top = np.maximum(s.max(axis=-1), FLOOR if may_blind else -np.inf) if first else np.maximum(s.max(axis=-1), peak)
     total[...] = np.exp(s - top[..., None]).sum(axis=-1) + (0 if first else total * np.exp(peak - top))
     peak[...] = top
     if lse:
+        if may_blind:
+            total[total == 0] = 1
         lse[0][...] = peak + np.log(total)

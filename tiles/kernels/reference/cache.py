@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..registry import register
-from .attention import heads, shared
+from .attention import FLOOR, PLAIN, Pattern, capped, heads, shared
 
 Array = npt.NDArray[Any]
 
@@ -35,23 +35,32 @@ def cached_attention(
     o: Array,
     peak: Array,
     total: Array,
-    scratch: Array,
-    *,
+    *rest: Array,
     head_size: int,
     scale: float,
     start: int,
     first: bool,
     last: bool,
+    pattern: Pattern = PLAIN,
 ) -> None:
-    """Add one tile of the cache to the running attention of the new tokens, each of which sees positions up to its own; the last one normalises."""
+    """Add one tile of the cache to the running attention of the new tokens, each of which sees positions up to its own; the last one normalises.
+
+    `rest` is [table of the bias,] scratch.
+    """
     num_heads = q.shape[2] // head_size
     s = scale * (heads(q, head_size) @ shared(keys, num_heads, head_size).swapaxes(-1, -2))  # (b, h, w, t)
-    later = (start + np.arange(keys.shape[1])) > positions[:, None, :, None]
-    s = np.where(later, -np.inf, s)
+    distances = (start + np.arange(keys.shape[1])) - positions[:, :, None]  # (b, w, t)
+    s = capped(s, pattern.cap)
+    if pattern.buckets:
+        s = s + np.moveaxis(rest[0].astype(s.dtype)[pattern.buckets.of(distances)], 3, 1)
+    hidden = (distances > 0) | (distances <= -pattern.window if pattern.window else False)
+    s = np.where(hidden[:, None], -np.inf, s)
     target, top = heads(o, head_size), s.max(axis=-1)
     if first:
         total[...] = 0
         target[...] = 0
+        if pattern.may_blind:
+            top = np.maximum(top, FLOOR)
     else:
         top = np.maximum(top, peak)
         shrink = np.exp(peak - top)

@@ -33,6 +33,8 @@ def activate(x: Array, kind: str) -> Array:
         return np.maximum(x, 0)
     if kind == "silu":
         return x / (1.0 + np.exp(-x))
+    if kind == "tanh":
+        return np.asarray(np.tanh(x))
     raise ValueError(f"unknown activation {kind!r}; there are {', '.join(BUILT_IN_ACTIVATIONS)}")
 
 
@@ -48,6 +50,8 @@ def slope(x: Array, kind: str) -> Array:
     if kind == "silu":
         s = 1.0 / (1.0 + np.exp(-x))
         return s * (1.0 + x * (1.0 - s))
+    if kind == "tanh":
+        return 1.0 - np.tanh(x) ** 2
     raise ValueError(f"unknown activation {kind!r}; there are {', '.join(BUILT_IN_ACTIVATIONS)}")
 
 
@@ -126,18 +130,43 @@ def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Arr
     dup[...] = dy * activate(gate, "silu")
 
 
+@register("gate", "reference")
+def gate(gates: Array, up: Array, y: Array, *, kind: str) -> None:
+    """y = activation(gates) * up (Shazeer 2020, without the products)."""
+    y[...] = activate(gates, kind) * up
+
+
+@register("gate_backward", "reference")
+def gate_backward(gates: Array, up: Array, dy: Array, dgates: Array, dup: Array, *, kind: str) -> None:
+    """Gradients of `gate`."""
+    dgates[...] = dy * up * slope(gates, kind)
+    dup[...] = dy * activate(gates, kind)
+
+
+@register("cap", "reference")
+def cap(x: Array, y: Array, *, most: float) -> None:
+    """y = most * tanh(x / most) (Bello et al. 2016, eq. 16; Gemma 2)."""
+    y[...] = most * np.tanh(x / most)
+
+
+@register("cap_backward", "reference")
+def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
+    """dx = dy * (1 - (y / most)^2), from the output y of `cap`."""
+    dx[...] = dy * (1.0 - (y / most) ** 2)
+
+
 @register("rotary", "reference")
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + D/2) of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).
+    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).
 
-    Shapes: x, y (mb, t, h * D); cos, sin (t, D / 2), or (mb, t, D / 2) where sequences are at positions of their own.
+    Shapes: x, y (mb, t, h * D); cos, sin (t, R / 2), or (mb, t, R / 2) where sequences are at positions of their own. Features behind R stay.
     """
-    half = head_size // 2
+    half = cos.shape[-1]
     sign = -1.0 if inverse else 1.0
     heads = x.reshape(*x.shape[:-1], -1, head_size)
-    first, second = heads[..., :half], heads[..., half:]
+    first, second, others = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     c, s = cos[..., None, :], sign * sin[..., None, :]
-    y[...] = np.concatenate([first * c - second * s, second * c + first * s], axis=-1).reshape(x.shape)
+    y[...] = np.concatenate([first * c - second * s, second * c + first * s, others], axis=-1).reshape(x.shape)
 
 
 @register("add_into", "reference")

@@ -32,10 +32,10 @@ def residual_layer_norm(x: Array, r: Array, gamma: Array, beta: Array, s: Array,
 
 
 @register("rms_norm", "reference")
-def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *, eps: float) -> None:
-    """y = x * rstd * gamma, rstd = 1 / sqrt(mean(x^2) + eps)."""
+def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, eps: float, offset: float = 0.0) -> None:
+    """y = x * rstd * (gamma + offset), rstd = 1 / sqrt(mean(x^2) + eps); `scratch` is there if there is an offset."""
     rstd[...] = 1.0 / np.sqrt((x**2).mean(axis=-1) + eps)
-    y[...] = x * rstd[..., None] * gamma
+    y[...] = x * rstd[..., None] * (gamma + offset)
 
 
 @register("layer_norm_backward", "reference")
@@ -55,14 +55,37 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
 
 
 @register("rms_norm_backward", "reference")
-def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
-    """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; `rest` is [dresidual,] dx, dgamma."""
-    *extra, dx, dgamma = rest
+def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
+    """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual], g = dy * (gamma + offset); dgamma (+)= dy * xhat.
+
+    `rest` is [dresidual,] dx, dgamma[, scratch if there is an offset].
+    """
+    *extra, dx, dgamma = rest[:-1] if offset else rest
     xhat = x * rstd[..., None]
-    g = dy * gamma
+    g = dy * (gamma + offset)
     d = rstd[..., None] * (g - xhat * (g * xhat).mean(axis=-1, keepdims=True))
     dx[...] = d + extra[0] if residual else d
     dgamma[...] = (dy * xhat).sum(axis=tuple(range(x.ndim - 1))) + (dgamma if accumulate else 0)
+
+
+@register("head_norm", "reference")
+def head_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, eps: float, offset: float = 0.0) -> None:
+    """RMS norm of each head with weights that all heads share (Henry et al. 2020; Qwen3)  # x, y (.., h * D); gamma (D,); rstd (.., h)."""
+    heads = (*rstd.shape, gamma.size)
+    out = np.empty(heads, y.dtype)
+    rms_norm(x.reshape(heads), gamma, out, rstd, eps=eps, offset=offset)
+    y[...] = out.reshape(y.shape)
+
+
+@register("head_norm_backward", "reference")
+def head_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
+    """Gradients of `head_norm`, as of `rms_norm` over (.., h, D); `rest` is [dresidual,] dx, dgamma[, scratch if there is an offset]."""
+    *extra, dx, dgamma = rest[:-1] if offset else rest
+    heads = (*rstd.shape, gamma.size)
+    out = np.empty(heads, dx.dtype)
+    given = [array.reshape(heads) for array in extra]
+    rms_norm_backward(x.reshape(heads), gamma + offset, rstd, dy.reshape(heads), *given, out, dgamma, accumulate=accumulate, residual=residual)
+    dx[...] = out.reshape(dx.shape)
 
 
 @register("row_sums", "reference")
@@ -85,18 +108,27 @@ def norm_finish(sums: Array, squares: Array, mean: Array, rstd: Array, *, width:
 
 
 @register("norm_apply", "reference")
-def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array) -> None:
-    """y = (x - mean) * rstd * gamma [+ beta]; `rest` is [beta,] y."""
-    *beta, y = rest
-    y[...] = (x - mean[..., None]) * rstd[..., None] * gamma + (beta[0] if beta else 0)
+def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array, offset: float = 0.0) -> None:
+    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch if there is an offset]."""
+    *beta, y = rest[:-1] if offset else rest
+    y[...] = (x - mean[..., None]) * rstd[..., None] * (gamma + offset) + (beta[0] if beta else 0)
 
 
 @register("norm_backward_sums", "reference")
 def norm_backward_sums(
-    x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, plain: Array, weighted: Array, scratch: Array, *, accumulate: bool
+    x: Array,
+    gamma: Array,
+    mean: Array,
+    rstd: Array,
+    dy: Array,
+    plain: Array,
+    weighted: Array,
+    *scratch: Array,
+    accumulate: bool,
+    offset: float = 0.0,
 ) -> None:
-    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width."""
-    g = dy * gamma
+    """plain (+)= sum of g, weighted (+)= sum of g * xhat over the tile's width, g = dy * (gamma + offset)."""
+    g = dy * (gamma + offset)
     xhat = (x - mean[..., None]) * rstd[..., None]
     plain[...] = g.sum(axis=-1) + (plain if accumulate else 0)
     weighted[...] = (g * xhat).sum(axis=-1) + (weighted if accumulate else 0)
@@ -116,13 +148,14 @@ def norm_backward_apply(
     center: bool,
     residual: bool,
     accumulate: bool,
+    offset: float = 0.0,
 ) -> None:
-    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center]."""
+    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch if there is an offset]."""
     arrays = list(rest)
     extra = arrays.pop(0) if residual else None
     dx, dgamma = arrays[0], arrays[1]
     xhat = (x - mean[..., None]) * rstd[..., None]
-    d = dy * gamma - xhat * (weighted / width)[..., None]
+    d = dy * (gamma + offset) - xhat * (weighted / width)[..., None]
     if center:
         d = d - (plain / width)[..., None]
     d = d * rstd[..., None]
@@ -178,7 +211,7 @@ def softmax_backward_apply(y: Array, dy: Array, dots: Array, dx: Array) -> None:
 
 
 @register("residual_rms_norm", "reference")
-def residual_rms_norm(x: Array, r: Array, gamma: Array, s: Array, y: Array, rstd: Array, *, eps: float) -> None:
+def residual_rms_norm(x: Array, r: Array, gamma: Array, s: Array, y: Array, rstd: Array, *scratch: Array, eps: float, offset: float = 0.0) -> None:
     """s = x + r; y = rms_norm(s)."""
     s[...] = x + r
-    rms_norm(s, gamma, y, rstd, eps=eps)
+    rms_norm(s, gamma, y, rstd, eps=eps, offset=offset)

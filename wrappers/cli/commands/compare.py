@@ -193,18 +193,15 @@ def _resources(kind: str, share: str) -> ResourceSettings:
 
 def _train(runtime: Any, asked: CompareSettings, subject: _Subject) -> None:
     """Build the model and take its steps; every call submits the same tasks."""
-    import numpy as np
-
-    from nntask.data import Batch
+    from nntask.data import random_batch
     from nntask.engine import RecordedEngine, build_model
 
     run, source = subject.run, subject.source
     model = build_model(run.model, runtime) if source is None else source.build(runtime, run.model.tiling, asked.dtype)
     engine = RecordedEngine(run, runtime, model)
-    size = (run.step.batch, run.model.seq_len + 1)
     for step in range(1, asked.steps + 1):
-        tokens = np.random.Generator(np.random.PCG64([asked.seed, step])).integers(0, run.model.config.vocab_size, size, np.int32)
-        engine.start(step, run.optimizer.lr, Batch(tokens[:, :-1], tokens[:, 1:])).result()
+        batch = random_batch(run.data.objective, run.step.batch, run.model.config.vocab_size, [asked.seed, step])
+        engine.start(step, run.optimizer.lr, batch).result()
 
 
 def _figures(asked: CompareSettings, subject: _Subject, found: Comparison) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class PrepareSettings:
     """Write a dataset as train.bin, val.bin and tokenizer.json, which nntask train --dataset train.bin --dataset-path DIR reads."""
 
     dataset: str = "stdlib"
-    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103"""
+    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, jsonl (its texts)"""
     dataset_path: str = ""
     """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
     val_path: str = ""

@@ -30,7 +30,7 @@ class ScoreSettings:
     """What is scored."""
 
     dataset: str = "stdlib"
-    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin (--dataset-path)"""
+    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin, jsonl (texts)"""
     dataset_path: str = ""
     """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
     val_path: str = ""
@@ -153,9 +153,12 @@ def _split_of(asked: ScoreSettings, dataset: Dataset) -> tuple[str, TokenFile]:
         UsageError: the dataset has no such part.
     """
     from nntask import UsageError
+    from nntask.data import TokenFile
 
+    assert isinstance(dataset.train, TokenFile)  # of a dataset whose texts follow each other
     if asked.split == "train" or (asked.split == "auto" and dataset.validation is None):
         return "train", dataset.train
     if dataset.validation is None:
         raise UsageError(f"--split validation needs validation data and {dataset.name} brings none; add --val-path, or use --split train")
+    assert isinstance(dataset.validation, TokenFile)
     return "validation", dataset.validation

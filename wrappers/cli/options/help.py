@@ -78,6 +78,7 @@ def _one_column() -> Iterator[None]:
 def _without_none(text: str) -> str:
     """The help without tyro's words for unset values, and without the name of the outermost group."""
     text = re.sub(r"\{None\}\|(\S+)( *)", lambda match: match[1] + match[2] + " " * 7, text)
+    text = text.replace("{None,", "{")
     text = re.sub(r"\s*\(default:\s+(?:None|'')\)", "", text)
     text = re.sub(r"^ train\.(\w+ options)", r" \1", text, flags=re.MULTILINE)
     return "".join(line.rstrip() + "\n" for line in text.splitlines())

@@ -93,7 +93,7 @@ class ClusterEngine:
     def evaluate(self, batch: Batch) -> float:
         """Sum of the token losses of a batch, computed by the first node."""
         self._last_end = 0.0
-        (loss,) = self.team.gather([self.team.ask(0, "evaluate", batch.tokens, batch.targets)], max(self.team.patience, FIRST_STEP_SECONDS))
+        (loss,) = self.team.gather([self.team.ask(0, "evaluate", dict(batch.arrays))], max(self.team.patience, FIRST_STEP_SECONDS))
         return float(loss)
 
     def model_tensors(self) -> Mapping[str, Any]:
@@ -200,7 +200,8 @@ class _Pending:
 def _with_whole_paths(run: RunConfig) -> RunConfig:
     """The run with absolute names of what nodes read and write, since workers have working directories of their own."""
     data, start, settings = run.data, run.start, run.settings
-    data = replace(data, path=_whole(data.path), val_path=_whole(data.val_path), tokenizer_path=_whole(data.tokenizer_path))
+    objective = replace(data.objective, template=_whole(data.objective.template))
+    data = replace(data, path=_whole(data.path), val_path=_whole(data.val_path), tokenizer_path=_whole(data.tokenizer_path), objective=objective)
     start = replace(start, directory=None if start.directory is None else start.directory.absolute())
     resources = replace(settings.resources, disk=_whole(settings.resources.disk))
     return replace(run, data=data, start=start, settings=replace(settings, resources=resources))

@@ -176,8 +176,7 @@ class TrainingNode:
         run = self._run_config = run.on(self._machine(run, order))
         self._dataset, minibatch = dataset, run.step.minibatch
         self._stream = BatchStream(
-            dataset.train,
-            run.model.seq_len,
+            dataset.examples(run.model.seed),
             run.step.batch,
             seed=run.model.seed,
             select=dataset.select_sequences,
@@ -324,11 +323,11 @@ class TrainingNode:
         found["num_messages"] = self._comms.num_messages
         return found
 
-    async def evaluate(self, tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> float:
-        """Sum of the token losses of a batch; changes nothing."""
+    async def evaluate(self, arrays: Mapping[str, npt.NDArray[Any]]) -> float:
+        """Sum of the losses of a batch with these arrays; changes nothing."""
         from nntask.data import Batch
 
-        return await self._run(self._starts, lambda: float(self._engine.evaluate(Batch(tokens, targets))))
+        return await self._run(self._starts, lambda: float(self._engine.evaluate(Batch(arrays))))
 
     async def read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """The bytes of tiles of a tensor of the model or the optimizer.

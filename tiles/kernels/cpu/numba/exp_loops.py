@@ -8,6 +8,7 @@ Letters: R rows, N columns.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -62,6 +63,13 @@ def gelu_new_backward(x: Array, dy: Array, dx: Array, scale: Any, cubic: Any) ->
         dx[i] = dy[i] * (s + s * (ONE - s) * a * slope)
 
 
+@compiled(EXACT)
+def erf_of_all(x: Array) -> None:
+    """x = erf(x) by the C library in fp64, rounded once  # (N,)."""
+    for i in range(x.size):
+        x[i] = f32(math.erf(np.float64(x[i])))
+
+
 @compiled(REASSOCIATE)
 def silu_gate(gate: Array, up: Array, y: Array) -> None:
     """y = gate sigmoid(gate) up  # (N,)."""
@@ -77,6 +85,27 @@ def silu_gate_backward(gate: Array, up: Array, dy: Array, dgate: Array, dup: Arr
         a, g = gate[i], dy[i]
         s = ONE / (ONE + _bounded_exp(-a))
         dgate[i] = g * up[i] * (s + a * s * (ONE - s))
+        dup[i] = g * (a * s)
+
+
+@compiled(REASSOCIATE)
+def gelu_new_gate(gates: Array, up: Array, y: Array, scale: Any, cubic: Any) -> None:
+    """y = gelu_new(gates) up  # (N,)."""
+    for i in range(gates.size):
+        a = gates[i]
+        u = a * (scale + scale * cubic * (a * a))
+        y[i] = a / (ONE + _bounded_exp(-TWO * u)) * up[i]
+
+
+@compiled(REASSOCIATE)
+def gelu_new_gate_backward(gates: Array, up: Array, dy: Array, dgates: Array, dup: Array, scale: Any, cubic: Any) -> None:
+    """dgates = dy up (s + 2 a s (1 - s) u'), dup = dy a s; a = gates, s = sigmoid(2 u)  # (N,)."""
+    for i in range(gates.size):
+        a, g = gates[i], dy[i]
+        square = a * a
+        s = ONE / (ONE + _bounded_exp(-TWO * (a * (scale + scale * cubic * square))))
+        slope = TWO * scale + TWO * THREE * scale * cubic * square
+        dgates[i] = g * up[i] * (s + s * (ONE - s) * a * slope)
         dup[i] = g * (a * s)
 
 
@@ -149,6 +178,33 @@ def attention_weights_again(s: Array, seen: int, lse: Array) -> None:
     """s = exp(s - lse), 0 where a key is masked; row i sees `seen + i` keys  # (R, N)."""
     for i in range(s.shape[0]):
         _exp_row(s[i], max(0, min(s.shape[1], seen + i)), lse[i])
+
+
+@inlined(EXACT)
+def _tanh(x: Any) -> Any:
+    """Of one fp32 number, within 2^-23; NaN stays NaN."""
+    return ONE - TWO / (ONE + _bounded_exp(TWO * x))
+
+
+@compiled(EXACT)
+def capped(s: Array, cap: Any) -> None:
+    """s = cap tanh(s / cap)  # (R, N)."""
+    factor = ONE / cap
+    for i in range(s.shape[0]):
+        row = s[i]
+        for j in range(row.size):
+            row[j] = cap * _tanh(row[j] * factor)
+
+
+@compiled(EXACT)
+def capped_backward(ds: Array, s: Array, cap: Any) -> None:
+    """ds *= 1 - tanh(s / cap)^2  # (R, N)."""
+    factor = ONE / cap
+    for i in range(s.shape[0]):
+        row, slopes = s[i], ds[i]
+        for j in range(row.size):
+            t = _tanh(row[j] * factor)
+            slopes[j] *= ONE - t * t
 
 
 @compiled(REASSOCIATE)

@@ -138,7 +138,7 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, extra: Arr
 
 @compiled(EXACT)
 def rotary(x: Array, cos: Array, sin: Array, y: Array, sign: Any) -> None:
-    """Turn pairs (i, i + D/2) of each head by the angles of its position  # x, y (B, T, H, D); cos, sin (B or 1, T, D/2)."""
+    """Turn pairs (i, i + R/2) of each head's first R by the angles of its position  # x, y (B, T, H, D); cos, sin (B or 1, T, R/2)."""
     half = cos.shape[2]
     for b in range(x.shape[0]):
         own = b if cos.shape[0] > 1 else 0

@@ -19,10 +19,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ...reference.loss import PLAIN, Head, backward_tiles, forward_tiles, scaled
 from ...registry import BF16, register_bf16, registered
 from ..elementwise import MOST_ROWS, cut
 from ..embedding import embedding as lookup
-from ..loss import COLUMNS, add_blocks, blocks, logit_gradients
+from ..loss import COLUMNS, add_blocks, blocks, logit_gradients, shaped
+from ..matmul import column_sums as fp32_column_sums
 from ..matmul import rows
 from . import library as onednn
 
@@ -198,7 +200,8 @@ def sgd(param: Array, grad: Array, hyper: Array, *rest: Array, momentum: float, 
 
 
 def _takes_head(views: Views, constants: Constants) -> bool:
-    return all(view.dtype == BF16 for view in views[: 2 * constants["num_c"]])
+    has_bias = constants.get("how", PLAIN).has_bias
+    return all(view.dtype == BF16 for view in views[: 2 * constants["num_c"] + has_bias])
 
 
 def _product(x: Array, w: Array, s: Array, accumulate: bool) -> None:
@@ -206,10 +209,11 @@ def _product(x: Array, w: Array, s: Array, accumulate: bool) -> None:
 
 
 @register_bf16("head_forward", takes=_takes_head)
-def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool) -> None:
-    """Add one vocabulary tile to the running statistics; tiles are x * num_c, w * num_c, targets, peak, total, picked, scratch."""
-    xs, ws, (*statistics, scratch) = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c], tiles[2 * num_c :]
-    add_blocks(blocks(xs, ws, _FP32, scratch, _product), *statistics, v_start=v_start, vocab=vocab, first=first)
+def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
+    """Add one vocabulary tile to the running statistics; tiles as of `forward_tiles`."""
+    given = forward_tiles(tiles, num_c, how)
+    found = shaped(blocks([rows(x) for x in given.xs], given.ws, _FP32, given.scratch, _product), given.bias, how.cap)
+    add_blocks(found, *given.statistics, v_start=v_start, vocab=vocab, first=first)
 
 
 def _head_backward_scratch(views: Views, constants: Constants) -> int:
@@ -220,30 +224,31 @@ def _head_backward_scratch(views: Views, constants: Constants) -> int:
 
 
 def _takes_head_backward(views: Views, constants: Constants) -> bool:
-    num_c = constants["num_c"]
-    return _takes_head(views, constants) and all(dx.dtype == BF16 for dx in views[2 * num_c + 2 : 3 * num_c + 2])
+    given = backward_tiles(views, constants["num_c"], constants.get("how", PLAIN))
+    return _takes_head(views, constants) and all(dx.dtype == BF16 for dx in given.dxs)
 
 
 @register_bf16("head_backward", takes=_takes_head_backward, scratch_nbytes=_head_backward_scratch)
-def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool) -> None:
-    """One vocabulary tile's share of dx and dw; tiles are x * num_c, w * num_c, targets, lse, dx * num_c, [dw * num_c,] scratch, scratch."""
-    xs, ws = [rows(x) for x in tiles[:num_c]], tiles[num_c : 2 * num_c]
-    ids, lse = tiles[2 * num_c].reshape(-1), tiles[2 * num_c + 1].reshape(-1)
-    dxs, dws = tiles[2 * num_c + 2 : 3 * num_c + 2], tiles[3 * num_c + 2 : -2]
-    buffer, own = tiles[-2:]
+def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
+    """One vocabulary tile's share of dx, dw and dbias, of which the last is overwritten; tiles as of `backward_tiles`, and scratch."""
+    *others, own = tiles
+    given = backward_tiles(others, num_c, how)
+    xs, ids, lse, scale = [rows(x) for x in given.xs], given.targets.reshape(-1), given.lse.reshape(-1), scaled(scale, given.factor)
     sums, used = [], 0
-    for dx in dxs:
+    for dx in given.dxs:
         sums.append(np.ndarray(rows(dx).shape, np.float32, buffer=own, offset=used))
         used += sums[-1].nbytes
         if not first:
             onednn.convert(dx, sums[-1].reshape(dx.shape))
-    for start, end, p in blocks(xs, ws, _FP32, buffer, _product):
-        logit_gradients(p, ids, lse, v_start + start, v_start + end, scale)
+    for start, end, p in shaped(blocks(xs, given.ws, _FP32, given.scratch, _product), given.bias, how.cap):
+        logit_gradients(p, ids, lse, v_start + start, v_start + end, scale, how.cap)
+        if given.dbias is not None:
+            fp32_column_sums(p, given.dbias[start:end], accumulate=False)
         short = np.ndarray(p.shape, BF16, buffer=own, offset=used)
         onednn.convert(p, short)
-        for w, dx in zip(ws, sums, strict=True):
+        for w, dx in zip(given.ws, sums, strict=True):
             onednn.gemm(short, w[start:end], dx, accumulate=not first or start > 0)
-        for x, dw in zip(xs, dws, strict=bool(dws)):
+        for x, dw in zip(xs, given.dws, strict=bool(given.dws)):
             onednn.gemm(short, x, dw[start:end], trans_a=True, accumulate=accumulate)
-    for dx, total in zip(dxs, sums, strict=True):
+    for dx, total in zip(given.dxs, sums, strict=True):
         onednn.convert(total.reshape(dx.shape), dx)

@@ -21,9 +21,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...reference.attention import Pair
+from ...reference.attention import Pair, optional_tiles
 from ...registry import BF16, register_bf16
-from ..attention import QUERIES, Block, drop, slopes, weigh, weigh_again
+from ..attention import slopes, weigh, weigh_again
+from ..attention_blocks import QUERIES, Block, drop, seen_keys
+from ..attention_pattern import add_slopes, begin_floored, cap_slopes, change_scores, fill_empty
 from ..elementwise import cut
 from .library import convert, gemm
 
@@ -36,20 +38,21 @@ GROUP_BYTES: Final = 3 << 20
 
 
 class _Block(NamedTuple):
-    """Queries [first, last) of heads [h, g) of sequence `b`, the keys [0, num_keys) that any of them sees, and heads of queries in the tile."""
+    """Queries [first, last) of heads [h, g) of sequence `b`, the keys [low, high) that any of them sees, and heads of queries in the tile."""
 
     b: int
     h: int
     g: int
     first: int
     last: int
-    num_keys: int
+    low: int
+    high: int
     num_heads: int
 
     def by_head(self) -> Iterator[tuple[int, Block]]:
         """(place in the group, the same queries of one head)."""
         for h in range(self.h, self.g):
-            yield h - self.h, Block(self.b, h, self.first, self.last, self.num_keys, self.num_heads)
+            yield h - self.h, Block(self.b, h, self.first, self.last, self.low, self.high, self.num_heads)
 
     @property
     def heads(self) -> slice:
@@ -62,9 +65,14 @@ class _Block(NamedTuple):
         return slice(self.first, self.last)
 
     @property
+    def keys(self) -> slice:
+        """The rows of the keys in theirs."""
+        return slice(self.low, self.high)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Of the scores."""
-        return self.g - self.h, self.last - self.first, self.num_keys
+        return self.g - self.h, self.last - self.first, self.high - self.low
 
 
 def _most_heads(num_heads: int, num_queries: int, num_keys: int) -> int:
@@ -74,10 +82,10 @@ def _most_heads(num_heads: int, num_queries: int, num_keys: int) -> int:
 def _blocks(b: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[_Block]:
     for first in range(0, tq, QUERIES):
         last = min(first + QUERIES, tq)
-        seen = min(tk, at.q_start + last - at.k_start) if at.causal else tk
-        if seen > 0:
-            for heads in cut(num_heads, _most_heads(num_heads, last - first, seen)):
-                yield _Block(b, heads.start, heads.stop, first, last, seen, num_heads)
+        low, high = seen_keys(first, last, tk, at)
+        if high > low:
+            for heads in cut(num_heads, _most_heads(num_heads, last - first, high - low)):
+                yield _Block(b, heads.start, heads.stop, first, last, low, high, num_heads)
 
 
 class _WorkArrays:
@@ -114,7 +122,7 @@ def _groups(x: Array, num_heads: int) -> Array:
 
 def _scores(q: Array, k: Array, s: Array, block: _Block, at: Pair) -> None:
     """s = scores of packed heads, those of later keys too."""
-    gemm(q[block.heads, block.queries], k[block.heads, : block.num_keys], s, trans_b=True)
+    gemm(q[block.heads, block.queries], k[block.heads, block.keys], s, trans_b=True)
     s *= np.float32(at.scale)
 
 
@@ -137,9 +145,12 @@ def _forward_scratch(views: Views, constants: Constants) -> int:
 
 @register_bf16("attention", takes=_takes_forward, scratch_nbytes=_forward_scratch)
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
-    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is [lse if last,] [key if p,] scratch, scratch."""
+    """Add one key tile to the running attention of a query tile, and normalise by the last. `rest`: `OptionalTiles`, scratch, scratch."""
     *extra, scratch, own = rest
-    key = extra[-1] if at.p else None
+    more = optional_tiles(extra, at, has_lse=last)
+    if first and at.pattern.may_blind:
+        begin_floored(o, peak, total)
+        first = False
     size = at.head_size
     tq, tk, width, most = _sizes((q, k), at)
     work, num_heads = _WorkArrays(own), width // size
@@ -148,7 +159,7 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
     for b in range(q.shape[0]):
         hq, hk, hv = (_packed(x[b], size, buffer) for x, buffer in zip((q, k, v), packed, strict=True))
         for block in _blocks(b, num_heads, tq, tk, at):
-            window, seen = (block.heads, block.queries), slice(0, block.num_keys)
+            window = (block.heads, block.queries)
             s, short = _cut(buffer_s, block.shape), _cut(buffer_short, block.shape)
             target = _heads(o[b], size)[window]
             out = _cut(buffer_out, target.shape)
@@ -156,17 +167,25 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
             if not first:
                 convert(target, out)
             for n, head in block.by_head():
+                change_scores(s[n], more, scratch, head, at)
                 weigh(s[n], out[n], peak[b, head.h, block.queries], total[b, head.h, block.queries], head, at, first)
-                if key is not None:
-                    drop(s[n], key, scratch, head, at)
+                if more.key is not None:
+                    drop(s[n], more.key, scratch, head, at)
             convert(s, short)
-            gemm(short, hv[block.heads, seen], out, accumulate=not first)
+            gemm(short, hv[block.heads, block.keys], out, accumulate=not first)
             if last:
-                out /= total[b][window][..., None]
+                out /= _divisors(total[b][window], at)[..., None]
             convert(out, target)
-    if last:
-        np.log(total, out=extra[0])
-        extra[0][...] += peak
+    if more.lse is not None:
+        if at.pattern.may_blind:
+            fill_empty(total)
+        np.log(total, out=more.lse)
+        more.lse[...] += peak
+
+
+def _divisors(sums: Array, at: Pair) -> Array:
+    """Of the outputs: their sums, and 1 for rows that saw no key."""
+    return np.where(sums == 0, np.float32(1), sums) if at.pattern.may_blind else sums
 
 
 def _cut(buffer: Array, shape: tuple[int, ...]) -> Array:
@@ -200,9 +219,13 @@ def attention_backward(
     stored: bool,
     first_k: bool,
     first_q: bool,
+    accumulate: bool | None = None,
 ) -> None:
-    """One pair's share of dq, dk, dv; `first_k`: first to write dq, `first_q`: dk and dv. `rest` is [key,] scratch, scratch."""
-    *keys, scratch, own = rest
+    """One pair's share of dq, dk, dv, and of the gradient of a bias. See the reference; `rest` ends with scratch, scratch."""
+    *extra, scratch, own = rest
+    more = optional_tiles(extra, at, has_dtable=accumulate is not None)
+    if accumulate is False and more.dtable is not None:
+        more.dtable[...] = 0
     size = at.head_size
     tq, tk, width, most = _sizes((q, k), at)
     work, num_heads = _WorkArrays(own), width // size
@@ -221,16 +244,22 @@ def attention_backward(
             if not first_q:
                 convert(heads, _groups(total, len(heads))[:, 0])
         for block in _blocks(b, num_heads, tq, tk, at):
-            window, seen = (block.heads, block.queries), (block.heads, slice(0, block.num_keys))
+            window, seen = (block.heads, block.queries), (block.heads, block.keys)
             s, ds = (_cut(buffer, block.shape) for buffer in buffers_s)
             short, dshort = (_cut(buffer, block.shape) for buffer in buffers_short)
             _scores(hq, hk, s, block, at)
             gemm(hdo[window], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
             for n, head in block.by_head():
+                change_scores(s[n], more, scratch, head, at)
                 weigh_again(s[n], lse[b, head.h, block.queries], head, at)
-                slopes(s[n], ds[n], delta[b, head.h, block.queries], keys[0] if keys else None, scratch, head, at)
-            ds *= np.float32(at.scale)
+                slopes(s[n], ds[n], delta[b, head.h, block.queries], more.key, scratch, head, at)
+                if more.dtable is not None:
+                    add_slopes(ds[n], more, scratch, head, at)
             convert(s, short)
+            if at.pattern.cap:
+                _scores(hq, hk, s, block, at)
+                cap_slopes(ds.reshape(-1, ds.shape[-1]), s.reshape(-1, s.shape[-1]), at.pattern.cap)
+            ds *= np.float32(at.scale)
             convert(ds, dshort)
             gemm(short, hdo[window], sums[1][seen], trans_a=True, accumulate=True)
             gemm(dshort, hk[seen], _heads(dq[b], size)[window], accumulate=not first_k)

@@ -54,8 +54,8 @@ _TRAINING, _BACKWARD = 64, 128  # dnnl_forward_training, dnnl_backward
 _ADD: Final = 0x1FFF0  # dnnl_binary_add
 _SCALE_AND_SHIFT: Final = 6  # dnnl_use_scale | dnnl_use_shift
 _SHAPE: Final = ctypes.c_int64 * 12  # dnnl_dims_t
-ACTIVATIONS: Final = {"gelu_new": 0x2B, "gelu": 0x31, "relu": 0x20, "silu": 0x2C}
-"""dnnl_eltwise_gelu_tanh, gelu_erf, relu, swish."""
+ACTIVATIONS: Final = {"gelu_new": 0x2B, "gelu": 0x31, "relu": 0x20, "silu": 0x2C, "tanh": 0x21}
+"""dnnl_eltwise_gelu_tanh, gelu_erf, relu, swish, tanh."""
 
 
 class _Version(ctypes.Structure):

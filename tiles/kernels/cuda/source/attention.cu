@@ -1,10 +1,11 @@
 // Attention over pairs of query and key tiles: online softmax forward (Dao 2023, algorithm 1), recomputation backward (algorithm 2).
 //
 // q, o (b, tq, h D), k, v (b, tk, g D), g divides h; peak, total, lse, delta (b, h, tq). A block has QUERIES queries and KEYS keys at a time, in
-// shared memory, as floats. Masked blocks are not computed. Dropout acts on normalised weights, by the element's index in (B, H, T, T).
+// shared memory, as floats. Masked blocks are not computed. Dropout acts on normalised weights, by the element's index in (B, H, T, S).
 
 #include "common.cuh"
 #include "pair.cuh"
+#include "runs.cuh"
 
 #define QUERIES 32
 #define KEYS 32
@@ -41,17 +42,18 @@ KERNEL attention(const T *q, const T *k, const T *v, T *o, float *peak, float *t
     else
         load(o, O, start, QUERIES, at.tq, h, at.heads, D);
     if (t < QUERIES) {
-        top[t] = first || start + t >= at.tq ? -INFINITE : peak[statistics + t];
+        top[t] = first || start + t >= at.tq ? (at.may_blind ? FLOOR : -INFINITE) : peak[statistics + t];
         sum[t] = first || start + t >= at.tq ? 0.0f : total[statistics + t];
     }
     for (int from = 0; from < at.tk; from += KEYS) {
-        if (at.causal && at.k_start + from > at.q_start + start + QUERIES - 1) break;
+        if (is_later(at, start, QUERIES, from)) break;
+        if (is_behind(at, start, from, KEYS)) continue;
         load(k, K, from, KEYS, at.tk, g, at.groups, D);
         load(v, V, from, KEYS, at.tk, g, at.groups, D);
         __syncthreads();
         for (int n = t; n < QUERIES * KEYS; n += blockDim.x) {
             int i = n / KEYS, j = n % KEYS;
-            S[n] = sees(at, start + i, from + j) ? at.scale * dot(Q + i * D, K + j * D, D) : -INFINITE;
+            S[n] = sees(at, b, start + i, from + j) ? scored(at, h, start + i, from + j, dot(Q + i * D, K + j * D, D)) : -INFINITE;
         }
         __syncthreads();
         if (t < QUERIES) {
@@ -76,6 +78,8 @@ KERNEL attention(const T *q, const T *k, const T *v, T *o, float *peak, float *t
         __syncthreads();
     }
     __syncthreads();
+    if (last && at.may_blind && t < QUERIES && sum[t] == 0.0f) sum[t] = 1.0f;
+    __syncthreads();
     for (int n = t; n < QUERIES * D; n += blockDim.x) {
         int i = n / D, d = n % D;
         if (start + i < at.tq) o[((long long)(start + i) * at.heads + h) * D + d] = narrow<T>(last ? O[n] / sum[i] : O[n]);
@@ -99,19 +103,21 @@ KERNEL attention_delta(const T *o, const T *grad, float *delta, int length, int 
 }
 EXPORT(attention_delta)
 
-// Weights P and gradients dS of scores of a block of queries and keys, both (QUERIES, KEYS); P leaves dropped weights at 0 if `thin`.
+// Weights P, without those that dropout drops, and gradients dS of a block of queries and keys, both (QUERIES, KEYS): of the products q k^T, or of
+// the scores if `outer`.
 __device__ inline void weigh(
     const float *Q, const float *K, const float *V, const float *dO, float *P, float *dS, const T *stored, const float *lse, const float *delta,
-    const u64 *keys, u64 key, Pair at, int b, int h, int start, int from) {
+    const u64 *keys, u64 key, Pair at, int b, int h, int start, int from, int outer) {
     int D = at.head_size;
     for (int n = threadIdx.x; n < QUERIES * KEYS; n += blockDim.x) {
         int i = n / KEYS, j = n % KEYS;
         float weight = 0.0f, slope = 0.0f, factor = 1.0f;
-        if (sees(at, start + i, from + j)) {
+        if (sees(at, b, start + i, from + j)) {
             long long row = ((long long)b * at.heads + h) * at.tq + start + i;
-            weight = stored ? widen(stored[row * at.tk + from + j]) : expf(at.scale * dot(Q + i * D, K + j * D, D) - lse[row]);
+            float product = stored && at.cap == 0.0f ? 0.0f : dot(Q + i * D, K + j * D, D);
+            weight = stored ? widen(stored[row * at.tk + from + j]) : expf(scored(at, h, start + i, from + j, product) - lse[row]);
             if (keys) factor = survival(at, key, b, h, start + i, from + j);
-            slope = at.scale * weight * (dot(dO + i * D, V + j * D, D) * factor - delta[row]);
+            slope = (outer ? 1.0f : slope_of_score(at, product)) * weight * (dot(dO + i * D, V + j * D, D) * factor - delta[row]);
         }
         P[n] = weight * factor;
         dS[n] = slope;
@@ -135,11 +141,12 @@ KERNEL attention_dq(
     else
         load(dq + of_queries, sum, start, QUERIES, at.tq, h, at.heads, D);
     for (int from = 0; from < at.tk; from += KEYS) {
-        if (at.causal && at.k_start + from > at.q_start + start + QUERIES - 1) break;
+        if (is_later(at, start, QUERIES, from)) break;
+        if (is_behind(at, start, from, KEYS)) continue;
         load(k + of_keys, K, from, KEYS, at.tk, g, at.groups, D);
         load(v + of_keys, V, from, KEYS, at.tk, g, at.groups, D);
         __syncthreads();
-        weigh(Q, K, V, dO, P, dS, stored, lse, delta, keys, key, at, b, h, start, from);
+        weigh(Q, K, V, dO, P, dS, stored, lse, delta, keys, key, at, b, h, start, from, 0);
         __syncthreads();
         for (int n = t; n < QUERIES * D; n += blockDim.x) {
             int i = n / D, d = n % D;
@@ -175,11 +182,11 @@ KERNEL attention_dkv(
     }
     for (int h = g * share; h < (g + 1) * share; h++)
         for (int start = 0; start < at.tq; start += QUERIES) {
-            if (at.causal && at.k_start + from > at.q_start + start + QUERIES - 1) continue;
+            if (is_later(at, start, QUERIES, from) || is_behind(at, start, from, KEYS)) continue;
             load(q + of_queries, Q, start, QUERIES, at.tq, h, at.heads, D);
             load(grad + of_queries, dO, start, QUERIES, at.tq, h, at.heads, D);
             __syncthreads();
-            weigh(Q, K, V, dO, P, dS, stored, lse, delta, keys, key, at, b, h, start, from);
+            weigh(Q, K, V, dO, P, dS, stored, lse, delta, keys, key, at, b, h, start, from, 0);
             __syncthreads();
             for (int n = t; n < KEYS * D; n += blockDim.x) {
                 int j = n / D, d = n % D;
@@ -211,7 +218,7 @@ KERNEL attention_scores(const T *q, const T *k, T *s, Pair at, long long count) 
         const T *one = q + ((b * at.tq + i) * at.heads + h) * D, *other = k + ((b * at.tk + j) * at.groups + g) * D;
         float sum = 0.0f;
         for (int d = 0; d < D; d++) sum += widen(one[d]) * widen(other[d]);
-        s[n] = narrow<T>(sees(at, i, j) ? at.scale * sum : -INFINITE);
+        s[n] = narrow<T>(sees(at, (int)b, i, j) ? scored(at, h, i, j, sum) : -INFINITE);
     }
 }
 EXPORT(attention_scores)
@@ -221,6 +228,24 @@ KERNEL attention_weights(T *s, const float *lse, int width, long long count) {
     EACH(i, count) s[i] = narrow<T>(expf(widen(s[i]) - lse[i / width]));
 }
 EXPORT(attention_weights)
+
+// What running maxima and sums are before any key where rows may see none
+KERNEL attention_begin(float *peak, float *total, long long count) {
+    EACH(i, count) {
+        peak[i] = FLOOR;
+        total[i] = 0.0f;
+    }
+}
+EXPORT(attention_begin)
+
+// lse = peak + log(total); a row that saw no key has a sum of 1 from now on
+KERNEL attention_end(const float *peak, float *total, float *lse, long long count) {
+    EACH(i, count) {
+        if (total[i] == 0.0f) total[i] = 1.0f;
+        lse[i] = peak[i] + logf(total[i]);
+    }
+}
+EXPORT(attention_end)
 
 // o (+)= dropout(weights) @ v  // (b, h, tq, tk) by (b, tk, g D) -> (b, tq, h D); one thread a number
 KERNEL attention_apply(const T *s, const T *v, T *o, const u64 *keys, Pair at, int accumulate, long long count) {
@@ -240,58 +265,65 @@ KERNEL attention_apply(const T *s, const T *v, T *o, const u64 *keys, Pair at, i
 }
 EXPORT(attention_apply)
 
-// keys[b, positions[b, i] - start] = k[b, i], values likewise, where that lies in the tile  // k, v (b, w, width), keys, values (b, t, width)
-KERNEL append_to_cache(const T *k, const T *v, const int *positions, T *keys, T *values, int start, int num_new, int length, int width, long long count) {
+// bias (heads, tq + tk - 1) of a pair of tiles from its table (buckets, heads)
+KERNEL attention_bias(const T *table, float *bias, Pair at, Runs runs, long long count) {
+    int width = at.tq + at.tk - 1;
     EACH(n, count) {
-        long long row = n / width, b = row / num_new;
-        int at = positions[row] - start;
-        if (at >= 0 && at < length) {
-            long long place = (b * length + at) * width + n % width;
-            keys[place] = k[n];
-            values[place] = v[n];
-        }
+        int h = (int)(n / width), distance = at.k_start - (at.q_start + at.tq - 1) + (int)(n % width);
+        bias[n] = widen(table[bucket_of(runs, distance) * at.heads + h]);
     }
 }
-EXPORT(append_to_cache)
+EXPORT(attention_bias)
 
-// Grid: (new tokens, h, b): one tile of the cache added to the running attention of a token, which sees positions up to its own.
-KERNEL cached_attention(
-    const T *q, const T *keys, const T *values, const int *positions, T *o, float *peak, float *total, float scale, int start, int length, int size,
-    int heads, int groups, int first, int last) {
+// Grid: (blocks of queries, h, b): sums of the gradients of the scores of a block by buckets  // partial (b, blocks, h, buckets)
+KERNEL attention_dtable(
+    const T *q, const T *k, const T *v, const T *grad, const T *stored, const float *lse, const float *delta, const u64 *keys, float *partial, Pair at,
+    Runs runs, int buckets) {
     SHARED(float, buffer);
-    int w = blockIdx.x, num_new = gridDim.x, h = blockIdx.y, b = blockIdx.z, g = h / (heads / groups), t = threadIdx.x;
-    float *Q = buffer + blockDim.x, *S = Q + size;
-    long long row = (long long)b * num_new + w, statistics = ((long long)b * heads + h) * num_new + w;
-    int seen = positions[row] - start + 1 < length ? positions[row] - start + 1 : length;
-    float before = first ? -INFINITE : peak[statistics], top = before, sum = 0.0f;
-    q += (row * heads + h) * size;
-    o += (row * heads + h) * size;
-    keys += ((long long)b * length * groups + g) * size;
-    values += ((long long)b * length * groups + g) * size;
-    for (int d = t; d < size; d += blockDim.x) Q[d] = widen(q[d]);
+    int D = at.head_size, start = blockIdx.x * QUERIES, h = blockIdx.y, b = blockIdx.z, g = h / (at.heads / at.groups), t = threadIdx.x;
+    float *Q = buffer, *dO = Q + QUERIES * D, *K = dO + QUERIES * D, *V = K + KEYS * D, *P = V + KEYS * D, *dS = P + QUERIES * KEYS;
+    float *sums = dS + QUERIES * KEYS, *found = sums + QUERIES + KEYS;
+    int *which = (int *)(found + buckets);
+    long long of_queries = (long long)b * at.tq * at.heads * D, of_keys = (long long)b * at.tk * at.groups * D;
+    u64 key = keys ? mixed(keys[0], keys[1], (u64)at.stream) : 0;
+    load(q + of_queries, Q, start, QUERIES, at.tq, h, at.heads, D);
+    load(grad + of_queries, dO, start, QUERIES, at.tq, h, at.heads, D);
+    for (int n = t; n < buckets; n += blockDim.x) found[n] = 0.0f;
+    for (int from = 0; from < at.tk; from += KEYS) {
+        if (is_later(at, start, QUERIES, from)) break;
+        if (is_behind(at, start, from, KEYS)) continue;
+        load(k + of_keys, K, from, KEYS, at.tk, g, at.groups, D);
+        load(v + of_keys, V, from, KEYS, at.tk, g, at.groups, D);
+        __syncthreads();
+        weigh(Q, K, V, dO, P, dS, stored, lse, delta, keys, key, at, b, h, start, from, 1);
+        __syncthreads();
+        for (int n = t; n < QUERIES + KEYS - 1; n += blockDim.x) {  // a diagonal
+            float sum = 0.0f;
+            for (int i = 0; i < QUERIES; i++) {
+                int j = n - (QUERIES - 1) + i;
+                if (j >= 0 && j < KEYS) sum += dS[i * KEYS + j];
+            }
+            sums[n] = sum;
+            which[n] = bucket_of(runs, at.k_start + from + n - (QUERIES - 1) - (at.q_start + start));
+        }
+        __syncthreads();
+        for (int bucket = t; bucket < buckets; bucket += blockDim.x)
+            for (int n = 0; n < QUERIES + KEYS - 1; n++)
+                if (which[n] == bucket) found[bucket] += sums[n];
+        __syncthreads();
+    }
     __syncthreads();
-    for (int j = t; j < seen; j += blockDim.x) {
-        float score = 0.0f;
-        for (int d = 0; d < size; d++) score += Q[d] * widen(keys[(long long)j * groups * size + d]);
-        S[j] = scale * score;
-        top = larger(top, S[j]);
-    }
-    top = block_max(top, buffer);
-    for (int j = t; j < seen; j += blockDim.x) {
-        S[j] = expf(S[j] - top);
-        sum += S[j];
-    }
-    sum = block_sum(sum, buffer);
-    float shrink = before != -INFINITE ? expf(before - top) : 0.0f, all = (first ? 0.0f : total[statistics] * shrink) + sum;
-    for (int d = t; d < size; d += blockDim.x) {
-        float out = first ? 0.0f : widen(o[d]) * shrink;
-        for (int j = 0; j < seen; j++) out += S[j] * widen(values[(long long)j * groups * size + d]);
-        o[d] = narrow<T>(last ? out / all : out);
-    }
-    __syncthreads();
-    if (t == 0) {
-        peak[statistics] = top;
-        total[statistics] = all;
+    for (int n = t; n < buckets; n += blockDim.x) partial[(((long long)b * gridDim.x + blockIdx.x) * at.heads + h) * buckets + n] = found[n];
+}
+EXPORT(attention_dtable)
+
+// dtable (buckets, heads) (+)= partial sums (blocks, heads, buckets), in order
+KERNEL attention_table_sums(const float *partial, float *dtable, int blocks, int heads, int buckets, int accumulate, long long count) {
+    EACH(n, count) {
+        int bucket = (int)(n / heads), h = (int)(n % heads);
+        float sum = accumulate ? dtable[n] : 0.0f;
+        for (int block = 0; block < blocks; block++) sum += partial[((long long)block * heads + h) * buckets + bucket];
+        dtable[n] = sum;
     }
 }
-EXPORT(cached_attention)
+EXPORT(attention_table_sums)

@@ -5,12 +5,13 @@
 #define GELU_SCALE 0.7978845608028654f
 #define GELU_CUBIC 0.044715f
 
-enum { GELU_NEW, GELU, RELU, SILU };
+enum { GELU_NEW, GELU, RELU, SILU, TANH };
 
 __device__ inline float activate(float x, int kind) {
     if (kind == GELU_NEW) return 0.5f * x * (1.0f + tanhf(GELU_SCALE * (x + GELU_CUBIC * x * x * x)));
     if (kind == GELU) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
     if (kind == RELU) return x > 0.0f || x != x ? x : 0.0f;
+    if (kind == TANH) return tanhf(x);
     return x / (1.0f + expf(-x));
 }
 
@@ -21,6 +22,10 @@ __device__ inline float slope(float x, int kind) {
     }
     if (kind == GELU) return 0.5f * (1.0f + erff(x * 0.7071067811865476f)) + x * expf(-0.5f * x * x) * 0.3989422804014327f;
     if (kind == RELU) return x > 0.0f ? 1.0f : 0.0f;
+    if (kind == TANH) {
+        float t = tanhf(x);
+        return (1.0f - t) * (1.0f + t);
+    }
     float s = 1.0f / (1.0f + expf(-x));
     return s * (1.0f + x * (1.0f - s));
 }
@@ -112,12 +117,45 @@ KERNEL silu_gate_backward(const T *gate, const T *up, const T *dy, T *dgate, T *
 }
 EXPORT(silu_gate_backward)
 
-// pairs (i, i + D/2) of each head turn by the position's angles  // x (mb, t, h D), cos and sin (length, D/2), row r of x takes r % length; `count` pairs
-KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int length, int width, int half, float sign, long long count) {
+KERNEL gate(const T *gates, const T *up, T *y, int kind, long long count) {
+    EACH(i, count) y[i] = narrow<T>(activate(widen(gates[i]), kind) * widen(up[i]));
+}
+EXPORT(gate)
+
+KERNEL gate_backward(const T *gates, const T *up, const T *dy, T *dgates, T *dup, int kind, long long count) {
+    EACH(i, count) {
+        float g = widen(gates[i]), d = widen(dy[i]), u = widen(up[i]);
+        dgates[i] = narrow<T>(d * u * slope(g, kind));
+        dup[i] = narrow<T>(d * activate(g, kind));
+    }
+}
+EXPORT(gate_backward)
+
+KERNEL cap(const T *x, T *y, float most, long long count) {
+    EACH(i, count) y[i] = narrow<T>(most * tanhf(widen(x[i]) / most));
+}
+EXPORT(cap)
+
+KERNEL cap_backward(const T *y, const T *dy, T *dx, float most, long long count) {
+    EACH(i, count) {
+        float t = widen(y[i]) / most;
+        dx[i] = narrow<T>(widen(dy[i]) * (1.0f - t) * (1.0f + t));
+    }
+}
+EXPORT(cap_backward)
+
+// pairs (i, i + R/2) of each head's first R features turn by the position's angles, the others stay  // x (mb, t, h D), cos and sin (length, R/2), half R/2,
+// row r of x takes r % length; `count` pairs and features that stay
+KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int length, int width, int size, int half, float sign, long long count) {
+    int per_head = size - half, per_row = width / size * per_head;
     EACH(n, count) {
-        long long row = n / (width / 2);
-        int in_row = (int)(n % (width / 2)), head = in_row / half, i = in_row % half;
-        long long at = row * width + head * 2 * half + i;
+        long long row = n / per_row;
+        int in_row = (int)(n % per_row), head = in_row / per_head, i = in_row % per_head;
+        long long at = row * width + (long long)head * size + i;
+        if (i >= half) {
+            y[at + half] = x[at + half];
+            continue;
+        }
         int angle = (int)(row % length) * half + i;
         float c = cosine[angle], s = sign * sine[angle], first = widen(x[at]), second = widen(x[at + half]);
         y[at] = narrow<T>(first * c - second * s);

@@ -134,11 +134,12 @@ __device__ inline void forward(
     UNROLLED
     for (int half = 0; half < 2; half++) {
         int i = mine + half * 8, none = first || i >= at.tq;
-        top[half] = none ? -INFINITE : peak[statistics + i];
+        top[half] = none ? (at.may_blind ? FLOOR : -INFINITE) : peak[statistics + i];
         sum[half] = none ? 0.0f : total[statistics + i];
     }
     for (int from = 0; from < at.tk; from += COLUMNS) {
-        if (at.causal && at.k_start + from > at.q_start + start + ROWS - 1) break;
+        if (is_later(at, start, ROWS, from)) break;
+        if (is_behind(at, start, from, COLUMNS)) continue;
         __syncthreads();
         fetch<D>(k, K, (u16 *)0, from, at.tk, g, at.groups);
         fetch<D>(v, (u16 *)0, V, from, at.tk, g, at.groups);
@@ -153,7 +154,8 @@ __device__ inline void forward(
                 UNROLLED
                 for (int e = 0; e < 2; e++) {
                     float *s = &S[n][2 * half + e];
-                    *s = sees(at, i, from + n * 8 + LANE % 4 * 2 + e) ? at.scale * *s : -INFINITE;
+                    int j = from + n * 8 + LANE % 4 * 2 + e;
+                    *s = sees(at, b, i, j) ? scored(at, h, i, j, *s) : -INFINITE;
                     most = larger(*s, most);
                 }
             most = larger(quad_max(most), top[half]);
@@ -176,6 +178,9 @@ __device__ inline void forward(
         }
         add_product<D>(O, S, V);
     }
+    UNROLLED
+    for (int half = 0; half < 2; half++)
+        if (last && at.may_blind && sum[half] == 0.0f) sum[half] = 1.0f;
     store_result<D>(o, O, last ? sum : (float *)0, start, at.tq, h, at.heads);
     if (LANE % 4 == 0)
         UNROLLED
@@ -212,7 +217,8 @@ __device__ inline void backward_q(
         shift[half] = mine + half * 8 < at.tq ? delta[row] : 0.0f;
     }
     for (int from = 0; from < at.tk; from += COLUMNS) {
-        if (at.causal && at.k_start + from > at.q_start + start + ROWS - 1) break;
+        if (is_later(at, start, ROWS, from)) break;
+        if (is_behind(at, start, from, COLUMNS)) continue;
         __syncthreads();
         fetch<D>(k + of_keys, K, turned, from, at.tk, g, at.groups);
         fetch<D>(v + of_keys, V, (u16 *)0, from, at.tk, g, at.groups);
@@ -224,9 +230,9 @@ __device__ inline void backward_q(
             UNROLLED
             for (int e = 0; e < 4; e++) {
                 int i = mine + e / 2 * 8, j = from + n * 8 + LANE % 4 * 2 + e % 2;
-                float weight = sees(at, i, j) ? expf(at.scale * S[n][e] - level[e / 2]) : 0.0f;
+                float weight = sees(at, b, i, j) ? expf(scored(at, h, i, j, S[n][e]) - level[e / 2]) : 0.0f;
                 float factor = keys ? survival(at, key, b, h, i, j) : 1.0f;
-                S[n][e] = at.scale * weight * (P[n][e] * factor - shift[e / 2]);
+                S[n][e] = slope_of_score(at, S[n][e]) * weight * (P[n][e] * factor - shift[e / 2]);
             }
         add_product<D>(sum, S, turned);
     }
@@ -254,7 +260,7 @@ __device__ inline void backward_kv(
     load_result<D>(dv + of_keys, sumv, from, at.tk, g, at.groups, first);
     for (int h = g * share; h < (g + 1) * share; h++)
         for (int start = 0; start < at.tq; start += COLUMNS) {
-            if (at.causal && at.k_start + from > at.q_start + start + COLUMNS - 1) continue;
+            if (is_later(at, start, COLUMNS, from) || is_behind(at, start, from, ROWS)) continue;
             long long row = ((long long)b * at.heads + h) * at.tq + start;
             __syncthreads();
             fetch<D>(q + of_queries, Q, Qt, start, at.tq, h, at.heads);
@@ -271,9 +277,9 @@ __device__ inline void backward_kv(
                 UNROLLED
                 for (int e = 0; e < 4; e++) {
                     int i = n * 8 + LANE % 4 * 2 + e % 2, j = mine + e / 2 * 8;
-                    float weight = sees(at, start + i, j) ? expf(at.scale * S[n][e] - level[i]) : 0.0f;
+                    float weight = sees(at, b, start + i, j) ? expf(scored(at, h, start + i, j, S[n][e]) - level[i]) : 0.0f;
                     float factor = keys ? survival(at, key, b, h, start + i, j) : 1.0f;
-                    S[n][e] = at.scale * weight * (P[n][e] * factor - shift[i]);
+                    S[n][e] = slope_of_score(at, S[n][e]) * weight * (P[n][e] * factor - shift[i]);
                     P[n][e] = weight * factor;
                 }
             add_product<D>(sumk, S, Qt);

@@ -7,8 +7,8 @@
 #define ROW(a) ((a) + (long long)blockIdx.x * width)
 #define COLUMNS_OF_ROW(j) for (int j = threadIdx.x; j < width; j += blockDim.x)
 
-// [s = x + r;] y = (s - mean) rstd gamma [+ beta]; r may be null, then s is x. Without beta: RMS norm, mean is not written.
-KERNEL normalise(const T *x, const T *r, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, int width) {
+// [s = x + r;] y = (s - mean) rstd (gamma + offset) [+ beta]; r may be null, then s is x. Without beta: RMS norm, mean is not written.
+KERNEL normalise(const T *x, const T *r, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width) {
     SHARED(float, buffer);
     const T *in = ROW(x);
     T *kept = s ? ROW(s) : (T *)0, *out = ROW(y);
@@ -28,16 +28,16 @@ KERNEL normalise(const T *x, const T *r, const T *gamma, const T *beta, T *s, T 
         if (beta) mean[blockIdx.x] = m;
         rstd[blockIdx.x] = scale;
     }
-    COLUMNS_OF_ROW(j) out[j] = narrow<T>((widen(in[j]) - m) * scale * widen(gamma[j]) + (beta ? widen(beta[j]) : 0.0f));
+    COLUMNS_OF_ROW(j) out[j] = narrow<T>((widen(in[j]) - m) * scale * (widen(gamma[j]) + offset) + (beta ? widen(beta[j]) : 0.0f));
 }
 EXPORT(normalise)
 
-// dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ extra], g = dy gamma; without mean: RMS norm
-KERNEL norm_backward(const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *extra, T *dx, int width) {
+// dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ extra], g = dy (gamma + offset); without mean: RMS norm
+KERNEL norm_backward(const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *extra, T *dx, float offset, int width) {
     SHARED(float, buffer);
     float m = mean ? mean[blockIdx.x] : 0.0f, s = rstd[blockIdx.x], plain = 0.0f, weighted = 0.0f;
     COLUMNS_OF_ROW(j) {
-        float g = widen(ROW(dy)[j]) * widen(gamma[j]);
+        float g = widen(ROW(dy)[j]) * (widen(gamma[j]) + offset);
         plain += g;
         weighted += g * (widen(ROW(x)[j]) - m) * s;
     }
@@ -45,7 +45,7 @@ KERNEL norm_backward(const T *x, const T *gamma, const float *mean, const float 
     weighted = block_sum(weighted, buffer) / width;
     COLUMNS_OF_ROW(j) {
         float xhat = (widen(ROW(x)[j]) - m) * s;
-        float d = s * (widen(ROW(dy)[j]) * widen(gamma[j]) - plain - xhat * weighted);
+        float d = s * (widen(ROW(dy)[j]) * (widen(gamma[j]) + offset) - plain - xhat * weighted);
         ROW(dx)[j] = narrow<T>(extra ? d + widen(ROW(extra)[j]) : d);
     }
 }
@@ -107,22 +107,22 @@ KERNEL norm_finish(const float *sums, const float *squares, float *mean, float *
 }
 EXPORT(norm_finish)
 
-KERNEL norm_apply(const T *x, const float *mean, const float *rstd, const T *gamma, const T *beta, T *y, int width, long long count) {
+KERNEL norm_apply(const T *x, const float *mean, const float *rstd, const T *gamma, const T *beta, T *y, float offset, int width, long long count) {
     EACH(i, count) {
         long long row = i / width;
         int j = (int)(i % width);
-        y[i] = narrow<T>((widen(x[i]) - mean[row]) * rstd[row] * widen(gamma[j]) + (beta ? widen(beta[j]) : 0.0f));
+        y[i] = narrow<T>((widen(x[i]) - mean[row]) * rstd[row] * (widen(gamma[j]) + offset) + (beta ? widen(beta[j]) : 0.0f));
     }
 }
 EXPORT(norm_apply)
 
-// plain (+)= sum of g, weighted (+)= sum of g xhat, g = dy gamma
+// plain (+)= sum of g, weighted (+)= sum of g xhat, g = dy (gamma + offset)
 KERNEL norm_backward_sums(
-    const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, float *plain, float *weighted, int width, int accumulate) {
+    const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, float *plain, float *weighted, float offset, int width, int accumulate) {
     SHARED(float, buffer);
     float m = mean[blockIdx.x], s = rstd[blockIdx.x], sum = 0.0f, dot = 0.0f;
     COLUMNS_OF_ROW(j) {
-        float g = widen(ROW(dy)[j]) * widen(gamma[j]);
+        float g = widen(ROW(dy)[j]) * (widen(gamma[j]) + offset);
         sum += g;
         dot += g * (widen(ROW(x)[j]) - m) * s;
     }
@@ -137,11 +137,11 @@ EXPORT(norm_backward_sums)
 
 KERNEL norm_backward_apply(
     const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const float *plain, const float *weighted, const T *extra,
-    T *dx, int width, int whole, int center, long long count) {
+    T *dx, float offset, int width, int whole, int center, long long count) {
     EACH(i, count) {
         long long row = i / width;
         float s = rstd[row], xhat = (widen(x[i]) - mean[row]) * s;
-        float d = widen(dy[i]) * widen(gamma[i % width]) - xhat * (weighted[row] / whole);
+        float d = widen(dy[i]) * (widen(gamma[i % width]) + offset) - xhat * (weighted[row] / whole);
         if (center) d -= plain[row] / whole;
         dx[i] = narrow<T>(extra ? d * s + widen(extra[i]) : d * s);
     }

@@ -2,18 +2,50 @@
 
 #pragma once
 
+#define FLOOR -1e30f  // where running maxima begin when a row may see no key at all
+
 struct Pair {
     int head_size, causal, q_start, k_start, b_start, h_start, num_heads, length, stream;
     u32 threshold;
     float scale, p;
     int tq, tk, heads, groups;  // of the tiles
+    int row, window, may_blind;
+    float cap;
+    const int *of_queries, *of_keys;  // documents (b, tq), (b, tk), or null
+    const float *bias;                // (heads, tq + tk - 1), first that of the last query and the first key, or null
 };
 
 // Factor of a weight: 0 or 1 / (1 - p)
 __device__ inline float survival(Pair at, u64 key, int b, int h, int i, int j) {
     u64 row = ((u64)(at.b_start + b) * at.num_heads + at.h_start + h) * at.length + at.q_start + i;
-    return random_bits(key, row * at.length + at.k_start + j) >= at.threshold ? 1.0f / (1.0f - at.p) : 0.0f;
+    return random_bits(key, row * at.row + at.k_start + j) >= at.threshold ? 1.0f / (1.0f - at.p) : 0.0f;
 }
 
-// Whether key j of the tile counts for query i
-__device__ inline int sees(Pair at, int i, int j) { return j < at.tk && i < at.tq && (!at.causal || at.k_start + j <= at.q_start + i); }
+// Whether key j of the tile counts for query i of sequence b
+__device__ inline int sees(Pair at, int b, int i, int j) {
+    if (j >= at.tk || i >= at.tq) return 0;
+    int distance = at.k_start + j - (at.q_start + i);
+    if ((at.causal && distance > 0) || (at.window && distance <= -at.window)) return 0;
+    return !at.of_queries || at.of_queries[(long long)b * at.tq + i] == at.of_keys[(long long)b * at.tk + j];
+}
+
+// Whether all keys [from, from + num_keys) are later than all queries [start, start + num_queries), or in front of their windows
+__device__ inline int is_later(Pair at, int start, int num_queries, int from) { return at.causal && at.k_start + from > at.q_start + start + num_queries - 1; }
+
+__device__ inline int is_behind(Pair at, int start, int from, int num_keys) {
+    return at.window && at.k_start + from + num_keys - 1 <= at.q_start + start - at.window;
+}
+
+// The score of key j for query i, from their product
+__device__ inline float scored(Pair at, int h, int i, int j, float product) {
+    float s = at.scale * product;
+    if (at.cap != 0.0f) s = at.cap * tanhf(s / at.cap);
+    return at.bias ? s + at.bias[(long long)h * (at.tq + at.tk - 1) + j - i + at.tq - 1] : s;
+}
+
+// Slope of the score by the product
+__device__ inline float slope_of_score(Pair at, float product) {
+    if (at.cap == 0.0f) return at.scale;
+    float t = tanhf(at.scale * product / at.cap);
+    return at.scale * (1.0f - t * t);
+}

@@ -1,4 +1,4 @@
-// Table lookup, the loss of a linear head, optimizers, sums over whole tiles, random numbers.
+// Table lookup, the loss of a linear head, tokens of sequences, optimizers, sums over whole tiles, random numbers.
 
 #include "common.cuh"
 
@@ -36,6 +36,15 @@ KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_s
 }
 EXPORT(embedding_backward)
 
+// logits (R, N): a bias (N,) is added, if there is one, and then they become cap tanh(logits / cap), if the cap is not 0
+KERNEL shape_logits(float *logits, const T *bias, float cap, int width, long long count) {
+    EACH(i, count) {
+        float z = logits[i] + (bias ? widen(bias[i % width]) : 0.0f);
+        logits[i] = cap > 0.0f ? cap * tanhf(z / cap) : z;
+    }
+}
+EXPORT(shape_logits)
+
 // A block of logits (R, N), of columns [v_start, v_start + N) of the vocabulary: each row's running maximum and sum of exponentials, the target's logit
 KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int first) {
     SHARED(float, buffer);
@@ -55,15 +64,20 @@ KERNEL add_logits(const float *logits, const int *targets, float *peak, float *t
 }
 EXPORT(add_logits)
 
-// p = scale (exp(logits - lse) - 1 at the target), 0 for ignored tokens, in place; rows of `width` elements T at the beginning of rows of floats
-KERNEL logit_gradients(float *logits, const int *targets, const float *lse, int v_start, int width, float scale) {
+// p = scale factor (exp(logits - lse) - 1 at the target), 0 for ignored tokens, in place; rows of `width` elements T at the beginning of rows of floats.
+// Of logits cap tanh(z / cap), the gradients by z: times 1 - tanh^2.
+KERNEL logit_gradients(float *logits, const int *targets, const float *lse, const float *factor, int v_start, int width, float scale, float cap) {
     SHARED(float, buffer);
     float *row = logits + (long long)blockIdx.x * width;
     T *out = (T *)row;
     int target = targets[blockIdx.x];
+    if (factor) scale *= factor[0];
     for (int start = 0; start < width; start += blockDim.x) {  // a piece is read whole before its place is written
         int j = start + threadIdx.x;
-        if (j < width) buffer[threadIdx.x] = target < 0 ? 0.0f : scale * (expf(row[j] - lse[blockIdx.x]) - (j == target - v_start ? 1.0f : 0.0f));
+        if (j < width) {
+            float p = target < 0 ? 0.0f : scale * (expf(row[j] - lse[blockIdx.x]) - (j == target - v_start ? 1.0f : 0.0f));
+            buffer[threadIdx.x] = cap > 0.0f ? p * (1.0f - row[j] / cap * (row[j] / cap)) : p;
+        }
         __syncthreads();
         if (j < width) out[j] = narrow<T>(buffer[threadIdx.x]);
         __syncthreads();
@@ -71,9 +85,26 @@ KERNEL logit_gradients(float *logits, const int *targets, const float *lse, int 
 }
 EXPORT(logit_gradients)
 
-// loss = scale * sum of (lse - picked) over tokens that count, in double: one block, thread t takes tokens t, t + blockDim.x, ...
+// Sums of the columns of p (R, N), whose rows begin `stride` elements apart: as column_sums
+KERNEL gradient_columns(const T *p, float *total, int num_rows, int width, int stride) {
+    SHARED(float, buffer);
+    int column = blockIdx.x * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
+    float sum = 0.0f;
+    if (column < width)
+        for (int r = lane; r < num_rows; r += 8) sum += widen(p[(long long)r * stride + column]);
+    buffer[threadIdx.x] = sum;
+    __syncthreads();
+    if (lane == 0 && column < width) {
+        for (int l = 1; l < 8; l++) sum += buffer[l * 32 + threadIdx.x];
+        total[column] = sum;
+    }
+}
+EXPORT(gradient_columns)
+
+// loss = scale factor * sum of (lse - picked) over tokens that count, in double: one block, thread t takes tokens t, t + blockDim.x, ...
 KERNEL head_finish(
-    const int *targets, const float *peak, const float *total, const float *picked, float *lse, double *loss, double scale, int num_tokens) {
+    const int *targets, const float *peak, const float *total, const float *picked, const float *factor, float *lse, double *loss, double scale,
+    int num_tokens) {
     SHARED(double, sums);
     double sum = 0.0;
     for (int n = threadIdx.x; n < num_tokens; n += blockDim.x) {
@@ -86,9 +117,52 @@ KERNEL head_finish(
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
         __syncthreads();
     }
-    if (threadIdx.x == 0) loss[0] = scale * sums[0];
+    if (threadIdx.x == 0) loss[0] = (factor ? scale * (double)factor[0] : scale) * sums[0];
 }
 EXPORT(head_finish)
+
+// The first token of each sequence  // (b, length, width) -> (b, 1, width)
+KERNEL first_token(const T *x, T *y, int length, int width, long long count) {
+    EACH(i, count) y[i] = x[i / width * length * width + i % width];
+}
+EXPORT(first_token)
+
+KERNEL first_token_backward(const T *dy, T *dx, int length, int width, long long count) {
+    EACH(i, count) dx[i] = i / width % length == 0 ? dy[i / width / length * width + i % width] : narrow<T>(0.0f);
+}
+EXPORT(first_token_backward)
+
+// total (+)= sum over tokens, in order; y = total * shrink, if there is a y  // (b, length, width) -> (b, width)
+KERNEL mean_tokens(const T *x, float *total, T *y, int length, int width, int first, float shrink, long long count) {
+    EACH(i, count) {
+        const T *column = x + i / width * length * width + i % width;
+        float sum = first ? 0.0f : total[i];
+        for (int t = 0; t < length; t++) sum += widen(column[(long long)t * width]);
+        total[i] = sum;
+        if (y) y[i] = narrow<T>(sum * shrink);
+    }
+}
+EXPORT(mean_tokens)
+
+KERNEL mean_tokens_backward(const T *dy, T *dx, int length, int width, float shrink, long long count) {
+    EACH(i, count) dx[i] = narrow<T>(shrink * widen(dy[i / width / length * width + i % width]));
+}
+EXPORT(mean_tokens_backward)
+
+// (b, length, width) -> (b, width, length): a block turns 32 tokens by 32 features in shared memory, so that both sides are read and written in rows.
+// Grid: b times pieces of tokens, pieces of features.
+KERNEL swap_tokens(const T *x, T *y, int length, int width) {
+    SHARED(T, square);
+    int pieces = (length + 31) / 32, column = threadIdx.x % 32;
+    int t = blockIdx.x % pieces * 32, c = blockIdx.y * 32;
+    long long start = (long long)(blockIdx.x / pieces) * length * width;
+    for (int r = threadIdx.x / 32; r < 32; r += blockDim.x / 32)
+        if (t + r < length && c + column < width) square[r * 33 + column] = x[start + (long long)(t + r) * width + c + column];
+    __syncthreads();
+    for (int r = threadIdx.x / 32; r < 32; r += blockDim.x / 32)
+        if (c + r < width && t + column < length) y[start + (long long)(c + r) * length + t + column] = square[column * 33 + r];
+}
+EXPORT(swap_tokens)
 
 // Sum of squares in double, part by part: `parts` has one number a block, and one block adds them up in a second launch
 KERNEL squares(const T *x, double *parts, long long count) {

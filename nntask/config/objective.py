@@ -1,0 +1,159 @@
+"""What a run learns: --objective and the flags about it, checked against each other, the data and the model, and answered.
+
+A config says what its model can learn (`objectives`) and what it learns where nothing is asked for (`objective`); one without a word is of a causal
+language model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from ..data.chat import MESSAGES
+from ..data.images import IMAGES
+from ..data.json_lines import JSONL, first_keys
+from ..data.objectives import Form, ImageShape, Kind, Objective
+from ..data.spans import longest
+from ..errors import UsageError
+from ..models.interface import LanguageConfig
+from .settings import DataSettings, TrainSettings
+
+USUAL_MASK: Final = 0.15
+_WITHOUT: Final = {
+    "causal": "predicts the next token",
+    "masked": "predicts masked tokens",
+    "seq2seq": "predicts an output from an input",
+    "classify": "predicts a label",
+}
+
+
+def check_objective(data: DataSettings) -> None:
+    """Check the values on their own.
+
+    Raises:
+        UsageError: the first one that breaks its rule.
+    """
+    if not 0.0 < data.mask_probability < 1.0:
+        raise UsageError(f"--mask-probability must be above 0 and below 1, got {data.mask_probability:g}; for example {USUAL_MASK}")
+
+
+def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
+    """Settings with what is learnt filled in; --seq-len is known. Repeating it changes nothing.
+
+    Raises:
+        UsageError: the model cannot learn it, or flags are about another objective.
+    """
+    data, run = settings.data, settings.run
+    kind = _kind(data, config)
+    _check_flags(settings, kind)
+    form = _form(data, kind, config)
+    if data.chat_template and form != "chat":
+        raise UsageError(f"--chat-template {data.chat_template} is for JSON lines with {MESSAGES}, which these data are not; drop it")
+    if form == "pairs" and data.mask_probability != USUAL_MASK:
+        raise UsageError(f"--mask-probability {data.mask_probability:g} is for plain texts, whose spans are hidden, got pairs; drop it")
+    if kind == "seq2seq":
+        data = replace(data, target_len=_target_len(settings, form, config))
+    if kind != "causal":
+        run = replace(run, sample_tokens=0)
+    objective = _objective(settings, replace(data, objective=kind), form, config)
+    if settings.optimizer.loss_reduction == "sum" and not objective.is_plain:
+        raise UsageError("--loss-reduction sum is over the tokens of a step, of which these data count only some; drop it")
+    return replace(settings, data=replace(data, objective=kind), run=run)
+
+
+def objective_of(settings: TrainSettings, config: LanguageConfig) -> Objective:
+    """What filled settings learn."""
+    data = settings.data
+    kind = _kind(data, config)
+    return _objective(settings, data, _form(data, kind, config), config)
+
+
+def _kind(data: DataSettings, config: LanguageConfig) -> Kind:
+    usual: Kind = getattr(config, "objective", "causal")
+    able: tuple[Kind, ...] = getattr(config, "objectives", (usual,))
+    kind = data.objective or usual
+    if kind not in able:
+        raise UsageError(f"--objective {kind} is not for a {config.model_type}, which learns {', '.join(able)}; use --objective {usual}, or drop it")
+    return kind
+
+
+def _check_flags(settings: TrainSettings, kind: Kind) -> None:
+    """Check flags that belong to some objectives."""
+    data, run = settings.data, settings.run
+    what = f"a model that {_WITHOUT[kind]}"
+    if data.mask_probability != USUAL_MASK and kind not in ("masked", "seq2seq"):
+        raise UsageError(f"--mask-probability {data.mask_probability:g} is for --objective masked and seq2seq, got {what}; drop it")
+    if data.target_len is not None and kind != "seq2seq":
+        raise UsageError(f"--target-len {data.target_len} is for --objective seq2seq, got {what}; drop it")
+    if data.document_boundaries and kind not in ("causal", "masked"):
+        raise UsageError(f"--document-boundaries is for --objective causal and masked, got {what}, whose rows have sequences of their own; drop it")
+    if run.prompt and kind != "causal":
+        raise UsageError(f"--prompt {run.prompt!r} is for the text of a model that predicts the next token, got {what}; drop it")
+
+
+def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
+    """What the data are made of; of JSON lines the first one tells."""
+    sees = image_shape(config) is not None
+    if sees != (data.dataset == IMAGES):
+        wants = f"--dataset {IMAGES}" if sees else "a dataset of text, such as --dataset text"
+        raise UsageError(f"--dataset {data.dataset} is not for a {config.model_type}; use {wants}")
+    if sees:
+        if data.tokenizer_path or data.tokenizer != "auto":
+            flag = f"--tokenizer-path {data.tokenizer_path}" if data.tokenizer_path else f"--tokenizer {data.tokenizer}"
+            raise UsageError(f"{flag} is for text, and a {config.model_type} learns from images; drop it")
+        return IMAGES
+    if kind == "classify":
+        if data.dataset != JSONL:
+            raise UsageError(f"--objective classify learns from texts with labels, got --dataset {data.dataset}; use --dataset {JSONL}")
+        return "labels"
+    keys = first_keys(data.dataset_path) if data.dataset == JSONL else frozenset()
+    if kind == "seq2seq":
+        return "pairs" if keys & {"input", "target"} else "stream"
+    return "chat" if kind == "causal" and MESSAGES in keys else "stream"
+
+
+def image_shape(config: LanguageConfig) -> ImageShape | None:
+    """The images that a model takes; None for a model of text."""
+    size = getattr(config, "image_size", None)
+    return None if size is None else ImageShape(size, getattr(config, "patch_size", size), getattr(config, "num_channels", 3))
+
+
+def _target_len(settings: TrainSettings, form: Form, config: LanguageConfig) -> int:
+    """--target-len, or the sensible one: of pairs as long as the input, of corrupted spans what they take."""
+    data, length = settings.data, settings.model.seq_len
+    assert length is not None  # filled in before
+    if data.target_len is not None and data.target_len > config.n_positions:
+        limit = config.n_positions
+        raise UsageError(f"--target-len must be at most {config.positions_key} = {limit}, got {data.target_len}; the nearest legal value is {limit}")
+    if form == "pairs":
+        return data.target_len or length
+    sizes = longest(length, data.target_len, data.mask_probability)
+    if sizes is None:
+        raise UsageError(
+            f"--objective seq2seq on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}; "
+            "the nearest legal value is 3"
+        )
+    return data.target_len or sizes.output
+
+
+def _objective(settings: TrainSettings, data: DataSettings, form: Form, config: LanguageConfig) -> Objective:
+    names: Any = getattr(config, "id2label", None) or {}
+    pad = getattr(config, "pad_token_id", None) or 0
+    start = getattr(config, "decoder_start_token_id", None)
+    length = settings.model.seq_len
+    assert length is not None  # filled in before
+    return Objective(
+        kind=_kind(data, config),
+        form=form,
+        length=length,
+        target_length=data.target_len,
+        separates=data.document_boundaries,
+        has_pairs=form == "labels" and "pair" in first_keys(data.dataset_path),
+        mask_probability=data.mask_probability,
+        num_labels=getattr(config, "num_labels", 0),
+        labels=tuple(str(name) for _, name in sorted((int(at), name) for at, name in names.items())),
+        pad=pad,
+        start=pad if start is None else start,
+        template=data.chat_template,
+        image=image_shape(config),
+    )

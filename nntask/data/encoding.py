@@ -1,0 +1,74 @@
+"""Single texts and pairs as token ids, with what the tokenizer's template puts around them, cut to a length as transformers cuts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .tokenizer import BpeTokenizer, Tokenizer
+
+Ids = npt.NDArray[np.int32]
+
+
+class RowEncoder:
+    """Encodes rows.
+
+    A tokenizer whose template puts nothing around a text, and plain bytes, end each text with their end-of-text id.
+
+    Args:
+        tokenizer: the tokenizer; its own cutting and padding are not used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._inner: Any = None
+        if isinstance(tokenizer, BpeTokenizer):
+            self._inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
+            self._inner.no_truncation()
+            self._inner.no_padding()
+        has_template = self._inner is not None and self._inner.num_special_tokens_to_add(False) > 0
+        self._end = [] if has_template else [tokenizer.end_of_text]
+
+    def text(self, text: str, limit: int) -> Ids:
+        """(n,) ids of a text, at most `limit`."""
+        return self.pair(text, None, limit)[0]
+
+    def pair(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids]:
+        """Ids of a text or a pair, (n,) with n at most `limit`, and the type of each, 1 in the second text; the longer text is cut first."""
+        if self._inner is None or self._end:
+            return self._plain(first, second, limit)
+        one = self._inner.encode(first, add_special_tokens=False)
+        two = None if second is None else self._inner.encode(second, add_special_tokens=False)
+        most = max(limit - self._inner.num_special_tokens_to_add(two is not None), 0)
+        lengths = _cut(len(one), 0 if two is None else len(two), most)
+        one.truncate(lengths[0])
+        if two is not None:
+            two.truncate(lengths[1])
+        found = self._inner.post_process(one, two, True)
+        return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32)
+
+    def with_starts(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """(n,) ids of a text without a template, and the character that each begins with."""
+        if self._inner is None:
+            ids = self._tokenizer.encode([text])[0].astype(np.int32)
+            return ids, np.repeat(np.arange(len(text)), [len(each.encode("utf-8", "replace")) for each in text])
+        found = self._inner.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int32), np.array([start for start, _ in found.offsets], np.int64)
+
+    def _plain(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids]:
+        ids = [each.astype(np.int32) for each in self._tokenizer.encode([first] if second is None else [first, second])]
+        lengths = _cut(len(ids[0]), len(ids[1]) if len(ids) > 1 else 0, max(limit - len(ids), 0))
+        end = np.array(self._end, np.int32)
+        rows = [np.concatenate([each[:length], end]) for each, length in zip(ids, lengths, strict=False)]
+        types = np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) for row in rows])
+        return np.concatenate(rows)[:limit], types[:limit]
+
+
+def _cut(first: int, second: int, most: int) -> tuple[int, int]:
+    """Lengths of two texts that have `most` tokens together at most, the longer one cut first."""
+    if first + second <= most:
+        return first, second
+    short = min(first, second, most // 2)
+    return (most - short, short) if first > second else (short, most - short)

@@ -1,0 +1,49 @@
+"""Which sequences a source of data gives for what is learnt."""
+
+from __future__ import annotations
+
+from ..errors import DataError
+from .images import ImageRows, ImageSource
+from .masking import MaskedWindows, masking_of
+from .objectives import Objective
+from .packing import SeparateMaskedWindows, SeparateWindows
+from .row_file import RowFile
+from .rows import Rows
+from .sampler import Examples, Shuffled, Windows
+from .spans import CorruptedSpans
+from .token_file import TokenFile
+from .tokenizer import Tokenizer
+
+Source = TokenFile | RowFile | ImageSource
+
+
+def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:
+    """The sequences of a source.
+
+    Args:
+        source: training or validation data.
+        tokenizer: the tokenizer that made the ids; None if it is unknown.
+        vocab_size: number of ids in the model's vocabulary.
+        seed: of random choices.
+
+    Raises:
+        DataError: the tokenizer lacks a token that the objective takes.
+    """
+    if isinstance(source, ImageSource):
+        return Shuffled(ImageRows(source, objective))  # so that the first ones are of all classes
+    if isinstance(source, RowFile):
+        return Rows(source, objective)
+    if objective.kind == "seq2seq":
+        return CorruptedSpans(source, objective, tokenizer, vocab_size, seed)
+    masking = masking_of(tokenizer, objective.mask_probability, seed) if objective.kind == "masked" else None
+    if not objective.separates:
+        return Windows(source, objective.length) if masking is None else MaskedWindows(source, objective.length, masking)
+    if tokenizer is None:
+        raise DataError(
+            f"--document-boundaries keeps apart what the end-of-text id divides, and the tokenizer of {source.path} is not known; "
+            "name it with --tokenizer-path DIR"
+        )
+    begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
+    if masking is None:
+        return SeparateWindows(source, objective.length, begin, end)
+    return SeparateMaskedWindows(source, objective.length, masking, begin, end)

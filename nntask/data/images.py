@@ -1,0 +1,236 @@
+"""Images with labels: a directory with a folder a class, read file by file with Pillow, or a NumPy file with its arrays.
+
+Pixels are scaled to [-1, 1]. A patch is its pixels row by row, the channels of a pixel together. Pillow is imported when an image is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from .objectives import ImageShape, Objective
+
+IMAGES: Final = "images"
+_SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
+_MODES: Final = {1: "L", 3: "RGB", 4: "RGBA"}
+_VALIDATION_SHARE: Final = 20
+Floats = npt.NDArray[np.float32]
+
+
+class ImageSource:
+    """Images of one part of a dataset.
+
+    Attributes:
+        path: where they are.
+    """
+
+    path: Path
+    labels: npt.NDArray[np.int32]
+
+    def pixels(self, number: int, shape: ImageShape) -> Floats:
+        """(size, size, channels) in [-1, 1].
+
+        Raises:
+            DataError: the image cannot be read, or is of another size.
+        """
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """A hash of what the images are."""
+        raise NotImplementedError
+
+
+class ImageFolder(ImageSource):
+    """Files of images; those of another size are resized.
+
+    Args:
+        path: the directory.
+        files: the images.
+        labels: (n,) their classes.
+    """
+
+    def __init__(self, path: Path, files: Sequence[Path], labels: npt.NDArray[np.int32]) -> None:
+        self.path, self._files, self.labels = path, files, labels
+
+    def pixels(self, number: int, shape: ImageShape) -> Floats:
+        """(size, size, channels) in [-1, 1]."""
+        from PIL import Image
+
+        file = self._files[number]
+        try:
+            with Image.open(file) as image:
+                found = image.convert(_MODES[shape.channels])
+                if found.size != (shape.size, shape.size):
+                    found = found.resize((shape.size, shape.size), Image.Resampling.BICUBIC)
+                values = np.asarray(found, np.float32)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file} is no image that Pillow can read: {error}; remove it") from None
+        return (values.reshape(shape.size, shape.size, shape.channels) / np.float32(127.5) - np.float32(1)).astype(np.float32)
+
+    def digest(self) -> str:
+        """A hash of names, sizes and labels of the files."""
+        said = [
+            f"{file.relative_to(self.path).as_posix()} {file.stat().st_size} {label}" for file, label in zip(self._files, self.labels, strict=True)
+        ]
+        return hashlib.sha256("\n".join(said).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class ImageArray(ImageSource):
+    """Images in a NumPy array, which may be a memory map.
+
+    Args:
+        path: of the file.
+        images: (n, size, size) or (n, size, size, channels), integers from 0 to 255, or floats in [-1, 1].
+        labels: (n,) their classes.
+        chosen: numbers of the images of this part.
+    """
+
+    def __init__(self, path: Path, images: npt.NDArray[Any], labels: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> None:
+        self.path, self._images, self.labels, self._chosen = path, images, labels[chosen], chosen
+
+    def pixels(self, number: int, shape: ImageShape) -> Floats:
+        """(size, size, channels) in [-1, 1]."""
+        values = np.asarray(self._images[self._chosen[number]])
+        if np.issubdtype(values.dtype, np.integer):
+            values = values.astype(np.float32) / np.float32(127.5) - np.float32(1)
+        return values.astype(np.float32).reshape(shape.size, shape.size, shape.channels)
+
+    def digest(self) -> str:
+        """A hash of the images and their labels."""
+        digest = hashlib.sha256(self.labels.tobytes())
+        for number in self._chosen:
+            digest.update(np.ascontiguousarray(self._images[number]).tobytes())
+        return digest.hexdigest()
+
+
+class ImageRows:
+    """Sequences of patches with their labels.
+
+    Args:
+        source: the images.
+        objective: with their shape.
+    """
+
+    names: Sequence[str] = ("images", "targets")
+
+    def __init__(self, source: ImageSource, objective: Objective) -> None:
+        assert objective.image is not None  # it is about images
+        self.source, self.path, self._shape = source, source.path, objective.image
+        self.length = self._shape.num_patches
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are."""
+        return len(self.source.labels)
+
+    def too_few(self, batch: int) -> str:
+        """Says that there are fewer than `batch` of them, and what to do."""
+        return f"{self.path} has {self.num_sequences} images for training, and --batch is {batch}; use more images, or a smaller --batch"
+
+    def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
+        """images (n, N, P) fp32 and targets (n, 1) int32."""
+        images = np.empty((len(numbers), self._shape.num_patches, self._shape.width), np.float32)
+        for row, number in zip(images, numbers, strict=True):
+            row[:] = patches(self.source.pixels(int(number), self._shape), self._shape)
+        return {"images": images, "targets": self.source.labels[numbers][:, None].astype(np.int32)}
+
+
+def patches(pixels: Floats, shape: ImageShape) -> Floats:
+    """(N, P) the patches of an image (size, size, channels), row by row."""
+    side = shape.size // shape.patch
+    cut = pixels.reshape(side, shape.patch, side, shape.patch, shape.channels).transpose(0, 2, 1, 3, 4)  # (rows, columns, p, p, channels)
+    return np.ascontiguousarray(cut).reshape(shape.num_patches, shape.width)
+
+
+def open_images(path: str, val_path: str, objective: Objective) -> tuple[ImageSource, ImageSource | None]:
+    """Images for training and for validation; without validation images, one in twenty is held out.
+
+    Args:
+        path: a directory of folders, one a class, whose names are the config's or in order of their numbers; or an .npz with `images` and `labels`,
+            which is read whole; or an .npy of images, with labels in `NAME_labels.npy` beside it.
+        val_path: the same for validation; "" for none.
+
+    Raises:
+        DataError: there are no images, or they are of another shape than the model's, or have labels that it does not have.
+    """
+    whole = _opened(path, objective, "--dataset-path")
+    if val_path:
+        return whole(None), _opened(val_path, objective, "--val-path")(None)
+    train, held = whole(False), whole(True)
+    return train, held if len(held.labels) else None
+
+
+def _opened(path: str, objective: Objective, flag: str) -> Callable[[bool | None], ImageSource]:
+    """A function from which part is asked for (True for what is held out, None for all) to the images."""
+    root = Path(path)
+    if root.is_dir():
+        files, labels = _folders(root, objective, flag)
+        return lambda held: ImageFolder(root, *_chosen_of(files, labels, held))
+    images, numbers = _arrays(root, objective, flag)
+    return lambda held: ImageArray(root, images, numbers, np.flatnonzero(_belongs(len(numbers), held)))
+
+
+def _belongs(count: int, held: bool | None) -> npt.NDArray[np.bool_]:
+    return np.ones(count, np.bool_) if held is None else (np.arange(count) % _VALIDATION_SHARE == _VALIDATION_SHARE - 1) == held
+
+
+def _chosen_of(files: list[Path], labels: npt.NDArray[np.int32], held: bool | None) -> tuple[list[Path], npt.NDArray[np.int32]]:
+    chosen = np.flatnonzero(_belongs(len(files), held))
+    return [files[at] for at in chosen], labels[chosen]
+
+
+def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], npt.NDArray[np.int32]]:
+    """The files of a directory of classes, and their labels."""
+    if importlib.util.find_spec("PIL") is None:
+        raise DataError(f"reading the images of {flag} {root} needs Pillow; pip install -e '.[images]', or give an .npz of arrays")
+    folders = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+    names = [each.name for each in folders]
+    by_name = bool(names) and set(names) <= set(objective.labels)
+    if not by_name and len(names) != objective.num_labels:
+        raise DataError(
+            f"{flag} {root} must have a folder for each of the {objective.num_labels} classes of the config, got {len(names)}: "
+            f"{', '.join(names[:8]) or 'none'}; set num_labels, or call them as id2label does"
+        )
+    files: list[Path] = []
+    labels: list[int] = []
+    for number, folder in enumerate(folders):
+        found = sorted(each for each in folder.rglob("*") if each.suffix.lower() in _SUFFIXES and not each.name.startswith("."))
+        files += found
+        labels += [objective.labels.index(folder.name) if by_name else number] * len(found)
+    if not files:
+        raise DataError(f"{flag} {root} has no image; give a directory with a folder of images a class")
+    return files, np.array(labels, np.int32)
+
+
+def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """The images and labels of a NumPy file."""
+    shape = objective.image
+    assert shape is not None  # it is about images
+    beside = path.with_name(f"{path.stem}_labels.npy")
+    try:
+        if path.suffix == ".npy":
+            images, labels = np.load(path, mmap_mode="r", allow_pickle=False), np.load(beside, allow_pickle=False)
+        else:
+            with np.load(path, allow_pickle=False) as found:
+                images, labels = found["images"], found["labels"]
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise DataError(
+            f"{flag} {path} is no file of images: {error}; give an .npz with images and labels, an .npy with {beside.name} beside it, or a directory "
+            "with a folder a class"
+        ) from None
+    wanted = (shape.size, shape.size, shape.channels)
+    if images.shape[1:] not in ((wanted[:2], wanted) if shape.channels == 1 else (wanted,)) or labels.shape != images.shape[:1]:
+        raise DataError(
+            f"{flag} {path} must have images (n, {', '.join(map(str, wanted))}) and labels (n,), got {images.shape} and {labels.shape}; "
+            "resize the images, or set image_size and num_channels in the config"
+        )
+    if not np.issubdtype(labels.dtype, np.integer) or (labels.size and not 0 <= labels.min() <= labels.max() < objective.num_labels):
+        raise DataError(f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}; mend them, or set num_labels in the config")
+    return images, labels.astype(np.int32)

@@ -1,0 +1,109 @@
+"""Masked language models: some tokens of a sequence are hidden, and predicted from all others (Devlin et al., 2018, BERT, section 3.1).
+
+A token is chosen with a probability of its own, special tokens never. Of the chosen ones 80 % become the mask token, 10 % a random token, and 10 %
+stay. What is chosen follows from the seed, the epoch, the number of the sequence and the position (`draws`); in validation it never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from .draws import uniforms
+from .objectives import IGNORED
+from .sampler import too_few_tokens, windows_of
+from .token_file import TokenFile
+from .tokenizer import BpeTokenizer, Tokenizer
+
+_CHOSEN, _FATE, _WORD = 0, 1, 2
+_MASKED: Final = 0.8
+_REPLACED: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """How tokens are hidden.
+
+    Args:
+        mask: id of the mask token.
+        special: ids that are never chosen.
+        num_ids: ids that a random token is one of.
+        probability: of a token to be chosen.
+        seed: of the run.
+    """
+
+    mask: int
+    special: npt.NDArray[np.int32]
+    num_ids: int
+    probability: float
+    seed: int
+
+    def hidden(self, ids: npt.NDArray[np.int32], epoch: int, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """The tokens of a sequence as the model sees them, and its targets, both (T,) int32."""
+        chosen, fate, word = (uniforms(self.seed, epoch, sequence, purpose, len(ids)) for purpose in (_CHOSEN, _FATE, _WORD))
+        picked = (chosen < self.probability) & ~np.isin(ids, self.special)
+        shown = np.where(picked & (fate < _MASKED), np.int32(self.mask), ids)
+        replaced = picked & (fate >= _MASKED) & (fate < _REPLACED)
+        shown = np.where(replaced, (word * self.num_ids).astype(np.int32), shown)
+        return shown.astype(np.int32), np.where(picked, ids, np.int32(IGNORED)).astype(np.int32)
+
+
+def masking_of(tokenizer: Tokenizer | None, probability: float, seed: int) -> Masking:
+    """How tokens of a tokenizer are hidden.
+
+    Raises:
+        DataError: it has no mask token, or is not known.
+    """
+    mask = None if tokenizer is None else tokenizer.special.mask
+    if tokenizer is None or mask is None:
+        raise DataError(
+            "a masked language model learns what is behind the mask token, and the tokenizer of the data has none or is not known; "
+            "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json beside its tokenizer.json"
+        )
+    return Masking(mask, special_ids(tokenizer), tokenizer.vocab_size, probability, seed)
+
+
+def special_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+    """Ids that stand for no text."""
+    found = set(tokenizer.special.eos) | ({tokenizer.special.bos} - {None})
+    if isinstance(tokenizer, BpeTokenizer):
+        found |= {index for index, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
+    return np.array(sorted(each for each in found if each is not None), np.int32)
+
+
+class MaskedWindows:
+    """Sequences of a token file in which tokens are hidden; sequence i is tokens [iT, (i+1)T).
+
+    Args:
+        file: the tokens.
+        length: T, tokens of a sequence.
+        masking: how they are hidden.
+    """
+
+    names: Sequence[str] = ("tokens", "targets", "factor")
+
+    def __init__(self, file: TokenFile, length: int, masking: Masking) -> None:
+        self.file, self.path, self.length, self._masking = file, file.path, length, masking
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are."""
+        return self.file.num_tokens // self.length
+
+    def too_few(self, batch: int) -> str:
+        """Says that there are fewer than `batch` of them, and what to do."""
+        return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length)
+
+    def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
+        """Tokens and targets, (n, T) int32 each."""
+        rows = windows_of(self.file, numbers, self.length, self.length)
+        found = [self._masking.hidden(ids, epoch, int(number)) for ids, number in zip(rows, numbers, strict=True)]
+        tokens, targets = np.empty_like(rows), np.empty_like(rows)
+        for at, (shown, target) in enumerate(found):
+            tokens[at], targets[at] = shown, target
+        return {"tokens": tokens, "targets": targets}

@@ -1,0 +1,119 @@
+"""Rows of token ids in files: fields of any lengths, read row by row with ``pread``. A directory that appears when it is complete.
+
+`values.bin` has the ids (int32, little-endian) of all fields of all rows behind each other, `ends.bin` (int64) where each field ends, after a 0;
+`begins.bin` (int64), where there is one, the rows that begin a packed sequence, and at its end the number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from ..io.atomic_write import written_aside
+from .packing import packed
+
+_VALUES, _ENDS, _BEGINS = "values.bin", "ends.bin", "begins.bin"
+_ID: Final = np.dtype("<i4")
+_END: Final = np.dtype("<i8")
+Row = Sequence[npt.NDArray[np.int32]]
+
+
+class RowFile:
+    """Rows on disk.
+
+    Args:
+        path: their directory.
+        num_fields: fields of a row.
+
+    Raises:
+        DataError: a file is missing, or cut short.
+    """
+
+    def __init__(self, path: Path, num_fields: int) -> None:
+        self.path, self._num_fields = path, num_fields
+        self._open: dict[str, int] = {}
+        try:
+            for name in (_VALUES, _ENDS, _BEGINS):
+                if name != _BEGINS or (path / name).exists():
+                    self._open[name] = os.open(path / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            size = os.fstat(self._open[_ENDS]).st_size // _END.itemsize - 1
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}; remove it to have it made again") from None
+        self.num_rows = size // num_fields
+        if size % num_fields or size < 0:
+            raise DataError(f"{path / _ENDS} is cut short; remove {path} to have it made again")
+
+    @property
+    def num_sequences(self) -> int:
+        """Packed sequences; rows, where none are packed."""
+        return os.fstat(self._open[_BEGINS]).st_size // _END.itemsize - 1 if _BEGINS in self._open else self.num_rows
+
+    def sequence(self, number: int) -> list[Row]:
+        """The rows of a sequence."""
+        if _BEGINS not in self._open:
+            return [self.row(number)]
+        begin, end = self._read(_BEGINS, _END, number, 2)
+        return [self.row(each) for each in range(int(begin), int(end))]
+
+    def row(self, number: int) -> Row:
+        """The fields of a row.
+
+        Raises:
+            DataError: the files cannot be read.
+        """
+        ends = self._read(_ENDS, _END, number * self._num_fields, self._num_fields + 1)
+        values = self._read(_VALUES, _ID, int(ends[0]), int(ends[-1] - ends[0]))
+        return np.split(values.astype(np.int32), ends[1:-1] - ends[0])
+
+    def _read(self, name: str, dtype: np.dtype[Any], first: int, count: int) -> npt.NDArray[np.int64]:
+        data = os.pread(self._open[name], count * dtype.itemsize, first * dtype.itemsize)
+        if len(data) != count * dtype.itemsize:
+            raise DataError(f"{self.path / name} is shorter than its rows; remove {self.path} to have it made again")
+        return np.frombuffer(data, dtype).astype(np.int64)
+
+    def close(self) -> None:
+        """Close the files; closing twice is fine."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None) -> None:
+    """Write rows, one at a time.
+
+    Args:
+        path: the directory, which appears when it is complete.
+        pack: T, positions of the sequences that rows are packed into; a row has as many as its first field without its last id, which is a target
+            only. None for a sequence a row.
+    """
+    with written_aside(path) as new:
+        new.mkdir()
+        with (new / _VALUES).open("wb") as values, (new / _ENDS).open("wb") as ends:
+            at, ends_at = 0, [0]
+            ends.write(np.array(ends_at, _END).tobytes())
+            for row in rows:
+                for field in row:
+                    values.write(np.asarray(field, _ID).tobytes())
+                    at += len(field)
+                    ends.write(np.array([at], _END).tobytes())
+        if pack is not None:
+            _write_packs(new, len(row) if at else 1, pack)
+
+
+def _write_packs(directory: Path, num_fields: int, limit: int) -> None:
+    """Write which rows begin a packed sequence."""
+    rows = RowFile(directory, num_fields)
+    try:
+        with (directory / _BEGINS).open("wb") as file:
+            for begin in packed((len(rows.row(number)[0]) - 1 for number in range(rows.num_rows)), limit):
+                file.write(np.array([begin], _END).tobytes())
+    finally:
+        rows.close()

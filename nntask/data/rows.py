@@ -1,0 +1,123 @@
+"""Rows as sequences: pairs of input and output, texts with labels, conversations. Short ones are padded, long ones were cut when encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from .chat import ChatTemplate
+from .encoding import RowEncoder
+from .json_lines import JsonLines, Record
+from .objectives import IGNORED, Form, Objective
+from .row_file import Row, RowFile
+from .spans import rows_of_pairs
+from .tokenizer import Tokenizer
+
+NUM_FIELDS: Final[dict[Form, int]] = {"pairs": 2, "labels": 3, "chat": 2}
+"""Fields of a row: input and output; ids, their types and the label; ids and whether each is of an answer."""
+
+
+class Rows:
+    """Sequences of rows.
+
+    Args:
+        file: the rows.
+        objective: what is learnt of them.
+    """
+
+    def __init__(self, file: RowFile, objective: Objective) -> None:
+        self.file, self.path, self.length = file, file.path, objective.length
+        self.names: Sequence[str] = objective.names
+        self._objective = objective
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are."""
+        return self.file.num_sequences
+
+    def too_few(self, batch: int) -> str:
+        """Says that there are fewer than `batch` of them, and what to do."""
+        found, packs = self.num_sequences, " packed into sequences" if self._objective.separates else ""
+        advice = f"use more rows, or --batch {found}" if found else "use more rows"
+        return f"{self.path} has {found} rows{packs}, and --batch is {batch}; {advice}"
+
+    def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of the objective but `factor`."""
+        sequences = [self.file.sequence(int(number)) for number in numbers]
+        if self._objective.form == "pairs":
+            return rows_of_pairs([(each[0][0], each[0][1]) for each in sequences], self._objective)
+        if self._objective.form == "labels":
+            return self._labelled([each[0] for each in sequences])
+        return self._answers(sequences)
+
+    def _labelled(self, rows: Sequence[Row]) -> dict[str, npt.NDArray[Any]]:
+        shape = (len(rows), self.length)
+        tokens = np.full(shape, self._objective.pad, np.int32)
+        documents, types, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.empty((len(rows), 1), np.int32)
+        for at, (ids, kinds, label) in enumerate(rows):
+            tokens[at, : len(ids)], types[at, : len(ids)], documents[at, : len(ids)] = ids, kinds, 1
+            targets[at] = label
+        pairs = {"token_types": types} if self._objective.has_pairs else {}
+        return {"tokens": tokens, "documents": documents, **pairs, "targets": targets}
+
+    def _answers(self, sequences: Sequence[Sequence[Row]]) -> dict[str, npt.NDArray[Any]]:
+        shape = (len(sequences), self.length)
+        tokens, targets = np.full(shape, self._objective.pad, np.int32), np.full(shape, IGNORED, np.int32)
+        documents = np.zeros(shape, np.int32)
+        for at, rows in enumerate(sequences):
+            first = 0
+            for number, (ids, counts) in enumerate(rows, 1):
+                cut = slice(first, first + len(ids) - 1)
+                tokens[at, cut], targets[at, cut] = ids[:-1], np.where(counts[1:] > 0, ids[1:], np.int32(IGNORED))
+                documents[at, cut] = number
+                first = cut.stop
+        return {"tokens": tokens, "targets": targets, "documents": documents}
+
+
+def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer) -> Iterator[Row]:
+    """The rows of lines, cut to the objective's lengths.
+
+    Raises:
+        DataError: a line has not what the objective takes, or the tokenizer has no chat template.
+    """
+    encoder = RowEncoder(tokenizer)
+    if objective.form == "pairs":
+        assert objective.target_length is not None  # filled in
+        for line in lines:
+            yield encoder.text(line.text("input"), objective.length), encoder.text(line.text("target"), objective.target_length)
+    elif objective.form == "labels":
+        for line in lines:
+            second = line.text("pair") if "pair" in line.values else None
+            if second is not None and not objective.has_pairs:
+                raise DataError(f'{line.where} has a "pair" and the first line has none; give all lines one, or none')
+            ids, types = encoder.pair(line.text("text"), second, objective.length)
+            yield ids, types, np.array([label_of(line, objective)], np.int32)
+    else:
+        template = ChatTemplate.of(tokenizer, objective.template)
+        for line in lines:
+            ids, counts = template.encoded(line, encoder)
+            limit = objective.length + 1  # the last id is a target only
+            if counts[1:limit].any():  # else nothing would be learnt of it
+                yield ids[:limit], counts[:limit].astype(np.int32)
+
+
+def label_of(line: Record, objective: Objective) -> int:
+    """The number of a line's label.
+
+    Raises:
+        DataError: it is neither a class nor the name of one.
+    """
+    value = line.values.get("label")
+    if isinstance(value, str) and value in objective.labels:
+        return objective.labels.index(value)
+    if type(value) is int and 0 <= value < objective.num_labels:
+        return value
+    names = f" or one of {', '.join(objective.labels)}" if objective.labels else ""
+    raise DataError(
+        f'{line.where} must have a "label", a whole number from 0 to {objective.num_labels - 1}{names}, got {value!r}; '
+        "mend the line, or set num_labels in the config"
+    )

@@ -1,0 +1,182 @@
+"""Span corruption of T5 (Raffel et al., 2020, section 3.1.4): spans of a text are replaced by sentinels, and the output is what they hid.
+
+A sequence is cut into as many spans to hide as spans that stay, in turn, which begin with one that stays. The input has the spans that stay with a
+sentinel behind each, the output has each sentinel with what it hid; both end with the end-of-text id. The first sentinel is the largest id, the
+next one the id below. Lengths follow from the length of the text alone, so every sequence has the same. Letters: L tokens of text, S of the input, T
+of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from .draws import uniforms
+from .objectives import IGNORED, Objective
+from .sampler import too_few_tokens, windows_of
+from .token_file import TokenFile
+from .tokenizer import BpeTokenizer, Tokenizer
+
+MEAN_SPAN: Final = 3.0
+NUM_SENTINELS: Final = 100
+"""Ids that a tokenizer trained for this leaves free; T5's has as many."""
+_HIDDEN, _SHOWN = 3, 4
+_FIRST: Final = "<extra_id_0>"
+_SECOND: Final = "<extra_id_1>"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanSizes:
+    """Sizes of a corrupted sequence.
+
+    Args:
+        text: L, tokens that are read.
+        hidden: of them, tokens that are hidden.
+        spans: how many spans these are.
+    """
+
+    text: int
+    hidden: int
+    spans: int
+
+    @property
+    def input(self) -> int:
+        """S, with the end-of-text id."""
+        return self.text - self.hidden + self.spans + 1
+
+    @property
+    def output(self) -> int:
+        """T, with the end-of-text id."""
+        return self.hidden + self.spans + 1
+
+
+def sizes_of(text: int, probability: float) -> SpanSizes:
+    """The sizes for L tokens of which a share is hidden, in spans of `MEAN_SPAN` tokens on average."""
+    hidden = min(max(round(text * probability), 1), text - 1)
+    return SpanSizes(text, hidden, min(max(round(hidden / MEAN_SPAN), 1), text - hidden))
+
+
+def longest(length: int, target_length: int | None, probability: float) -> SpanSizes | None:
+    """The longest text whose input has at most S tokens and whose output at most T; None where two tokens are too many.
+
+    Args:
+        target_length: T; None for any.
+    """
+    best, low, high = None, 2, 2 * length + 2 * int(length / (1 - probability))
+    while low <= high:
+        middle = (low + high) // 2
+        sizes = sizes_of(middle, probability)
+        if sizes.input <= length and (target_length is None or sizes.output <= target_length):
+            best, low = sizes, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def first_sentinel(tokenizer: Tokenizer | None, vocab_size: int, count: int) -> int:
+    """The id of the first of `count` sentinels: the tokenizer's own, else the last id of the model's vocabulary.
+
+    Raises:
+        DataError: these ids mean something else.
+    """
+    inner = tokenizer.inner if isinstance(tokenizer, BpeTokenizer) else None
+    own = None if inner is None else inner.token_to_id(_FIRST)
+    if inner is not None and own is not None:
+        is_down = count == 1 or inner.token_to_id(_SECOND) == own - 1
+        if is_down and inner.token_to_id(f"<extra_id_{count - 1}>") is not None:
+            return int(own)
+        raise DataError(f"the tokenizer must have sentinels {_FIRST} to <extra_id_{count - 1}>, each an id below the last; lower --seq-len")
+    taken = 0 if tokenizer is None else tokenizer.vocab_size
+    if taken + count > vocab_size:
+        raise DataError(
+            f"corrupted spans take {count} sentinels, the last ids of the model's vocabulary of {vocab_size}, of which the tokenizer uses {taken}; "
+            "raise vocab_size in the config, or lower --seq-len"
+        )
+    return vocab_size - 1
+
+
+class CorruptedSpans:
+    """Sequences of a token file with hidden spans; sequence i is tokens [iL, (i+1)L).
+
+    Args:
+        file: the tokens.
+        objective: with S and T.
+        tokenizer: for its sentinels and its end-of-text id, which is left out where it is not known.
+        vocab_size: number of ids of the model.
+        seed: of the run.
+
+    Raises:
+        DataError: the tokenizer leaves no ids for sentinels.
+    """
+
+    names: Sequence[str] = ("tokens", "documents", "decoder_tokens", "targets", "factor")
+
+    def __init__(self, file: TokenFile, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> None:
+        sizes = longest(objective.length, objective.target_length, objective.mask_probability)
+        assert sizes is not None  # `config.objective` has asked
+        assert objective.target_length is not None  # which it has filled in
+        self.file, self.path, self.length = file, file.path, objective.length
+        self._sizes, self._objective, self._seed = sizes, objective, seed
+        self._first = first_sentinel(tokenizer, vocab_size, sizes.spans)
+        self._end = [] if tokenizer is None else [tokenizer.end_of_text]
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are."""
+        return self.file.num_tokens // self._sizes.text
+
+    def too_few(self, batch: int) -> str:
+        """Says that there are fewer than `batch` of them, and what to do."""
+        return too_few_tokens(self.file, self._sizes.text, self.num_sequences, batch, batch * self._sizes.text)
+
+    def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
+        """Tokens and documents (n, S), decoder_tokens and targets (n, T), int32 each."""
+        rows = windows_of(self.file, numbers, self._sizes.text, self._sizes.text)
+        return rows_of_pairs([self.corrupted(ids, epoch, int(number)) for ids, number in zip(rows, numbers, strict=True)], self._objective)
+
+    def corrupted(self, ids: npt.NDArray[np.int32], epoch: int, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Input and output of a text of L tokens."""
+        sizes = self._sizes
+        hidden = lengths_of(sizes.hidden, uniforms(self._seed, epoch, sequence, _HIDDEN, max(sizes.hidden - 1, 0)), sizes.spans)
+        stay = sizes.text - sizes.hidden
+        shown = lengths_of(stay, uniforms(self._seed, epoch, sequence, _SHOWN, max(stay - 1, 0)), sizes.spans)
+        source: list[npt.NDArray[np.int32]] = []
+        target: list[npt.NDArray[np.int32]] = []
+        at = 0
+        for number, (kept, gone) in enumerate(zip(shown, hidden, strict=True)):
+            sentinel = np.array([self._first - number], np.int32)
+            source += [ids[at : at + kept], sentinel]
+            target += [sentinel, ids[at + kept : at + kept + gone]]
+            at += int(kept + gone)
+        end = np.array(self._end, np.int32)
+        return np.concatenate([*source, end]), np.concatenate([*target, end])
+
+
+def lengths_of(total: int, drawn: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """(count,) lengths of at least 1 that add up to `total`, each way as probable.
+
+    Args:
+        drawn: (total - 1,) numbers: where the smallest ones are, a new length begins.
+    """
+    cuts = np.sort(np.argsort(drawn, kind="stable")[: count - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]])).astype(np.int64)
+
+
+def rows_of_pairs(pairs: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]], objective: Objective) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of inputs and outputs, which are cut or padded to S and T; an output is read one position later, behind the start id."""
+    assert objective.target_length is not None  # filled in
+    shape, target_shape = (len(pairs), objective.length), (len(pairs), objective.target_length)
+    tokens, documents = np.full(shape, objective.pad, np.int32), np.zeros(shape, np.int32)
+    decoder_tokens, targets = np.full(target_shape, objective.pad, np.int32), np.full(target_shape, IGNORED, np.int32)
+    decoder_tokens[:, :1] = objective.start
+    for row, (source, target) in enumerate(pairs):
+        source, target = source[: shape[1]], target[: target_shape[1]]
+        tokens[row, : len(source)], documents[row, : len(source)] = source, 1
+        targets[row, : len(target)] = target
+        decoder_tokens[row, 1 : len(target)] = target[: len(target) - 1]
+    return {"tokens": tokens, "documents": documents, "decoder_tokens": decoder_tokens, "targets": targets}

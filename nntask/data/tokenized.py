@@ -1,0 +1,153 @@
+"""Texts as token files in the cache, and the tokenizers that make them.
+
+Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary size. A cached file is
+complete once it has its name (`nntask.io.atomic_write`): a process that fails leaves no file, and a process that is killed leaves a hidden directory
+that the next process removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ..config.environment import cache_directory
+from ..errors import DataError
+from ..io.atomic_write import written_aside
+from .spans import NUM_SENTINELS
+from .spec import DataSpec
+from .texts import Corpus, Text
+from .token_file import DTYPES, TokenFile, write_sidecar
+from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
+
+_TRAINING_NBYTES: Final = 8_000_000
+
+
+def check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
+    """Check that the model's vocabulary covers every id of the tokenizer; surplus ids of the model are never used.
+
+    Raises:
+        DataError: the tokenizer has more ids than the model.
+    """
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {spec.vocab_size}; "
+            f"set vocab_size to at least {tokenizer.vocab_size}, or use another tokenizer"
+        )
+
+
+def tokenizer_key(spec: DataSpec) -> str:
+    """A key for the cache: it differs between tokenizers that may give a text different tokens."""
+    if spec.tokenizer_path:
+        tokenizer, file = load_tokenizer(spec.tokenizer_path), Path(spec.tokenizer_path)
+        digest = hashlib.sha256((file / TOKENIZER_FILE if file.is_dir() else file).read_bytes())
+        digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}".encode())
+        return digest.hexdigest()
+    kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
+    return f"{kind} {spec.vocab_size}{_own_terms(spec)}"
+
+
+def _own_terms(spec: DataSpec) -> str:
+    """How a tokenizer that is trained here differs by what is learnt."""
+    return {"masked": " mask", "seq2seq": " sentinels" if spec.objective.form == "stream" else ""}.get(spec.objective.kind, "")
+
+
+def reads_bytes(spec: DataSpec) -> bool:
+    """Whether the tokenizer of a spec is plain bytes, to which every file is a text."""
+    return not spec.tokenizer_path and (spec.tokenizer == "bytes" or not have_tokenizers())
+
+
+def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer of `spec`: loaded from its path, plain bytes, loaded from `directory`, or trained on the corpus and saved in `directory`."""
+    if spec.tokenizer_path:
+        return load_tokenizer(spec.tokenizer_path)
+    if reads_bytes(spec):
+        return ByteTokenizer(spec.vocab_size)
+    cached = directory / TOKENIZER_FILE
+    if cached.is_file():
+        with broken_cache(directory):
+            return load_tokenizer(cached)
+    report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
+    free = NUM_SENTINELS if _own_terms(spec) == " sentinels" else 0
+    tokenizer = train_bpe(first_pieces(corpus.train, _TRAINING_NBYTES), spec.vocab_size - free, has_mask=spec.objective.kind == "masked")
+    with written_aside(cached) as new:
+        tokenizer.save(new.parent)
+        (new.parent / TOKENIZER_FILE).rename(new)
+    return tokenizer
+
+
+def first_pieces(texts: Iterable[Text], nbytes: int) -> Iterator[str]:
+    """The first pieces of the texts, about `nbytes` characters in all."""
+    seen = 0
+    for text in texts:
+        for piece in text.pieces():
+            if seen >= nbytes:
+                return
+            seen += len(piece)
+            yield piece
+
+
+def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]) -> TokenFile:
+    """The token file of `texts`, from the cache or written now."""
+    if not path.is_file():
+        write_tokens(texts, path, tokenizer, report)
+    with broken_cache(path.parent):
+        return TokenFile(path, vocab_size=vocab_size)
+
+
+def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, report: Callable[[str], None], name: Path | None = None) -> int:
+    """Write the token file of `texts`: each text is followed by the end-of-text id, and preceded by the begin-of-text id if that is a different id.
+
+    Args:
+        texts: the texts, in the order of the file.
+        path: the token file to write; its sidecar goes beside it.
+        tokenizer: the tokenizer that encodes the texts.
+        report: called with a sentence before the work.
+        name: the path that the file will have in the end; `path` unless given.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        DataError: the tokenizer has no end-of-text id.
+    """
+    dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    end = np.array([tokenizer.end_of_text], dtype).tobytes()
+    begin = b"" if tokenizer.begin_of_text == tokenizer.end_of_text else np.array([tokenizer.begin_of_text], dtype).tobytes()
+    report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {name or path}")
+    with written_aside(path) as new:
+        with new.open("wb") as file:
+            for text in texts:
+                file.write(begin)
+                for piece in text.pieces():
+                    file.write(tokenizer.encode([piece])[0].astype(dtype).tobytes())
+                file.write(end)
+            num_tokens = file.tell() // dtype.itemsize
+        write_sidecar(path, dtype)
+    return num_tokens
+
+
+@contextlib.contextmanager
+def broken_cache(directory: Path) -> Iterator[None]:
+    """Turns an error about a broken file of the cache into one that says how to have the file made again."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{str(error).partition(';')[0]}; it is nntask's own cache, remove {directory} to have it made again") from None
+
+
+class cache_errors:
+    """Turns an I/O error of the cache into one that names the environment variable of the cache's directory."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise DataError(
+                f"cannot use the cache {cache_directory()}: {error.strerror or error}; set NNTASK_CACHE to a directory with room"
+            ) from None

@@ -1,0 +1,266 @@
+"""BERT (Devlin et al., 2019) and RoBERTa (Liu et al., 2019), with the semantics of transformers' classes for masked language modelling and for the
+classification of sequences.
+
+Tokens see each other in both directions, norms stand after the layers, and a head of a layer, a norm and the token embedding predicts what was
+masked. A classifier reads the first token through a layer with tanh. Which of the two a config is, ``architectures`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Self
+
+from ..errors import UsageError
+from .config_checks import shown
+from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .family_config import ACTIVATIONS, HiddenConfig, choice, count, positive, probability, switch, token
+from .names import Names
+
+_MODULES: Final = {
+    "embed": "embeddings.word_embeddings",
+    "stack": "",
+    "positions": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "blocks": "encoder.layer",
+    "q": "self.query",
+    "k": "self.key",
+    "v": "self.value",
+    "out": "output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "feed_forward": "",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "feed_forward_norm": "output.LayerNorm",
+}
+_DROPPED: Final = ("embeddings.position_ids", "embeddings.token_type_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(HiddenConfig):
+    """Shape and hyperparameters of a BERT; field names and meaning as in ``transformers.BertConfig``.
+
+    Args:
+        type_vocab_size: kinds of tokens.
+        hidden_act: one of `ACTIVATIONS`.
+        hidden_dropout_prob, attention_probs_dropout_prob: dropout probability after embeddings and layers, on attention probabilities.
+        classifier_dropout: before the classifier; None for hidden_dropout_prob.
+        layer_norm_eps: term added to the variance.
+        pad_token_id: id of padding.
+        num_labels: classes; 0 for a model that predicts what was masked.
+        id2label: names of the classes by their numbers, as strings; None for none.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    type_vocab_size: int = count(2, 2)
+    hidden_act: str = choice(ACTIVATIONS, "gelu")
+    hidden_dropout_prob: float = probability(0.1)
+    attention_probs_dropout_prob: float = probability(0.1)
+    classifier_dropout: float | None = probability(None)
+    layer_norm_eps: float = positive(1e-12, 1e-12)
+    pad_token_id: int | None = token(0)
+    num_labels: int = count(2, 0, or_zero=True)
+    id2label: Mapping[str, str] | None = None
+    tie_word_embeddings: bool = switch(True)
+
+    model_type: ClassVar[str] = "bert"
+    title: ClassVar[str] = "BERT"
+    architecture: ClassVar[str] = "BertForMaskedLM"
+    classifier: ClassVar[str] = "BertForSequenceClassification"
+    dropouts: ClassVar[tuple[str, ...]] = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    objectives: ClassVar[tuple[str, ...]] = ("masked", "classify")
+    first_position: ClassVar[int] = 0
+    drops_first: ClassVar[bool] = False
+    masked_names: ClassVar[Names] = Names(
+        modules=_MODULES,
+        prefix="bert.",
+        embedding="bert.embeddings.word_embeddings.weight",
+        head="cls.predictions.decoder.weight",
+        outside={
+            "head.transform": "cls.predictions.transform.dense",
+            "head.transform_norm": "cls.predictions.transform.LayerNorm",
+            "head_bias": "cls.predictions.bias",
+        },
+        aliases={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+        dropped=_DROPPED,
+        unused=("bert.pooler.", "cls.seq_relationship."),
+    )
+    classifier_names: ClassVar[Names] = Names(
+        modules=_MODULES,
+        prefix="bert.",
+        embedding="bert.embeddings.word_embeddings.weight",
+        head="classifier.weight",
+        outside={"head.transform": "bert.pooler.dense", "head_bias": "classifier.bias"},
+        dropped=_DROPPED,
+        unused=("cls.",),
+    )
+
+    @property
+    def objective(self) -> str:  # type: ignore[override]
+        """What the model learns unless told."""
+        return "classify" if self.num_labels else "masked"
+
+    @property
+    def names(self) -> Names:
+        """Names and layouts of its weights in files."""
+        return self.classifier_names if self.num_labels else self.masked_names
+
+    def for_objective(self, objective: str, num_labels: int = 2) -> Self:
+        """The same config with the head of an objective."""
+        return replace(self, num_labels=(self.num_labels or num_labels) if objective == "classify" else 0)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """``architectures`` says whether the model is a classifier, ``id2label`` or ``num_labels`` of how many classes: 2 unless they do."""
+        if values.get("is_decoder") or values.get("position_embedding_type", "absolute") != "absolute":
+            raise UsageError(f"is_decoder in {source} must be false, and position_embedding_type absolute; use the config of {cls.title} itself")
+        known, named = super().read(values, source), values.get("id2label")
+        if named is not None and not (isinstance(named, Mapping) and all(isinstance(name, str) for name in named.values())):
+            raise UsageError(f"id2label in {source} must be an object from numbers to names, got {shown(named)}; correct it")
+        if cls.classifier in (values.get("architectures") or ()):
+            known.setdefault("num_labels", len(named) if named else 2)
+        else:
+            known["num_labels"] = 0
+        names = {str(number): name for number, name in (named or {}).items()}
+        known["id2label"] = names if known["num_labels"] and names and names != _numbered(len(names)) else None
+        return known
+
+    @classmethod
+    def check_together(cls, values: Mapping[str, Any], source: str) -> None:
+        """Heads divide the width; names of classes are as many as classes."""
+        super().check_together(values, source)
+        named = values["id2label"]
+        if named and len(named) != values["num_labels"]:
+            raise UsageError(f"id2label in {source} must name num_labels = {values['num_labels']} classes, got {len(named)}; correct one of them")
+
+    @property
+    def n_positions(self) -> int:
+        """P: longest sequence; some rows of the table of positions may belong to none."""
+        return self.max_position_embeddings - self.first_position
+
+    @property
+    def description(self) -> Description:
+        """The model's parts."""
+        std, norm, p = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps), self.hidden_dropout_prob
+        attention = AttentionShape.of(self, has_bias=True, has_out_bias=True, is_causal=False, dropout=self.attention_probs_dropout_prob)
+        activation = ACTIVATIONS[self.hidden_act]
+        feed_forward = FeedForwardShape(inner_size=self.inner_size, activation=activation, has_gate=False, has_bias=True, std=std, out_std=std)
+        block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, norms="after", dropout=p)
+        if self.num_labels:
+            dropout = p if self.classifier_dropout is None else self.classifier_dropout
+            head = HeadShape(
+                is_tied=False, std=std, has_bias=True, transform="tanh", num_labels=self.num_labels, dropout=dropout, drops_first=self.drops_first
+            )
+        else:
+            head = HeadShape(is_tied=self.tie_word_embeddings, std=std, has_bias=True, transform=self.transform, transform_norm=norm)
+        stack = StackShape(
+            blocks=(block,) * self.n_layer,
+            std=std,
+            num_positions=self.max_position_embeddings,
+            first_position=self.first_position,
+            num_token_types=self.type_vocab_size,
+            embedding_norm=norm,
+            dropout=p,
+        )
+        return Description(stack=stack, head=head)
+
+    @property
+    def transform(self) -> str:
+        """Activation of the layer before the scores of tokens."""
+        return ACTIVATIONS[self.hidden_act]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as Hugging Face's JSON object."""
+        values = super().to_dict()
+        if self.num_labels:
+            names = self.id2label or _numbered(self.num_labels)
+            values |= {"architectures": [self.classifier], "id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+        else:
+            del values["id2label"], values["num_labels"]
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobertaConfig(BertConfig):
+    """Shape and hyperparameters of a RoBERTa; field names and meaning as in ``transformers.RobertaConfig``.
+
+    Its first token has position 2, and the two rows before it belong to padding.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    pad_token_id: int | None = token(1)
+
+    model_type: ClassVar[str] = "roberta"
+    title: ClassVar[str] = "RoBERTa"
+    architecture: ClassVar[str] = "RobertaForMaskedLM"
+    classifier: ClassVar[str] = "RobertaForSequenceClassification"
+    first_position: ClassVar[int] = 2
+    drops_first: ClassVar[bool] = True
+    masked_names: ClassVar[Names] = Names(
+        modules=_MODULES,
+        prefix="roberta.",
+        embedding="roberta.embeddings.word_embeddings.weight",
+        head="lm_head.decoder.weight",
+        outside={"head.transform": "lm_head.dense", "head.transform_norm": "lm_head.layer_norm", "head_bias": "lm_head.bias"},
+        aliases={"lm_head.decoder.bias": "lm_head.bias"},
+        dropped=_DROPPED,
+        unused=("roberta.pooler.",),
+    )
+    classifier_names: ClassVar[Names] = Names(
+        modules=_MODULES,
+        prefix="roberta.",
+        embedding="roberta.embeddings.word_embeddings.weight",
+        head="classifier.out_proj.weight",
+        outside={"head.transform": "classifier.dense", "head_bias": "classifier.out_proj.bias"},
+        dropped=_DROPPED,
+        unused=("lm_head.", "roberta.pooler."),
+    )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Positions begin behind the id of padding, which every released model has as 1."""
+        if values.get("pad_token_id", 1) != 1:
+            raise UsageError(f"pad_token_id in {source} must be 1, from which positions are counted, got {shown(values['pad_token_id'])}; write 1")
+        return super().read(values, source)
+
+    @property
+    def transform(self) -> str:
+        """Activation of the layer before the scores of tokens."""
+        return "gelu"
+
+
+def _numbered(count: int) -> dict[str, str]:
+    """Names of classes that have none, as transformers has them."""
+    return {str(number): f"LABEL_{number}" for number in range(count)}
+
+
+def _bert(kind: type[BertConfig], vocab: int, positions: int, hidden: int, layers: int, **more: Any) -> Any:
+    """A config of the usual sizes, with heads of 64 features."""
+    return kind(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=positions,
+        **more,
+    )
+
+
+PRESETS: Final[Mapping[str, BertConfig]] = {
+    "bert-tiny": _bert(BertConfig, 4096, 256, 128, 2).with_dropout(0.0),
+    "bert-base": _bert(BertConfig, 30522, 512, 768, 12),
+    "bert-large": _bert(BertConfig, 30522, 512, 1024, 24),
+}
+"""Name -> config: a small one, and BERT base and large (uncased)."""
+
+PRESETS_ROBERTA: Final[Mapping[str, RobertaConfig]] = {
+    "roberta-base": _bert(RobertaConfig, 50265, 514, 768, 12, type_vocab_size=1, layer_norm_eps=1e-5),
+    "roberta-large": _bert(RobertaConfig, 50265, 514, 1024, 24, type_vocab_size=1, layer_norm_eps=1e-5),
+}
+"""Name -> config: RoBERTa base and large."""

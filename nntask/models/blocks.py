@@ -1,0 +1,251 @@
+"""Blocks of transformers as their shapes say: attention and a feed-forward layer around the residual stream.
+
+Letters::
+
+    B  sequences of a minibatch    C  width of the residual stream           V  vocabulary
+    T  tokens of a sequence        H  heads of queries, each D features      P  longest sequence
+    S  tokens of an encoder        G  heads of keys and values: H / G queries share one
+                                   I  width inside the feed-forward layer
+
+Activations are tiled along B, T and features; weights along both their axes. The heads are adjacent columns, (B, T, H*D) and (B, T, G*D). A tile of
+queries holds whole groups of heads that share a head of keys and values, and the corresponding tile of keys holds exactly these shared heads. q, k
+and v are three parameters, so that each can be tiled by heads.
+
+Modules and parameters have the names of the family's files: `names.Names.modules` has one for each attribute of the classes here. Places that drop
+out are numbered in the order in which they are made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tiles import TileTensor
+from tiles.ops import attention as attention_ops
+
+from ..nn import functional
+from ..nn.autograd import Tensor
+from ..nn.functional import Masks, RelativeBias
+from ..nn.kv_cache import LayerPast
+from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
+from ..nn.module import Module
+from ..tiling.model_tiling import ModelTiling
+from .description import AttentionShape, BlockShape, FeedForwardShape, NormShape
+from .rotary import Rotary
+
+Angles = tuple[TileTensor, TileTensor]
+"""Cosines and sines of the rotary angles, (T, R / 2) each for R features that turn, or (B, T, R / 2) where each sequence has positions of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Construction:
+    """What all modules of a model are made with.
+
+    Args:
+        tiling: tile sizes, none of them -1.
+        width: C.
+        names: attribute -> name in the family's files.
+        has_rows_in: whether matrices are (in, out).
+        flash: whether attention avoids the full matrix of scores.
+        sites: numbers of the places that drop out.
+    """
+
+    tiling: ModelTiling
+    width: int
+    names: Mapping[str, str]
+    has_rows_in: bool
+    flash: bool
+    sites: Iterator[int] = field(default_factory=itertools.count)
+
+    def linear(
+        self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool, activation: str | None = None
+    ) -> Linear | TransposedLinear:
+        """A product with a matrix that lies as in the family's files."""
+        kind = Linear if self.has_rows_in else TransposedLinear
+        return kind(num_in, num_out, tile, std=std, has_bias=has_bias, activation=activation)
+
+    def norm(self, shape: NormShape) -> LayerNorm | RMSNorm:
+        """A norm of the residual stream."""
+        if shape.kind == "layer":
+            return LayerNorm(self.width, self.tiling.embd_tile, shape.eps)
+        return RMSNorm(self.width, self.tiling.embd_tile, shape.eps, shape.offset)
+
+    def dropout(self, p: float | None) -> Dropout:
+        """Dropout at the next place; nowhere, and without a number, where the family has none (None)."""
+        return Dropout(0.0, -1) if p is None else Dropout(p, next(self.sites))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """What all blocks share in one forward pass.
+
+    Args:
+        masks: dropout masks; None without dropout.
+        angles: of each kind of rotary positions.
+        documents: (B, T) int32, numbers of documents, which do not see each other; None for one.
+        bias: of scores, by distance; None for none.
+        encoded: (B, S, C), what a decoder attends to; None for nothing.
+        across_documents: (B, T) and (B, S) int32, numbers of documents of a decoder's and of the encoder's tokens; None where all see all.
+        positions: (B, T) int32, rows of the table of positions; None for the first T.
+        token_types: (B, T) int32; None where the model has none.
+    """
+
+    masks: Masks | None
+    angles: Mapping[Rotary, Angles]
+    documents: TileTensor | None = None
+    bias: RelativeBias | None = None
+    encoded: Tensor | None = None
+    across_documents: tuple[TileTensor, TileTensor] | None = None
+    positions: TileTensor | None = None
+    token_types: TileTensor | None = None
+
+
+class Attention(Module):
+    """Attention of tokens to tokens, or to those of an encoder: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, shape: AttentionShape, made: Construction, *, has_table: bool = False) -> None:
+        self.names, self.shape, self.flash = made.names, shape, made.flash
+        queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size  # H*D, G*D
+        query_tile, embd_tile = made.tiling.head_tile * shape.head_size, made.tiling.embd_tile
+        key_tile = query_tile * shape.num_kv_heads // shape.num_heads
+        self.site = next(made.sites)
+        self.q = made.linear(made.width, queries, (embd_tile, query_tile), std=shape.std, has_bias=shape.has_bias)
+        self.k = made.linear(made.width, keys, (embd_tile, key_tile), std=shape.kv_std, has_bias=shape.has_bias)
+        self.v = made.linear(made.width, keys, (embd_tile, key_tile), std=shape.kv_std, has_bias=shape.has_bias)
+        self.out = made.linear(queries, made.width, (query_tile, embd_tile), std=shape.out_std, has_bias=shape.has_out_bias)
+        norm, relative = shape.head_norm, shape.relative
+        self.q_norm = None if norm is None else HeadNorm(shape.head_size, norm.eps, norm.offset)
+        self.k_norm = None if norm is None else HeadNorm(shape.head_size, norm.eps, norm.offset)
+        self.relative = None
+        if relative is not None and has_table:
+            self.relative = Embedding(relative.num_buckets, shape.num_heads, (-1, made.tiling.head_tile), std=relative.std)
+
+    def __call__(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        shape, masks = self.shape, given.masks
+        q = self._placed(self.q(x, masks), self.q_norm, given)  # (B, T, C) -> (B, T, H*D)
+        k = self._placed(self.k(x, masks), self.k_norm, given)  # (B, T, C) -> (B, T, G*D)
+        v = self.v(x, masks)  # (B, T, C) -> (B, T, G*D)
+        o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
+            q,
+            k,
+            v,
+            head_size=shape.head_size,
+            scale=shape.scale,
+            dropout=self._dropout(masks),
+            flash=self.flash,
+            past=past,
+            causal=shape.is_causal,
+            window=shape.window,
+            documents=given.documents,
+            bias=given.bias,
+            cap=shape.cap,
+        )
+        del q, k, v
+        return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
+
+    def across(self, x: Tensor, given: ForwardPass) -> Tensor:
+        """To what is encoded: (B, T, C) and (B, S, C) -> (B, T, C)."""
+        shape, masks, encoded = self.shape, given.masks, given.encoded
+        assert encoded is not None  # a decoder has an encoder
+        q, k, v = self.q(x, masks), self.k(encoded, masks), self.v(encoded, masks)  # (B, T, H*D), (B, S, G*D), (B, S, G*D)
+        o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
+            q,
+            k,
+            v,
+            head_size=shape.head_size,
+            scale=shape.scale,
+            dropout=self._dropout(masks),
+            flash=self.flash,
+            causal=False,
+            documents=given.across_documents,
+        )
+        del q, k, v
+        return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
+
+    def _dropout(self, masks: Masks | None) -> attention_ops.Dropout | None:
+        p = self.shape.dropout
+        return attention_ops.Dropout(p, masks.key, masks.stream(self.site)) if masks is not None and p else None
+
+    def _placed(self, x: Tensor, norm: HeadNorm | None, given: ForwardPass) -> Tensor:
+        """Queries or keys, normed head by head and turned by their positions: (B, T, H*D) -> (B, T, H*D)."""
+        rotary = self.shape.rotary
+        if norm is not None:
+            x = norm(x)
+        return x if rotary is None else functional.rotary(x, *given.angles[rotary], self.shape.head_size, rotary.size)
+
+
+class FeedForward(Module):
+    """Feed-forward layer: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, shape: FeedForwardShape, made: Construction) -> None:
+        self.names, self.activation = made.names, shape.activation
+        width, inner, tile = made.width, shape.inner_size, (made.tiling.embd_tile, made.tiling.inner_tile)
+        self.gate = made.linear(width, inner, tile, std=shape.std, has_bias=shape.has_bias) if shape.has_gate else None
+        activation = None if shape.has_gate else shape.activation
+        self.up = made.linear(width, inner, tile, std=shape.std, has_bias=shape.has_bias, activation=activation)
+        self.dropout = made.dropout(shape.dropout)
+        self.down = made.linear(inner, width, tile[::-1], std=shape.out_std, has_bias=shape.has_bias)
+
+    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        if self.gate is None:
+            h = self.up(x, masks)  # activation((B, T, C) @ W) -> (B, T, I)
+        else:
+            h = functional.gated(self.gate(x, masks), self.up(x, masks), self.activation)  # activation((B, T, C) @ W) * the same -> (B, T, I)
+        return self.down(self.dropout(h, masks), masks)  # (B, T, I) -> (B, T, C)
+
+
+class Block(Module):
+    """Attention and a feed-forward layer around the residual stream: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, shape: BlockShape, made: Construction, *, has_table: bool = False) -> None:
+        self.names, self.shape = made.names, shape
+        is_around = shape.norms == "around"
+        self.attention_norm = made.norm(shape.norm)
+        self.attention = Attention(shape.attention, made, has_table=has_table)
+        self.attention_end_norm = made.norm(shape.norm) if is_around else None
+        self.attention_dropout = made.dropout(shape.dropout)
+        if shape.cross is not None:
+            self.cross_norm = made.norm(shape.norm)
+            self.cross = Attention(shape.cross, made)
+            self.cross_dropout = made.dropout(shape.dropout)
+        self.feed_forward_norm = made.norm(shape.norm) if shape.has_two_norms else None
+        self.feed_forward = FeedForward(shape.feed_forward, made)
+        self.feed_forward_end_norm = made.norm(shape.norm) if is_around else None
+        self.feed_forward_dropout = made.dropout(shape.dropout)
+
+    def __call__(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        if self.shape.is_parallel:
+            return self._beside(x, given, past)
+        if self.shape.norms == "after":
+            return self._normed_after(x, given, past)
+        a = self.attention_dropout(_normed(self.attention(self.attention_norm(x), given, past), self.attention_end_norm), given.masks)  # (B, T, C)
+        if self.shape.cross is not None:
+            x, h = self.cross_norm.after_add(x, a)
+            a = self.cross_dropout(self.cross.across(h, given), given.masks)
+            del h
+        assert self.feed_forward_norm is not None  # only parallel layers share one
+        x, h = self.feed_forward_norm.after_add(x, a)  # x + a and its norm, (B, T, C) each
+        del a
+        return x + self.feed_forward_dropout(_normed(self.feed_forward(h, given.masks), self.feed_forward_end_norm), given.masks)  # (B, T, C)
+
+    def _beside(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
+        """x + attention(norm(x)) + feed_forward(norm(x)) (Wang and Komatsuzaki, GPT-J, 2021)."""
+        h = self.attention_norm(x)
+        a = self.attention_dropout(self.attention(h, given, past), given.masks)
+        h = h if self.feed_forward_norm is None else self.feed_forward_norm(x)
+        return x + a + self.feed_forward_dropout(self.feed_forward(h, given.masks), given.masks)
+
+    def _normed_after(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
+        """x = norm(x + attention(x)), then norm(x + feed_forward(x)) (Vaswani et al., 2017)."""
+        assert self.feed_forward_norm is not None  # only parallel layers share one
+        _, x = self.attention_norm.after_add(x, self.attention_dropout(self.attention(x, given, past), given.masks))
+        _, x = self.feed_forward_norm.after_add(x, self.feed_forward_dropout(self.feed_forward(x, given.masks), given.masks))
+        return x
+
+
+def _normed(x: Tensor, norm: LayerNorm | RMSNorm | None) -> Tensor:
+    return x if norm is None else norm(x)

@@ -1,0 +1,103 @@
+"""GPT-NeoX (Black et al., 2022) and Pythia (Biderman et al., 2023), with the semantics of transformers' ``GPTNeoXForCausalLM``.
+
+Both layers of a block read the same stream, and a part of each head turns with the position. Files have q, k and v of each head side by side in one
+``query_key_value``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .family_config import ACTIVATIONS, PartialRotaryConfig, choice, positive, probability, switch
+from .names import Joined, Names
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoXConfig(PartialRotaryConfig):
+    """Shape and hyperparameters of a GPT-NeoX; field names and meaning as in ``transformers.GPTNeoXConfig``.
+
+    Args:
+        hidden_act: one of `ACTIVATIONS`.
+        hidden_dropout: dropout probability after the embeddings and each layer.
+        layer_norm_eps: term added to the variance.
+        use_parallel_residual: whether both layers of a block read the same stream.
+        attention_bias: whether the projections of attention have biases.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    partial_rotary_factor: float = positive(0.25, 0.25)
+    hidden_act: str = choice(ACTIVATIONS, "gelu")
+    hidden_dropout: float = probability(0.0)
+    layer_norm_eps: float = positive(1e-5, 1e-5)
+    use_parallel_residual: bool = switch(True)
+    attention_bias: bool = switch(True)
+
+    model_type: ClassVar[str] = "gpt_neox"
+    title: ClassVar[str] = "GPT-NeoX"
+    architecture: ClassVar[str] = "GPTNeoXForCausalLM"
+    dropouts: ClassVar[tuple[str, ...]] = ("hidden_dropout", "attention_dropout")
+    factor_keys: ClassVar[tuple[str, ...]] = ("rotary_pct",)
+    theta_keys: ClassVar[tuple[str, ...]] = ("rotary_emb_base",)
+    names: ClassVar[Names] = Names(
+        modules={
+            "embed": "embed_in",
+            "stack": "",
+            "blocks": "layers",
+            "attention_norm": "input_layernorm",
+            "out": "dense",
+            "feed_forward_norm": "post_attention_layernorm",
+            "feed_forward": "mlp",
+            "up": "dense_h_to_4h",
+            "down": "dense_4h_to_h",
+            "norm": "final_layer_norm",
+        },
+        prefix="gpt_neox.",
+        embedding="gpt_neox.embed_in.weight",
+        older={"embed_out.weight": "lm_head.weight"},
+        joined=(Joined(members=("q", "k", "v"), whole="query_key_value", axis=0, by_head=True),),
+        dropped=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    )
+
+    @property
+    def description(self) -> Description:
+        """The model's parts."""
+        std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
+        attention = AttentionShape.of(
+            self, has_bias=self.attention_bias, has_out_bias=self.attention_bias, dropout=self.attention_dropout, rotary=self.rotary
+        )
+        feed_forward = FeedForwardShape(
+            inner_size=self.inner_size, activation=ACTIVATIONS[self.hidden_act], has_gate=False, has_bias=True, std=std, out_std=std
+        )
+        block = BlockShape(
+            attention=attention, feed_forward=feed_forward, norm=norm, is_parallel=self.use_parallel_residual, dropout=self.hidden_dropout
+        )
+        return Description(
+            stack=StackShape(blocks=(block,) * self.n_layer, std=std, dropout=self.hidden_dropout, norm=norm),
+            head=HeadShape(is_tied=self.tie_word_embeddings, std=std),
+        )
+
+
+def _pythia(hidden: int, layers: int, heads: int) -> GPTNeoXConfig:
+    """The config of a Pythia, which differ in three numbers."""
+    return GPTNeoXConfig(
+        vocab_size=50304,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=2048,
+    )
+
+
+PRESETS: Final[Mapping[str, GPTNeoXConfig]] = {
+    "pythia-70m": _pythia(512, 6, 8),
+    "pythia-160m": _pythia(768, 12, 12),
+    "pythia-410m": _pythia(1024, 24, 16),
+    "pythia-1b": _pythia(2048, 16, 8),
+}
+"""Name -> config: Pythia of four sizes."""

@@ -1,0 +1,47 @@
+"""Mistral (Jiang et al., 2023), with the semantics of transformers' ``MistralForCausalLM``: a LLaMA whose tokens see a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from .family_config import count
+from .llama import GatedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralConfig(GatedConfig):
+    """Shape and hyperparameters of a Mistral; field names and meaning as in ``transformers.MistralConfig``.
+
+    Args:
+        num_key_value_heads: G; 8 unless given, H where null.
+        sliding_window: tokens that a token sees, itself included; None for all.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    num_key_value_heads: int | None = count(8, 8, or_null=True)
+    sliding_window: int | None = count(4096, 4096, or_null=True)
+
+    model_type: ClassVar[str] = "mistral"
+    title: ClassVar[str] = "Mistral"
+    architecture: ClassVar[str] = "MistralForCausalLM"
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token sees in a block."""
+        return self.sliding_window
+
+
+PRESETS: Final[dict[str, MistralConfig]] = {
+    "mistral-7b": MistralConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+    ),
+}
+"""Name -> config: Mistral 7B."""

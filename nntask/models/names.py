@@ -1,0 +1,160 @@
+"""Names and layouts of a family's weights in its files: one table, from which both directions of the translation follow.
+
+Our modules take their names from the files (`Names.modules`), so most weights differ by a prefix at most. Both directions are pure functions on
+arrays, for weights and gradients alike. `nntask.hf.layout` applies them to placeholders without memory too: they may rename, slice, split and
+reshape to views, `to_hf` may also concatenate, and neither reads values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DataError
+from .config_checks import check_head
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_HEAD: Final = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Layers whose weights are one matrix in the files.
+
+    Args:
+        members: names of our layers, beside each other in one module.
+        whole: name of the layer in the files, in the same module.
+        axis: along which the weights follow each other; biases always have one axis.
+        by_head: whether the rows of each head follow each other, and not those of each layer; of heads with as many of queries as of keys.
+    """
+
+    members: tuple[str, ...]
+    whole: str
+    axis: int
+    by_head: bool = False
+
+    def whole_of(self, pieces: list[npt.NDArray[Any]], config: Any) -> npt.NDArray[Any]:
+        """The array of the files from those of our layers, of equal shapes."""
+        shape = pieces[0].shape
+        if not self.by_head:
+            return np.concatenate(pieces, axis=self.axis if len(shape) > 1 else 0)
+        rows = [piece.reshape((config.n_head, config.head_size, *shape[1:])) for piece in pieces]  # (H*D, ..) -> (H, D, ..)
+        return np.concatenate(rows, axis=1).reshape((len(pieces) * shape[0], *shape[1:]))
+
+    def pieces_of(self, array: npt.NDArray[Any], name: str, config: Any) -> list[npt.NDArray[Any]]:
+        """Views of an array of the files, one for each of our layers; those by head have an axis more, (H, D, ..) instead of (H*D, ..).
+
+        Raises:
+            DataError: the array is not divisible.
+        """
+        axis, count = self.axis if array.ndim > 1 else 0, len(self.members)
+        divisor = count * config.n_head * config.head_size if self.by_head else count
+        if array.shape[axis] % divisor:
+            raise DataError(
+                f"{name} must hold {', '.join(self.members)} along axis {axis}, a multiple of {divisor}, got shape {array.shape}; "
+                "use the config it was trained with"
+            )
+        if not self.by_head:
+            return np.split(array, count, axis=axis)
+        rows = array.reshape((config.n_head, count, config.head_size, *array.shape[1:]))  # (3*H*D, ..) -> (H, 3, D, ..)
+        return [rows[:, number] for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Names of a family.
+
+    Args:
+        modules: attribute of a module of `transformer` -> name in the files; see there for the attributes.
+        encoder_modules: those that have another name in an encoder.
+        prefix: before the names of everything but what `outside` has.
+        outside: our name of a parameter or module -> name in the files, which stands without the prefix.
+        joined: layers that are one in the files.
+        aliases: name in the files -> name of the same array; written, and left out when read.
+        older: name in older files -> name today.
+        dropped: ends of names that older files have, and that follow from the config.
+        unused: beginnings of names that belong to other uses of the model, and are left out.
+        head: name of the head in the files; it is an alias of `embedding` where it is tied.
+        embedding: name of the token embedding in the files.
+    """
+
+    modules: Mapping[str, str]
+    prefix: str
+    embedding: str
+    encoder_modules: Mapping[str, str] = field(default_factory=dict)
+    head: str = "lm_head.weight"
+    outside: Mapping[str, str] = field(default_factory=dict)
+    joined: tuple[Joined, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    older: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def to_hf(self, arrays: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
+        """Arrays under our names -> the state dict of transformers' model.
+
+        Args:
+            arrays: name of `Module.named_parameters` -> array, without a tied head.
+            config: the model's config.
+        """
+        state: Arrays = {}
+        for name, array in arrays.items():
+            path, kind = name.rpartition(".")[::2]
+            join = next((join for join in self.joined if path.endswith(tuple(f".{member}" for member in join.members))), None)
+            if join is None:
+                state[self._theirs(name)] = array
+                continue
+            module, member = path.rpartition(".")[::2]
+            if member == join.members[0]:
+                pieces = [arrays[f"{module}.{member}.{kind}"] for member in join.members]
+                state[self._theirs(f"{module}.{join.whole}.{kind}")] = join.whole_of(pieces, config)
+        for alias, name in self._aliases(config).items():
+            state[alias] = state[name]
+        return state
+
+    def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
+        """A state dict of transformers' model, or of its part under the prefix alone -> arrays under our names.
+
+        Raises:
+            DataError: a joined weight is not divisible, or an untied head is missing.
+        """
+        arrays: Arrays = {}
+        aliases = self._aliases(config)
+        for given, array in state.items():
+            theirs = self.older.get(given, given)
+            if theirs in aliases or theirs.endswith(self.dropped) or theirs.startswith(self.unused):
+                continue
+            name = self._ours(theirs)
+            path, kind = name.rpartition(".")[::2]
+            join = next((join for join in self.joined if path.endswith(f".{join.whole}")), None)
+            if join is None:
+                arrays[name] = array
+                continue
+            for member, piece in zip(join.members, join.pieces_of(array, theirs, config), strict=True):
+                arrays[f"{path.rpartition('.')[0]}.{member}.{kind}"] = piece
+        check_head(arrays, self.head, is_tied=config.ties_head)
+        return arrays
+
+    def _aliases(self, config: Any) -> dict[str, str]:
+        return {**self.aliases, **({self.head: self.embedding} if config.ties_head else {})}
+
+    def _theirs(self, name: str) -> str:
+        if name == _HEAD:
+            return self.head
+        for ours, theirs in self.outside.items():
+            if name == ours or name.startswith(f"{ours}."):
+                return theirs + name[len(ours) :]
+        return self.prefix + name
+
+    def _ours(self, name: str) -> str:
+        if name == self.head:
+            return _HEAD
+        for ours, theirs in self.outside.items():
+            if name == theirs or name.startswith(f"{theirs}."):
+                return ours + name[len(theirs) :]
+        return name.removeprefix(self.prefix)

@@ -1,0 +1,98 @@
+"""Phi (Li et al., 2023), with the semantics of transformers' ``PhiForCausalLM``.
+
+Both layers of a block read the stream through one norm, a part of each head turns with the position, and every product has a bias, the head's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from ..errors import UsageError
+from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .family_config import ACTIVATIONS, PartialRotaryConfig, choice, positive, probability
+from .names import Names
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhiConfig(PartialRotaryConfig):
+    """Shape and hyperparameters of a Phi 1 to 2; field names and meaning as in ``transformers.PhiConfig``.
+
+    Args:
+        hidden_act: one of `ACTIVATIONS`.
+        resid_pdrop, embd_pdrop: dropout probability after each layer, after the embeddings.
+        layer_norm_eps: term added to the variance.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    partial_rotary_factor: float = positive(0.5, 0.5)
+    hidden_act: str = choice(ACTIVATIONS, "gelu_new")
+    resid_pdrop: float = probability(0.0)
+    embd_pdrop: float = probability(0.0)
+    layer_norm_eps: float = positive(1e-5, 1e-5)
+
+    model_type: ClassVar[str] = "phi"
+    title: ClassVar[str] = "Phi"
+    architecture: ClassVar[str] = "PhiForCausalLM"
+    dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attention_dropout")
+    names: ClassVar[Names] = Names(
+        modules={
+            "embed": "embed_tokens",
+            "stack": "",
+            "blocks": "layers",
+            "attention_norm": "input_layernorm",
+            "attention": "self_attn",
+            "q": "q_proj",
+            "k": "k_proj",
+            "v": "v_proj",
+            "out": "dense",
+            "feed_forward": "mlp",
+            "up": "fc1",
+            "down": "fc2",
+            "norm": "final_layernorm",
+        },
+        prefix="model.",
+        embedding="model.embed_tokens.weight",
+        outside={"head_bias": "lm_head.bias"},
+    )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Norms of queries and keys are of no released Phi."""
+        if values.get("qk_layernorm"):
+            raise UsageError(f"qk_layernorm in {source} must be false or absent, got true; use the config of a Phi without it")
+        return super().read(values, source)
+
+    @property
+    def description(self) -> Description:
+        """The model's parts."""
+        std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
+        attention = AttentionShape.of(self, has_bias=True, has_out_bias=True, dropout=self.attention_dropout, rotary=self.rotary)
+        feed_forward = FeedForwardShape(
+            inner_size=self.inner_size, activation=ACTIVATIONS[self.hidden_act], has_gate=False, has_bias=True, std=std, out_std=std
+        )
+        block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, is_parallel=True, has_two_norms=False, dropout=self.resid_pdrop)
+        return Description(
+            stack=StackShape(blocks=(block,) * self.n_layer, std=std, dropout=self.embd_pdrop, norm=norm),
+            head=HeadShape(is_tied=self.tie_word_embeddings, std=std, has_bias=True),
+        )
+
+
+def _phi(hidden: int, layers: int, factor: float) -> PhiConfig:
+    """The config of a Phi, which differ in three numbers."""
+    return PhiConfig(
+        vocab_size=51200,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+        partial_rotary_factor=factor,
+    )
+
+
+PRESETS: Final[Mapping[str, PhiConfig]] = {"phi-1.5": _phi(2048, 24, 0.5), "phi-2": _phi(2560, 32, 0.4)}
+"""Name -> config: Phi 1.5 and 2."""

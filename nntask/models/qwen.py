@@ -1,0 +1,108 @@
+"""Qwen2 and Qwen3 (Yang et al., 2024 and 2025), with the semantics of transformers' ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``: LLaMAs whose
+projections to queries, keys and values have biases (2), or whose queries and keys are normed head by head (3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
+
+from .description import AttentionShape
+from .family_config import count, layer_kinds, switch
+from .llama import GatedConfig
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Config(GatedConfig):
+    """Shape and hyperparameters of a Qwen2; field names and meaning as in ``transformers.Qwen2Config``.
+
+    Args:
+        num_key_value_heads: G; 32 unless given, H where null.
+        use_sliding_window: whether later blocks see a window only.
+        sliding_window: tokens that a token sees there, itself included.
+        max_window_layers: the first of those blocks.
+        layer_types: for each block "full_attention" or "sliding_attention"; None for as the three before say.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    num_key_value_heads: int | None = count(8, 32, or_null=True)
+    use_sliding_window: bool = switch(False)
+    sliding_window: int | None = count(4096, 4096, or_null=True)
+    max_window_layers: int = count(28, 28, or_zero=True)
+    layer_types: tuple[str, ...] | None = layer_kinds((FULL, SLIDING))
+
+    kinds_keys: ClassVar[tuple[str, ...]] = ("layer_types",)
+    model_type: ClassVar[str] = "qwen2"
+    title: ClassVar[str] = "Qwen2"
+    architecture: ClassVar[str] = "Qwen2ForCausalLM"
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token sees in a block."""
+        is_windowed = layer >= self.max_window_layers if self.layer_types is None else self.layer_types[layer] == SLIDING
+        return self.sliding_window if self.use_sliding_window and is_windowed else None
+
+    def attention(self, layer: int) -> AttentionShape:
+        """The attention of one block."""
+        return replace(super().attention(layer), has_bias=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as Hugging Face's JSON object; a head size of its own is a key that a Qwen2 does not have."""
+        values = super().to_dict()
+        return {key: value for key, value in values.items() if key != "head_dim" or value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """Shape and hyperparameters of a Qwen3; field names and meaning as in ``transformers.Qwen3Config``.
+
+    Args:
+        head_dim: D; 128 unless given.
+        attention_bias: whether the projections of attention have biases.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    head_dim: int | None = count(128, 128, or_null=True)
+    attention_bias: bool = switch(False)
+
+    model_type: ClassVar[str] = "qwen3"
+    title: ClassVar[str] = "Qwen3"
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+
+    def attention(self, layer: int) -> AttentionShape:
+        """The attention of one block."""
+        return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias, head_norm=self.norm)
+
+
+def _qwen(kind: type[Qwen2Config], hidden: int, inner: int, layers: int, heads: int, shared: int, theta: float = 1e6, **more: Any) -> Any:
+    """A config of the small models, which differ in these numbers."""
+    return kind(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        rope_theta=theta,
+        tie_word_embeddings=True,
+        **{"max_position_embeddings": 32768, **more},
+    )
+
+
+PRESETS: Final[Mapping[str, Qwen2Config]] = {
+    "qwen2.5-0.5b": _qwen(Qwen2Config, 896, 4864, 24, 14, 2),
+    "qwen2.5-1.5b": _qwen(Qwen2Config, 1536, 8960, 28, 12, 2),
+}
+"""Name -> config: Qwen2.5 0.5B and 1.5B."""
+
+PRESETS_3: Final[Mapping[str, Qwen3Config]] = {
+    "qwen3-0.6b": _qwen(Qwen3Config, 1024, 3072, 28, 16, 8, max_position_embeddings=40960),
+    "qwen3-1.7b": _qwen(Qwen3Config, 2048, 6144, 28, 16, 8, max_position_embeddings=40960),
+}
+"""Name -> config: Qwen3 0.6B and 1.7B."""

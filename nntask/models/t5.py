@@ -1,0 +1,202 @@
+"""T5 (Raffel et al., 2020) and T5 1.1, with the semantics of transformers' ``T5ForConditionalGeneration``.
+
+An encoder and a decoder with RMS norms before the layers, biases of scores by distance, and no biases of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Self
+
+from ..errors import UsageError
+from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, RelativePositions, StackShape
+from .family_config import KeyedConfig, choice, count, depth, positive, probability, switch, token
+from .names import Names
+
+PROJECTIONS: Final = {"relu": ("relu", False), "gated-gelu": ("gelu_new", True), "gated-silu": ("silu", True), "gelu": ("gelu", False)}
+"""Value of feed_forward_proj -> (name of the activation's kernel, whether there is a gate)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config(KeyedConfig):
+    """Shape and hyperparameters of a T5; field names and meaning as in ``transformers.T5Config``.
+
+    Args:
+        vocab_size: V, number of token ids.
+        d_model: C, width of the residual stream.
+        d_kv: D, width of a head.
+        d_ff: I, width inside the feed-forward layer.
+        num_layers: blocks of the encoder.
+        num_decoder_layers: blocks of the decoder; None for as many.
+        num_heads: H.
+        n_positions: P, longest sequence; a T5 has no limit, and a file without one gets 512.
+        relative_attention_num_buckets, relative_attention_max_distance: of the biases by distance.
+        dropout_rate: dropout probability everywhere.
+        layer_norm_epsilon: term added to the mean of squares.
+        initializer_factor: scale of initial weights.
+        feed_forward_proj: one of `PROJECTIONS`.
+        tie_word_embeddings: whether the head is the token embedding.
+        pad_token_id: id of padding.
+        decoder_start_token_id: id before the first token of an output.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    vocab_size: int = count(32128)
+    d_model: int = count(512)
+    d_kv: int = count(64)
+    d_ff: int = count(2048)
+    num_layers: int = depth(6)
+    num_heads: int = count(8)
+    num_decoder_layers: int | None = depth(6, None)
+    n_positions: int = count(512, 512)
+    relative_attention_num_buckets: int = count(32, 32)
+    relative_attention_max_distance: int = count(128, 128)
+    dropout_rate: float = probability(0.1)
+    layer_norm_epsilon: float = positive(1e-6, 1e-6)
+    initializer_factor: float = positive(1.0, 1.0)
+    feed_forward_proj: str = choice(PROJECTIONS, "relu")
+    tie_word_embeddings: bool = switch(True)
+    pad_token_id: int | None = token(0)
+    decoder_start_token_id: int | None = token(0)
+
+    model_type: ClassVar[str] = "t5"
+    title: ClassVar[str] = "T5"
+    architecture: ClassVar[str] = "T5ForConditionalGeneration"
+    positions_key: ClassVar[str] = "n_positions"
+    layers_key: ClassVar[str] = "num_layers"
+    width_key: ClassVar[str] = "d_model"
+    heads_key: ClassVar[str] = "num_heads"
+    inner_key: ClassVar[str] = "d_ff"
+    example_key: ClassVar[str] = "d_model"
+    dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate",)
+    objective: ClassVar[str] = "seq2seq"
+    objectives: ClassVar[tuple[str, ...]] = ("seq2seq",)
+
+    @classmethod
+    def check_together(cls, values: Mapping[str, Any], source: str) -> None:
+        """Distances have buckets: half of them exact, and of an encoder's again half for each direction."""
+        buckets, most = values["relative_attention_num_buckets"], values["relative_attention_max_distance"]
+        if buckets < 4 or buckets % 4 or most <= buckets // 2:
+            raise UsageError(
+                f"relative_attention_num_buckets in {source} must be a multiple of 4, and relative_attention_max_distance above half of it, "
+                f"got {buckets} and {most}; write for example 32 and 128"
+            )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """The start of an output is the id of padding where a file does not say it."""
+        known = super().read(values, source)
+        if known.get("decoder_start_token_id") is None:
+            known["decoder_start_token_id"] = known.get("pad_token_id") or 0
+        return known
+
+    @property
+    def n_layer(self) -> int:
+        """Number of blocks of encoder and decoder."""
+        return self.num_layers + self.num_decoder_blocks
+
+    @property
+    def num_decoder_blocks(self) -> int:
+        """Number of blocks of the decoder."""
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    def with_layers(self, count: int) -> Self:
+        """The same config with `count` blocks in all, as many in the encoder as in the decoder or one less, and at least one in each."""
+        return replace(self, num_layers=max(1, count // 2), num_decoder_layers=max(1, count - count // 2))
+
+    @property
+    def head_size(self) -> int:
+        """D: width of one head."""
+        return self.d_kv
+
+    @property
+    def num_inner_matrices(self) -> int:  # type: ignore[override]
+        """Matrices of a feed-forward layer."""
+        return 3 if PROJECTIONS[self.feed_forward_proj][1] else 2
+
+    @property
+    def initializer_range(self) -> float:
+        """Standard deviation of most initial weights: they keep the scale of what they read."""
+        return float(self.initializer_factor * self.d_model**-0.5)
+
+    @property
+    def names(self) -> Names:
+        """Names and layouts of its weights in files."""
+        has_gate = PROJECTIONS[self.feed_forward_proj][1]
+        return Names(
+            modules={
+                "embed": "shared",
+                "stack": "decoder",
+                "blocks": "block",
+                "attention": "layer.0.SelfAttention",
+                "attention_norm": "layer.0.layer_norm",
+                "cross": "layer.1.EncDecAttention",
+                "cross_norm": "layer.1.layer_norm",
+                "feed_forward": "layer.2.DenseReluDense",
+                "feed_forward_norm": "layer.2.layer_norm",
+                "out": "o",
+                "relative": "relative_attention_bias",
+                "gate": "wi_0",
+                "up": "wi_1" if has_gate else "wi",
+                "down": "wo",
+                "norm": "final_layer_norm",
+            },
+            encoder_modules={"feed_forward": "layer.1.DenseReluDense", "feed_forward_norm": "layer.1.layer_norm"},
+            prefix="",
+            embedding="shared.weight",
+            aliases={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+            dropped=("EncDecAttention.relative_attention_bias.weight",),
+        )
+
+    @property
+    def description(self) -> Description:
+        """The model's parts."""
+        return Description(
+            encoder=self._stack(self.num_layers, is_decoder=False),
+            stack=self._stack(self.num_decoder_blocks, is_decoder=True),
+            head=HeadShape(
+                is_tied=self.tie_word_embeddings, std=self.initializer_factor, scale=self.d_model**-0.5 if self.tie_word_embeddings else 1.0
+            ),
+        )
+
+    def _stack(self, num_blocks: int, *, is_decoder: bool) -> StackShape:
+        relative = RelativePositions(
+            num_buckets=self.relative_attention_num_buckets, max_distance=self.relative_attention_max_distance, std=self.initializer_range
+        )
+        std, norm, p = self.initializer_range, NormShape(kind="rms", eps=self.layer_norm_epsilon), self.dropout_rate
+        attention = AttentionShape.of(
+            self,
+            scale=1.0,
+            has_bias=False,
+            has_out_bias=False,
+            dropout=p,
+            is_causal=is_decoder,
+            relative=relative,
+            std=std * self.d_kv**-0.5,
+            out_std=self.initializer_factor * (self.num_heads * self.d_kv) ** -0.5,
+        )
+        activation, has_gate = PROJECTIONS[self.feed_forward_proj]
+        out_std = self.initializer_factor * self.d_ff**-0.5
+        feed_forward = FeedForwardShape(
+            inner_size=self.d_ff, activation=activation, has_gate=has_gate, has_bias=False, std=std, out_std=out_std, dropout=p
+        )
+        cross = replace(attention, is_causal=False, relative=None) if is_decoder else None
+        block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=p, cross=cross)
+        return StackShape(blocks=(block,) * num_blocks, std=self.initializer_factor, dropout=p, drops_last=True, norm=norm)
+
+
+def _t5(width: int, heads: int, layers: int, inner: int, **more: Any) -> T5Config:
+    """A config of the usual sizes."""
+    return T5Config(vocab_size=32128, d_model=width, d_kv=64, d_ff=inner, num_layers=layers, num_heads=heads, **more)
+
+
+PRESETS: Final[Mapping[str, T5Config]] = {
+    "t5-small": _t5(512, 8, 6, 2048),
+    "t5-base": _t5(768, 12, 12, 3072),
+    "t5-v1.1-small": _t5(512, 6, 8, 1024, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "t5-v1.1-base": _t5(768, 12, 12, 2048, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+}
+"""Name -> config: T5 small and base, and those of version 1.1."""

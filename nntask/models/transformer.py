@@ -1,0 +1,197 @@
+"""A transformer as its description says: embeddings, stacks of `blocks`, a head. Letters as there.
+
+Modules and parameters have the names of the family's files: `names.Names.modules` has one for each attribute of the classes here and there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import TaskRuntime
+from tiles import TileTensor
+from tiles.ops import elementwise
+
+from ..nn import functional
+from ..nn.autograd import Tensor, checkpoint
+from ..nn.functional import Masks, RelativeBias
+from ..nn.initializers import constant, normal
+from ..nn.kv_cache import Past
+from ..nn.layers import Embedding
+from ..nn.module import Module, Parameter
+from ..tiling.model_tiling import ModelTiling
+from .blocks import Block, Construction, ForwardPass
+from .description import HeadShape, StackShape
+from .interface import ModelConfig
+from .language import NO_EXTRAS, ExtraInputs, LanguageModel
+from .rotary import Rotary
+
+
+class Stack(Module):
+    """Blocks between embedded tokens and the head: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, shape: StackShape, made: Construction) -> None:
+        self.names, self.shape = made.names, shape
+        rows, types, tile = shape.num_positions, shape.num_token_types, made.tiling.embd_tile
+        self.positions = None if rows is None else Embedding(rows, made.width, (made.tiling.seq_tile, tile), std=shape.std)
+        self.token_types = Embedding(types, made.width, (-1, tile), std=shape.std) if types else None
+        self.embedding_norm = None if shape.embedding_norm is None else made.norm(shape.embedding_norm)
+        self.dropout = made.dropout(shape.dropout)
+        self.blocks = [Block(block, made, has_table=layer == 0) for layer, block in enumerate(shape.blocks)]
+        self.norm = None if shape.norm is None else made.norm(shape.norm)
+        self.last_dropout = made.dropout(shape.dropout if shape.drops_last else None)
+
+    def __call__(self, x: Tensor, given: ForwardPass, past: Past | None, *, recompute: bool) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = self.dropout(self._embedded(x, given, past), given.masks)
+        first = self.blocks[0].attention
+        if first.relative is not None and first.shape.relative is not None:
+            shape = first.shape.relative
+            given = replace(given, bias=RelativeBias(first.relative.weight, not first.shape.is_causal, shape.max_distance))
+        for block, before in zip(self.blocks, past.layers if past is not None else [None] * len(self.blocks), strict=True):
+            if recompute:
+                x = checkpoint(lambda x, block=block, before=before: block(x, given, before), x)  # type: ignore[misc]
+            else:
+                x = block(x, given, before)
+        return self.last_dropout(x if self.norm is None else self.norm(x), given.masks)
+
+    def _embedded(self, x: Tensor, given: ForwardPass, past: Past | None) -> Tensor:
+        """Token embeddings with those of positions and kinds of tokens: (B, T, C) -> (B, T, C)."""
+        if self.shape.embedding_scale != 1:
+            x = functional.scaled(x, self.shape.embedding_scale)
+        if self.positions is not None:  # + (P, C)[positions] -> (B, T, C)
+            rows = given.positions if past is None else past.positions
+            x = functional.add_positions(x, self.positions.weight) if rows is None else x + self.positions(rows)
+        if self.token_types is not None and given.token_types is not None:
+            x = x + self.token_types(given.token_types)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+
+class HeadLayers(Module):
+    """What stands between the last block and the scores: (B, T, C) -> (B, T, C), or (B, 1, C) of a classifier."""
+
+    def __init__(self, shape: HeadShape, made: Construction) -> None:
+        self.names, self.shape = made.names, shape
+        width, tile = made.width, made.tiling.embd_tile
+        self.first_dropout = made.dropout(shape.dropout if shape.drops_first else None)
+        self.transform = None
+        if shape.transform is not None:
+            self.transform = made.linear(width, width, (tile, tile), std=shape.std, has_bias=True, activation=shape.transform)
+        self.transform_norm = None if shape.transform_norm is None else made.norm(shape.transform_norm)
+        self.dropout = made.dropout(shape.dropout)
+
+    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
+        """(B, T, C) -> (B, T, C), or (B, 1, C)."""
+        x = self.first_dropout(functional.first_token(x) if self.shape.num_labels else x, masks)
+        if self.transform is not None:
+            x = self.transform(x, masks)  # activation((B, T, C) @ (C, C)) -> (B, T, C)
+        x = self.dropout(x if self.transform_norm is None else self.transform_norm(x), masks)
+        return x if self.shape.scale == 1 else functional.scaled(x, self.shape.scale)
+
+
+class Transformer(LanguageModel):
+    """The model that a config describes, on a runtime.
+
+    Args:
+        config: the model's shape and hyperparameters, of a family here.
+        tiling: tile sizes.
+        runtime: the runtime that executes the tasks.
+        dtype: element type of parameters and activations.
+        seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
+        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
+        flash: whether attention avoids the full matrix of scores.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tiling: ModelTiling,
+        runtime: TaskRuntime,
+        *,
+        dtype: npt.DTypeLike = np.float32,
+        seed: int | None = 0,
+        recompute: bool = False,
+        flash: bool = True,
+    ) -> None:
+        super().__init__(config, tiling, runtime)
+        self.recompute = recompute
+        described, width = config.description, config.n_embd
+        self.described, self.names = described, config.names.modules
+        cut = tiling.resolve(config, 1 << 62, config.n_positions)
+        made = Construction(cut, width, self.names, described.has_rows_in, flash)
+        head, row_tile = described.head, (cut.vocab_tile, cut.embd_tile)
+        self.embed = Embedding(config.vocab_size, width, row_tile, std=described.stack.std)
+        self.encoder = None
+        if described.encoder is not None:
+            self.encoder = Stack(described.encoder, replace(made, names={**self.names, **config.names.encoder_modules}))
+        self.stack = Stack(described.stack, made)
+        self.head = HeadLayers(head, made)
+        num_out = head.num_labels or config.vocab_size
+        self.lm_head = self.embed.weight if head.is_tied else Parameter((num_out, width), row_tile, normal(head.std))
+        self.head_bias = Parameter((num_out,), row_tile[:1], constant(0.0)) if head.has_bias else None
+        self.head_cap = head.cap
+        self.takes = ("documents", *(["token_types"] if described.stack.num_token_types else []), *(["decoder_tokens"] if self.encoder else []))
+        self.allocate(runtime, dtype, seed)
+        self._frequencies = {rotary: self._frequencies_of(rotary, dtype) for rotary in _rotaries(described.stack)}
+        self._constants: dict[tuple[Any, ...], TileTensor] = {}
+
+    def _frequencies_of(self, rotary: Rotary, dtype: npt.DTypeLike) -> TileTensor:
+        angle_dtype, shape = np.float64 if np.dtype(dtype) == np.float64 else np.float32, (rotary.size // 2,)
+        found = TileTensor(self.runtime, shape, shape, angle_dtype, kind="input", data_class="data", name="rotary frequencies")
+        found.write(rotary.frequencies().astype(angle_dtype))
+        return found
+
+    def inputs(
+        self, batch: int, seq_len: int | None = None, names: Sequence[str] = ("tokens", "targets"), target_len: int | None = None
+    ) -> dict[str, TileTensor]:
+        """As of `LanguageModel.inputs`; what is the same in every batch of this shape is written here, once."""
+        found = super().inputs(batch, seq_len, names, target_len)
+        self._constants_of(found["tokens"], ExtraInputs(**{name: found[name] for name in found if name in self.takes}))
+        return found
+
+    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
+        """Features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier."""
+        shared = self._pass(tokens, masks, past, given)
+        if self.encoder is not None and past is None:
+            assert given.decoder_tokens is not None  # has been checked
+            encoded = self.encoder(self.embed(tokens), replace(shared, across_documents=None), None, recompute=self.recompute)  # (B, S, C)
+            tokens, shared = given.decoder_tokens, replace(shared, encoded=encoded, documents=None)
+            del encoded
+        return self.head(self.stack(self.embed(tokens), shared, past, recompute=self.recompute), masks)
+
+    def _pass(self, tokens: TileTensor, masks: Masks | None, past: Past | None, given: ExtraInputs) -> ForwardPass:
+        """What blocks share in a forward pass."""
+        if past is not None:  # 2 x (B, T, R / 2)
+            return ForwardPass(masks, {rotary: elementwise.rotary_angles_at(f, past.positions) for rotary, f in self._frequencies.items()})
+        angles = {rotary: elementwise.rotary_angles(f, tokens.shape[1], tokens.tile[1]) for rotary, f in self._frequencies.items()}  # 2 x (T, R / 2)
+        return ForwardPass(masks, angles, given.documents, **self._constants_of(tokens, given))
+
+    def _constants_of(self, tokens: TileTensor, given: ExtraInputs) -> dict[str, Any]:
+        """Fields of `ForwardPass` that are the same for all batches of a shape, or have been given."""
+        stack, found = self.described.stack, dict[str, Any]()
+        if given.decoder_tokens is not None and given.documents is not None:
+            found["across_documents"] = (self._constant("text", given.decoder_tokens, 1), given.documents)
+        if stack.first_position:
+            first = stack.first_position
+            found["positions"] = self._constant("positions", tokens, np.arange(first, first + tokens.shape[1]))
+        if stack.num_token_types:
+            found["token_types"] = self._constant("token types", tokens, 0) if given.token_types is None else given.token_types
+        return found
+
+    def _constant(self, name: str, like: TileTensor, values: npt.ArrayLike) -> TileTensor:
+        """An int32 tensor of the shape and tiles of another one, which is written when it is asked for first."""
+        key = (name, like.shape, like.tile)
+        if key not in self._constants:
+            found = TileTensor(self.runtime, like.shape, like.tile, np.int32, kind="input", data_class="data", name=name)
+            found.write(np.ascontiguousarray(np.broadcast_to(values, like.shape), np.int32))
+            self._constants[key] = found
+        return self._constants[key]
+
+
+def _rotaries(shape: StackShape) -> list[Rotary]:
+    """The kinds of rotary positions, each once."""
+    return list(dict.fromkeys(block.attention.rotary for block in shape.blocks if block.attention.rotary is not None))

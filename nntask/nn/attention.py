@@ -1,0 +1,117 @@
+"""Attention as an operation on the tape: of a sequence with itself, before it or around it, and with another sequence.
+
+Letters: B sequences, T tokens, S keys, H heads of D features, G heads of keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from tiles import TileTensor
+from tiles.kernels import Buckets
+from tiles.ops import attention as attention_ops
+
+from ..errors import UsageError
+from .autograd import Gradients, Tensor, accumulator_of, on_tape, only
+from .kv_cache import LayerPast
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """Numbers that are added to scores by the distance of key and query (Raffel et al., T5, 2020); all layers of a stack may share one.
+
+    Args:
+        table: (num_buckets, H), a parameter, cut like the heads of queries.
+        bidirectional: later keys have half of the buckets; otherwise all of them have the first.
+        max_distance: from here on all distances have the last bucket.
+    """
+
+    table: Tensor
+    bidirectional: bool
+    max_distance: int
+
+    def of_tiles(self) -> attention_ops.Bias:
+        """The same for operations on tiles."""
+        return attention_ops.Bias(self.table.data, Buckets(self.table.shape[0], self.bidirectional, self.max_distance))
+
+
+class _How(TypedDict):
+    """What the forward and the backward pass of attention share."""
+
+    head_size: int
+    scale: float
+    causal: bool
+    dropout: attention_ops.Dropout | None
+    scoring: attention_ops.Scoring
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    head_size: int,
+    scale: float,
+    dropout: attention_ops.Dropout | None = None,
+    flash: bool = True,
+    past: LayerPast | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    documents: TileTensor | tuple[TileTensor, TileTensor] | None = None,
+    bias: RelativeBias | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Attention of q (B, T, H*D) to k, v (B, S, G*D) -> (B, T, H*D).
+
+    Where G < H, H / G heads of q in a row share each head of k and v (Ainslie et al., GQA, 2023). A row that sees no key gives 0 and no gradient.
+
+    Args:
+        head_size: D.
+        scale: scores are q . k * scale.
+        dropout: of the attention probabilities.
+        flash: never hold the (B, H, T, S) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
+        past: keys and values of the tokens before these; the new ones join them. Without dropout and documents, and nothing leaves a tape.
+        causal: of a sequence with itself, S = T, where a query sees keys up to its own; otherwise all keys, of this sequence or another.
+        window: keys that a query sees at most, its own the last, of causal attention. Tiles outside it have no tasks.
+        documents: (B, T) int32 numbers, or those of queries (B, T) and of keys (B, S): only equal ones see each other. For several texts in a
+            row, or for padding.
+        bias: added to the scores.
+        cap: scores s become cap * tanh(s / cap) first (Gemma 2).
+    """
+    scoring = _scoring(window, documents, bias, cap)
+    if past is not None:
+        return _continued(q, k, v, past, head_size, scale, causal, scoring)
+    edges = (q.edge, k.edge, v.edge)
+    qd, kd, vd = q.data, k.data, v.data
+    how: _How = {"head_size": head_size, "scale": scale, "causal": causal, "dropout": dropout, "scoring": scoring}
+    forward = attention_ops.attention if flash else attention_ops.stored_attention
+    o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, S)
+    table_edge = bias.table.edge if bias is not None else None
+
+    def backward(gradients: Gradients) -> None:
+        do = only(gradients)  # (B, T, H*D)
+        through = attention_ops.attention_backward if flash else attention_ops.stored_attention_backward
+        found = through(qd, kd, vd, o, kept, do, **how, dtable=None if table_edge is None else accumulator_of(table_edge))
+        for edge, gradient in zip(edges, found, strict=True):
+            if edge is not None:
+                edge.add(gradient)
+
+    return on_tape("attention", [q, k, v, bias.table if bias is not None else None], [o], backward)[0]
+
+
+def _scoring(
+    window: int | None, documents: TileTensor | tuple[TileTensor, TileTensor] | None, bias: RelativeBias | None, cap: float | None
+) -> attention_ops.Scoring:
+    if window is None and documents is None and bias is None and cap is None:
+        return attention_ops.UNCHANGED
+    pair = (documents, documents) if isinstance(documents, TileTensor) else documents
+    return attention_ops.Scoring(cap, None if bias is None else bias.of_tiles(), window, pair)
+
+
+def _continued(
+    q: Tensor, k: Tensor, v: Tensor, past: LayerPast, head_size: int, scale: float, causal: bool, scoring: attention_ops.Scoring
+) -> Tensor:
+    if not causal or scoring.documents is not None:
+        raise UsageError(f"attention with a past is causal and of one document, got causal {causal}, {scoring}; attend to an encoder without a past")
+    return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale, scoring=scoring))

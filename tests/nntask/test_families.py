@@ -1,0 +1,92 @@
+"""Every family against its class in transformers: gradients, training, and names and layouts both ways."""
+
+import numpy as np
+import pytest
+import torch
+from support.gpt2_oracle import relative
+from support.transformers_oracle import CONFIGS, hf_loss, hf_model, our_gradients, our_model, random_batch, state_of, tiles
+
+from nntask import SGD
+from nntask.models.registry import build, config_from_dict
+from nntask.tiling.model_tiling import ModelTiling
+from scheduler import InlineRuntime
+
+families = pytest.mark.parametrize("name", CONFIGS)
+
+
+def written(model, batch):
+    """Tensors of a batch."""
+    decoded = batch.get("decoder_tokens")
+    given = model.inputs(*batch["tokens"].shape, tuple(batch), None if decoded is None else decoded.shape[1])
+    for name, tensor in given.items():
+        tensor.write(batch[name])
+    return given
+
+
+@families
+def test_gradients_are_those_of_transformers(name):
+    """Loss and every gradient of a first step, in ragged tiles, with padding where the objective has it."""
+    config = CONFIGS[name]
+    theirs = hf_model(config).train()
+    model = our_model(theirs, config, tiles(config), InlineRuntime())
+    batch = random_batch(config, 1)
+    expected = hf_loss(theirs, config, batch)
+    expected.backward()
+    loss = model(**written(model, batch))
+    loss.backward()
+    assert loss.read()[0] == pytest.approx(expected.item(), rel=2e-5)
+    found, largest = our_gradients(model), max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)
+    for weight, parameter in theirs.named_parameters():
+        if parameter.grad is None:  # of a part that the loss does not need
+            continue
+        ours, gradient = found[weight], parameter.grad.numpy()
+        if np.abs(gradient).max() > 1e-6 * largest:  # the bias of keys moves all scores of a row alike: its gradient is rounding
+            assert relative(ours, gradient) < 1e-5, weight
+        else:
+            assert np.abs(ours).max() < 1e-5 * largest, weight
+
+
+@families
+def test_ten_steps_of_training_are_those_of_transformers(name):
+    """Losses within 2e-5 over ten steps of gradient descent on equal batches."""
+    config = CONFIGS[name]
+    theirs = hf_model(config).train()
+    model = our_model(theirs, config, ModelTiling(3, 6, 16, 24, -1, 31), InlineRuntime())
+    ours, reference = SGD(model.parameters(), 0.05), torch.optim.SGD(theirs.parameters(), 0.05)
+    for step in range(10):
+        batch = random_batch(config, step)
+        reference.zero_grad()
+        expected = hf_loss(theirs, config, batch)
+        expected.backward()
+        reference.step()
+        loss = model(**written(model, batch))
+        loss.backward()
+        ours.step()
+        model.zero_grad()
+        assert loss.read()[0] == pytest.approx(expected.item(), rel=2e-5), step
+
+
+@families
+def test_names_convert_both_ways(name):
+    """to_hf undoes from_hf, bit by bit; the model has exactly these names; and the number of parameters is counted right."""
+    config = CONFIGS[name]
+    theirs = hf_model(config)
+    state = {key: value for key, value in state_of(theirs).items() if not key.startswith(config.names.unused or ("-",))}
+    ours = config.names.from_hf(state, config)
+    model = build(config, tiles(config), InlineRuntime(), seed=None)
+    assert set(ours) == set(model.named_parameters())
+    assert model.num_parameters == config.num_parameters == sum(p.numel() for n, p in theirs.named_parameters() if n in state)
+    model.load(ours)
+    back = config.names.to_hf({key: tensor.read() for key, tensor in model.tensors().items()}, config)
+    assert back.keys() == state.keys()
+    assert all(np.array_equal(back[key], state[key]) for key in state)
+
+
+@families
+def test_configs_convert_both_ways(name):
+    """What is written for transformers is read as the same config, and by transformers, too."""
+    config = CONFIGS[name]
+    assert config_from_dict(config.to_dict()) == config
+    theirs = hf_model(config).config.to_dict()
+    again = config_from_dict({**theirs, "architectures": config.to_dict()["architectures"]})
+    assert again.description == config.description

@@ -1,0 +1,137 @@
+"""transformers' classes as the oracles of all families: small odd configs, equal weights, batches of every objective, losses and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from support.gpt2_oracle import WIDE, gradients_of
+
+from nntask.models.bert import BertConfig, RobertaConfig
+from nntask.models.gemma import Gemma3Config
+from nntask.models.gpt2 import GPT2Config
+from nntask.models.gpt_neo import GPTNeoConfig
+from nntask.models.gpt_neox import GPTNeoXConfig
+from nntask.models.llama import LlamaConfig
+from nntask.models.mistral import MistralConfig
+from nntask.models.phi import PhiConfig
+from nntask.models.qwen import FULL, SLIDING, Qwen2Config, Qwen3Config
+from nntask.models.registry import build
+from nntask.models.t5 import T5Config
+from nntask.tiling.model_tiling import ModelTiling
+
+LENGTH, BATCH, TARGET = 11, 5, 7
+"""Tokens and sequences, which no tiling of `TILES` divides, and tokens of a decoder."""
+_HIDDEN: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 30,
+    "intermediate_size": 47,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 13,
+    "initializer_range": 0.2,
+}
+_GROUPED = {**_HIDDEN, "num_key_value_heads": 3, "head_dim": 8}
+_WHOLE_HEADS = {**_HIDDEN, "hidden_size": 48}  # of eight features
+
+CONFIGS: dict[str, Any] = {
+    "gpt2": GPT2Config(vocab_size=61, n_positions=13, n_embd=30, n_layer=3, n_head=5, n_inner=47, initializer_range=0.2).with_dropout(0.0),
+    "llama": LlamaConfig(**_GROUPED, rope_theta=100.0),
+    "mistral": MistralConfig(**_GROUPED, sliding_window=4),
+    "qwen2": Qwen2Config(**{**_WHOLE_HEADS, "num_key_value_heads": 3}, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    "qwen3": Qwen3Config(**_GROUPED, tie_word_embeddings=True),
+    "gemma3": Gemma3Config(**_GROUPED, layer_types=(SLIDING, FULL, SLIDING), sliding_window=5, query_pre_attn_scalar=24),
+    "gpt_neo": GPTNeoConfig(
+        vocab_size=61, hidden_size=30, num_layers=3, num_heads=6, max_position_embeddings=13, window_size=4, initializer_range=0.2
+    ),
+    "gpt_neox": GPTNeoXConfig(**_WHOLE_HEADS, partial_rotary_factor=0.5),
+    "phi": PhiConfig(**{**_WHOLE_HEADS, "num_key_value_heads": 2}, partial_rotary_factor=0.5),
+    "bert": BertConfig(**_HIDDEN).with_dropout(0.0),
+    "bert classifier": BertConfig(**_HIDDEN, num_labels=3).with_dropout(0.0),
+    "roberta": RobertaConfig(**{**_HIDDEN, "max_position_embeddings": 15}, type_vocab_size=1).with_dropout(0.0),
+    "roberta classifier": RobertaConfig(**{**_HIDDEN, "max_position_embeddings": 15}, num_labels=2).with_dropout(0.0),
+    "t5": T5Config(vocab_size=61, d_model=30, d_kv=8, d_ff=47, num_layers=2, num_decoder_layers=3, num_heads=5, n_positions=13).with_dropout(0.0),
+    "t5 gated": T5Config(
+        vocab_size=61, d_model=30, d_kv=8, d_ff=47, num_layers=2, num_heads=5, n_positions=13, feed_forward_proj="gated-gelu"
+    ).with_dropout(0.0),
+}
+"""Small and odd; windows that begin and end inside tiles."""
+
+DECODERS = [name for name, config in CONFIGS.items() if config.objective == "causal"]
+
+
+def tiles(config: Any) -> ModelTiling:
+    """Tiles that divide nothing."""
+    return ModelTiling(2, 4, 11, 13, 2 * config.n_head // config.n_kv_head, 17)
+
+
+def hf_model(config: Any, dtype: Any = np.float32, seed: int = 0) -> Any:
+    """The oracle of a config, its biases and norms away from their first values."""
+    torch.manual_seed(seed)
+    values = config.to_dict()
+    kind = getattr(transformers, values["architectures"][0])
+    theirs = kind(kind.config_class(**{**values, "attn_implementation": "eager", "pad_token_id": values.get("pad_token_id")}))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return theirs.to(WIDE[np.dtype(dtype)])
+
+
+def state_of(theirs: Any) -> dict[str, Any]:
+    """Its weights as arrays."""
+    return {name: value.detach().numpy().copy() for name, value in theirs.state_dict().items()}
+
+
+def our_model(theirs: Any, config: Any, tiling: ModelTiling, runtime: Any, **options: Any) -> Any:
+    """Ours with the weights of `theirs`."""
+    model = build(config, tiling, runtime, seed=None, **options)
+    model.load(config.names.from_hf(state_of(theirs), config))
+    return model
+
+
+def random_batch(config: Any, seed: int) -> dict[str, np.ndarray]:
+    """Arrays of a batch of the config's objective, with padding where that is usual."""
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(2, config.vocab_size, (BATCH, LENGTH), np.int32)
+    if config.objective == "causal":
+        return {"tokens": tokens, "targets": draw.integers(0, config.vocab_size, (BATCH, LENGTH), np.int32)}
+    lengths = draw.integers(3, LENGTH + 1, BATCH)
+    documents = (np.arange(LENGTH) < lengths[:, None]).astype(np.int32)
+    given = {"tokens": np.where(documents, tokens, config.pad_token_id or 0).astype(np.int32), "documents": documents}
+    if config.objective == "classify":
+        return {**given, "targets": draw.integers(0, config.num_labels, (BATCH, 1), np.int32)}
+    if config.objective == "masked":
+        targets = np.where(documents & (draw.random((BATCH, LENGTH)) < 0.4), tokens, -1).astype(np.int32)
+    else:
+        targets = draw.integers(2, config.vocab_size, (BATCH, TARGET), np.int32)
+        targets[1, 4:] = -1
+        started = np.concatenate([np.full((BATCH, 1), config.decoder_start_token_id, np.int32), np.maximum(targets[:, :-1], 0)], axis=1)
+        given["decoder_tokens"] = started
+    return {**given, "targets": targets, "factor": np.array([1 / (targets >= 0).sum()], np.float32)}
+
+
+def hf_loss(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
+    """Its mean loss, a torch scalar."""
+    given = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch.items() if name != "factor"}
+    more = {"attention_mask": given["documents"]} if "documents" in given else {}
+    if "decoder_tokens" in given:
+        more["decoder_input_ids"] = given["decoder_tokens"]
+    logits = theirs(input_ids=given["tokens"], use_cache=False, **more).logits if config.objective in ("causal", "seq2seq") else None
+    if logits is None:
+        logits = theirs(input_ids=given["tokens"], **more).logits
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), given["targets"].flatten(), ignore_index=-1)
+
+
+def our_gradients(model: Any) -> dict[str, Any]:
+    """Our gradients under transformers' names, without those of tied names."""
+    config = model.config
+    return {name: array for name, array in config.names.to_hf(gradients_of(model), config).items() if name not in config.names.aliases}
+
+
+def without_dropout(config: Any) -> Any:
+    """The config without dropout."""
+    return replace(config, **dict.fromkeys(config.dropouts, 0.0))

@@ -1,0 +1,51 @@
+"""From the tokens of a sequence to one vector, and tokens in the place of features, on the CPU.
+
+Ladder of `swap_tokens`, 1024 x 768 fp32, arrays in no cache: NumPy's copy of a view 1.12 ms, in squares of 32 to 128 numbers 0.81 to 1.34 ms, in
+rows of 16 tokens 0.76 ms; 8 sequences of 196 x 768, 1.28, 1.28 to 1.91 and 1.23 ms. Too near each other for more than one line. Sums over tokens are
+`column_sums`, whose ladder stands in `matmul`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..reference.tokens import first_token, first_token_backward
+from ..registry import register, register_bf16
+from .matmul import column_sums
+
+Array = npt.NDArray[Any]
+
+register("first_token", "cpu")(first_token)
+register("first_token_backward", "cpu")(first_token_backward)
+for _op, _kernel in (("first_token", first_token), ("first_token_backward", first_token_backward)):
+    register_bf16(_op, takes=lambda views, constants: True)(_kernel)  # copies, which compute nothing
+
+
+@register("mean_tokens", "cpu")
+def mean_tokens(x: Array, total: Array, *y: Array, first: bool, length: int) -> None:
+    """total (+)= sum of x over its tokens  # (b, t, c) -> (b, c); with `y`, the last tile, y = total / length  # (b, 1, c)."""
+    for sequence, sums in zip(x, total, strict=True):
+        column_sums(sequence, sums, accumulate=not first)
+    for out in y:
+        np.multiply(total, total.dtype.type(1 / length), out=out[:, 0])
+
+
+@register("mean_tokens_backward", "cpu")
+def mean_tokens_backward(dy: Array, dx: Array, *, length: int) -> None:
+    """dx = dy / length at every token  # (b, 1, c) -> (b, t, c)."""
+    np.multiply(dy, dy.dtype.type(1 / length), out=dx)
+
+
+@register("swap_tokens", "cpu")
+def swap_tokens(x: Array, y: Array) -> None:
+    """y[b, j, i] = x[b, i, j]  # (b, t, c) -> (b, c, t)."""
+    np.copyto(y, x.swapaxes(1, 2))
+
+
+@register_bf16("swap_tokens", takes=lambda views, constants: True)
+def swap_bf16_tokens(x: Array, y: Array) -> None:
+    """The same, of bit patterns."""
+    swap_tokens(x.view(np.uint16), y.view(np.uint16))
