@@ -22,7 +22,7 @@ from ..config.validation import rank_of
 from ..errors import DataError
 from ..hf.model_directory import ModelDirectory, attach_weights
 from ..io.safetensors_file import TensorFile, fingerprint_of
-from ..io.strided_ranges import FileRange
+from ..io.strided_ranges import Rows
 
 Kind = Literal["directory", "file", "seed"]
 _KINDS: Final = ("directory", "file", "seed")
@@ -105,7 +105,7 @@ class FrozenBase:
                     "adapters mean nothing beside other weights, so put the old file back"
                 )
 
-    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, tuple[str, FileRange]] | None:
+    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, tuple[str, Rows]] | None:
         """Our name of each weight -> (its name in the files, its byte range); None for weights that are drawn from the seed.
 
         Args:

@@ -1,7 +1,7 @@
 """Export of adapters as a directory that ``peft.PeftModel.from_pretrained(base, directory)`` loads, written without torch or peft.
 
 PEFT adapts the matrices of the family's files. Where such a matrix joins several of our layers (q, k and v of GPT-2), the layers share A, and their B
-are concatenated along the rows, in the order of the matrix's columns. Both factors are stored as (output features, input features) of a linear layer,
+are rows of one B, in the order of the matrix's output features. Both factors are stored as (output features, input features) of a linear layer,
 whichever orientation the weight has.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA, adapted
@@ -49,13 +47,13 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     check_target(path, source, force=force)
     source.verify(MODEL)
     base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: only its path is exported
-    model = capture_of(source)
+    model, names = capture_of(source), source.config.names
     arrays, groups = adapter_arrays(source, model), adapted(model)
     found = {}
     for module, layers in groups.items():
         adapters = [layer.lora for layer in layers.values() if layer.lora is not None]
         found[f"{_PREFIX}{module}.lora_A.weight"] = arrays[id(adapters[0].A)]  # (r, K)
-        found[f"{_PREFIX}{module}.lora_B.weight"] = np.concatenate([arrays[id(each.B)] for each in adapters])  # (N, r)
+        found[f"{_PREFIX}{module}.lora_B.weight"] = names.rows_out(module, [arrays[id(each.B)] for each in adapters], source.config)  # (N, r)
     values = _config(lora, groups, base.path if base is not None and base.kind == "directory" else None)
     kind = kind_of({p.dtype for p in model.parameters() if p.trainable}, dtype)
 

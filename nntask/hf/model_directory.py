@@ -22,7 +22,7 @@ from ..errors import DataError, StorageError
 from ..io.finite import first_not_finite
 from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
-from ..io.strided_ranges import FileRange, windows
+from ..io.strided_ranges import FileRange, Rows, windows
 from ..models.config_checks import config_values
 from ..models.registry import config_from_json
 from .layout import FileLayout, blanks, shapes_of, ties_of
@@ -125,11 +125,10 @@ class ModelDirectory:
         """
         placeholders = self.config.names.to_hf(blanks(shapes), self.config)
         expected, ties = shapes_of(placeholders), ties_of(placeholders)
-        prefixes = {name.partition(".")[0] for name in expected}
         theirs: dict[str, str] = {}
         for name, each in self.ranges.items():
-            known = next((long for long in (name, *(f"{prefix}.{name}" for prefix in prefixes)) if long in placeholders), None)
-            if known is None:
+            known = self.config.names.today(name)
+            if known not in placeholders:
                 continue
             if known in theirs:
                 raise DataError(f"{self.path} has both {theirs[known]} and {name}, which are the same weight; remove the one that is wrong")
@@ -137,6 +136,9 @@ class ModelDirectory:
             shape = expected[ties.get(known, known)]
             if each.shape != shape:
                 raise DataError(f"{name} in {self._where(name)} has shape {each.shape}, {CONFIG} makes it {shape}; copy both from one model")
+        for tied, name in ties.items():
+            if tied in theirs and name not in theirs:
+                theirs[name] = theirs.pop(tied)
         if missing := [name for name in expected if name not in theirs]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(
@@ -173,7 +175,7 @@ class ModelDirectory:
                     f"{name} in {self._where(name)} holds {kind}, and weights must be F32, F16 or BF16; convert it, or copy the right one"
                 )
 
-    def weights(self) -> dict[str, tuple[str, FileRange]]:
+    def weights(self) -> dict[str, tuple[str, Rows]]:
         """Our name of each weight -> (name of the tensor in the files that contains it, its byte range). Requires a successful `check`."""
         layout = FileLayout(self.ranges)
         return {
@@ -214,7 +216,7 @@ def weight_ranges(path: Path) -> dict[str, FileRange]:
     return ranges
 
 
-def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, FileRange]]) -> None:
+def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, Rows]]) -> None:
     """Attach tensors to byte ranges of files; no value is read yet.
 
     Args:
@@ -295,7 +297,7 @@ class TileSource:
         dtype: element type of the tile in memory.
     """
 
-    range: FileRange
+    range: Rows
     name: str
     dtype: np.dtype[Any]
 

@@ -34,6 +34,7 @@ _MODULES: Final = {
     "down": "output.dense",
     "feed_forward_norm": "output.LayerNorm",
 }
+_OLDER: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _DROPPED: Final = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
@@ -85,6 +86,7 @@ class BertConfig(HiddenConfig):
             "head_bias": "cls.predictions.bias",
         },
         aliases={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("bert.pooler.", "cls.seq_relationship."),
     )
@@ -94,6 +96,7 @@ class BertConfig(HiddenConfig):
         embedding="bert.embeddings.word_embeddings.weight",
         head="classifier.weight",
         outside={"head.transform": "bert.pooler.dense", "head_bias": "classifier.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("cls.",),
     )
@@ -208,6 +211,7 @@ class RobertaConfig(BertConfig):
         head="lm_head.decoder.weight",
         outside={"head.transform": "lm_head.dense", "head.transform_norm": "lm_head.layer_norm", "head_bias": "lm_head.bias"},
         aliases={"lm_head.decoder.bias": "lm_head.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("roberta.pooler.",),
     )
@@ -217,6 +221,7 @@ class RobertaConfig(BertConfig):
         embedding="roberta.embeddings.word_embeddings.weight",
         head="classifier.out_proj.weight",
         outside={"head.transform": "classifier.dense", "head_bias": "classifier.out_proj.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("lm_head.", "roberta.pooler."),
     )

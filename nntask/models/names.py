@@ -76,7 +76,7 @@ class Names:
         outside: our name of a parameter or module -> name in the files, which stands without the prefix.
         joined: layers that are one in the files.
         aliases: name in the files -> name of the same array; written, and left out when read.
-        older: name in older files -> name today.
+        older: end of a name in older files -> the same today.
         dropped: ends of names that older files have, and that follow from the config.
         unused: beginnings of names that belong to other uses of the model, and are left out.
         head: name of the head in the files; it is an alias of `embedding` where it is tied.
@@ -125,8 +125,11 @@ class Names:
         """
         arrays: Arrays = {}
         aliases = self._aliases(config)
-        for given, array in state.items():
-            theirs = self.older.get(given, given)
+        given = {self.today(name): array for name, array in state.items()}
+        for alias, theirs in aliases.items():
+            if alias in given and theirs not in given:
+                given[theirs] = given[alias]
+        for theirs, array in given.items():
             if theirs in aliases or theirs.endswith(self.dropped) or theirs.startswith(self.unused):
                 continue
             name = self._ours(theirs)
@@ -139,6 +142,20 @@ class Names:
                 arrays[f"{path.rpartition('.')[0]}.{member}.{kind}"] = piece
         check_head(arrays, self.head, is_tied=config.ties_head)
         return arrays
+
+    def today(self, name: str) -> str:
+        """A name in files as transformers writes it today: with the prefix, which files of the part under it lack, and without older ends."""
+        for old, new in self.older.items():
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+                break
+        outside = (self.head, *self.outside.values(), *self.aliases, *self.unused)
+        return name if name.startswith((self.prefix, *outside)) else self.prefix + name
+
+    def rows_out(self, module: str, pieces: list[npt.NDArray[Any]], config: Any) -> npt.NDArray[Any]:
+        """Arrays (N, ..) of our layers that are one module in the files -> one array, its rows in the order of the module's output features."""
+        join = next((join for join in self.joined if module.endswith(f".{join.whole}")), None)
+        return join.whole_of(pieces, config) if join is not None and join.by_head else np.concatenate(pieces)
 
     def _aliases(self, config: Any) -> dict[str, str]:
         return {**self.aliases, **({self.head: self.embedding} if config.ties_head else {})}
