@@ -7,7 +7,7 @@ masked. A classifier reads the first token through a layer with tanh. Which of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -50,7 +50,8 @@ class BertConfig(HiddenConfig):
         layer_norm_eps: term added to the variance.
         pad_token_id: id of padding.
         num_labels: classes; 0 for a model that predicts what was masked.
-        id2label: names of the classes by their numbers, as strings; None for none.
+        id2label: names of the classes by their numbers, as strings; None for none. A model that predicts what was masked may have those of the
+            classifier that will be made of it.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -111,9 +112,21 @@ class BertConfig(HiddenConfig):
         """Names and layouts of its weights in files."""
         return self.classifier_names if self.num_labels else self.masked_names
 
-    def for_objective(self, objective: str, num_labels: int = 2) -> Self:
-        """The same config with the head of an objective."""
-        return replace(self, num_labels=(self.num_labels or num_labels) if objective == "classify" else 0)
+    def for_objective(self, objective: str, num_labels: int = 2, names: Sequence[str] = ()) -> Self:
+        """The same config with the head of an objective.
+
+        Args:
+            objective: masked or classify.
+            num_labels: classes, where neither this config nor `names` says it.
+            names: of the classes, where this config names none.
+        """
+        if objective != "classify":
+            return replace(self, num_labels=0, id2label=None)
+        if self.num_labels:
+            return self
+        named = self.id2label or {str(number): name for number, name in enumerate(names)}
+        count = len(named) or num_labels
+        return replace(self, num_labels=count, id2label=None if named in ({}, _numbered(count)) else named)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -128,7 +141,7 @@ class BertConfig(HiddenConfig):
         else:
             known["num_labels"] = 0
         names = {str(number): name for number, name in (named or {}).items()}
-        known["id2label"] = names if known["num_labels"] and names and names != _numbered(len(names)) else None
+        known["id2label"] = names if names and not (known["num_labels"] and names == _numbered(len(names))) else None
         return known
 
     @classmethod
@@ -136,7 +149,7 @@ class BertConfig(HiddenConfig):
         """Heads divide the width; names of classes are as many as classes."""
         super().check_together(values, source)
         named = values["id2label"]
-        if named and len(named) != values["num_labels"]:
+        if named and values["num_labels"] and len(named) != values["num_labels"]:
             raise UsageError(f"id2label in {source} must name num_labels = {values['num_labels']} classes, got {len(named)}; correct one of them")
 
     @property

@@ -20,6 +20,12 @@ from .config_checks import check_head
 Arrays = dict[str, npt.NDArray[Any]]
 
 _HEAD: Final = "lm_head"
+_OF_HEAD: Final = (_HEAD, "head_bias", "head.")
+
+
+def is_of_head(name: str) -> bool:
+    """Whether our name of a parameter or module is of what stands between the last block and the scores."""
+    return name.startswith(_OF_HEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +123,11 @@ class Names:
             state[alias] = state[name]
         return state
 
-    def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
+    def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any, *, has_head: bool = True) -> Arrays:
         """A state dict of transformers' model, or of its part under the prefix alone -> arrays under our names.
+
+        Args:
+            has_head: False for a state dict of a model with another head, which may lack this one's.
 
         Raises:
             DataError: a joined weight is not divisible, or an untied head is missing.
@@ -140,7 +149,7 @@ class Names:
                 continue
             for member, piece in zip(join.members, join.pieces_of(array, theirs, config), strict=True):
                 arrays[f"{path.rpartition('.')[0]}.{member}.{kind}"] = piece
-        check_head(arrays, self.head, is_tied=config.ties_head)
+        check_head(arrays, self.head, is_tied=config.ties_head or not has_head)
         return arrays
 
     def today(self, name: str) -> str:

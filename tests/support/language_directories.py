@@ -47,11 +47,12 @@ def write_language_model(path: Path, family: str, **changes: Any) -> Path:
     torch.manual_seed(0)
     sizes = {} if family == "vit" else {"vocab_size": VOCAB}
     getattr(hf, model_class)(getattr(hf, config_class)(**{**sizes, **arguments, **changes})).save_pretrained(path)
-    _tokenizer(words).save_pretrained(path)
+    tokenizer(words).save_pretrained(path)
     return path
 
 
-def _tokenizer(words: dict[str, str]) -> Any:
+def tokenizer(words: dict[str, str]) -> Any:
+    """A tokenizer of 300 ids with special tokens."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

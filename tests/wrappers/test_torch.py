@@ -71,7 +71,7 @@ def test_modules_that_are_refused():
     """No module of transformers, the weights of a body without its head, a value that is no number."""
     config = transformers.GPT2Config(vocab_size=61, n_positions=9, n_embd=12, n_layer=1, n_head=3, tie_word_embeddings=False)
     theirs = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(UsageError, match="families gpt2, llama, .*, got Linear"):
+    with pytest.raises(UsageError, match=r"families gpt2, llama, .*, got Linear"):
         from_torch(torch.nn.Linear(2, 2), InlineRuntime())
     with pytest.raises(DataError, match=r"the weights lack lm_head\.weight"):
         from_torch(theirs.transformer, InlineRuntime())
