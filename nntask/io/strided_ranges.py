@@ -238,28 +238,28 @@ class RowGroups:
 
     def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
         """As of `FileRange`."""
-        return max((part.scratch_nbytes(dtype) for part, _ in self._parts()), default=0)
+        return max((piece.scratch_nbytes(dtype) for piece, _ in self._pieces()), default=0)
 
     def read(self, out: Array, scratch: Array | None = None) -> None:
         """As of `FileRange`."""
-        for part, rows in self._parts():
-            part.read(out[rows].reshape(part.shape), scratch)
+        for piece, rows in self._pieces():
+            piece.read(out[rows].reshape(piece.shape), scratch)
 
     def write(self, values: Array) -> None:
         """As of `FileRange`."""
-        for part, rows in self._parts():
-            part.write(values[rows].reshape(part.shape))
+        for piece, rows in self._pieces():
+            piece.write(values[rows].reshape(piece.shape))
 
-    def _parts(self) -> Iterator[tuple[FileRange, slice]]:
+    def _pieces(self) -> Iterator[tuple[FileRange, slice]]:
         """(range of groups, rows of the window) of the end of a group, whole groups, and the beginning of a group, where there are such."""
         size, rest, row = self.whole.shape[1], [slice(None)] * (len(self.whole.shape) - 2), self.first
         while row < self.stop:
             group, begin = divmod(row, size)
             groups = max(1, (self.stop - row) // size) if begin == 0 else 1
             end = min(size, begin + self.stop - row)
-            part = self.whole[(slice(group, group + groups), slice(begin, end), *rest)]
+            piece = self.whole[(slice(group, group + groups), slice(begin, end), *rest)]
             count = groups * (end - begin)
-            yield part, slice(row - self.first, row - self.first + count)
+            yield piece, slice(row - self.first, row - self.first + count)
             row += count
 
 

@@ -47,7 +47,7 @@ def check_weights(run: RunConfig, captured: CapturedStep) -> None:
 def new_weights(run: RunConfig, captured: CapturedStep) -> list[str]:
     """Names in files of the weights of a head that the directory of a new run lacks, and which the seed makes."""
     begin = run.settings.checkpoints.init_from
-    if not begin or run.start.is_continued:
+    if not begin or run.start.is_continued or run.start.resumed is not None:
         return []
     return list(ModelDirectory.open(Path(begin), run.model.config).new({name: tensor.shape for name, tensor in _base(captured).items()}).values())
 
