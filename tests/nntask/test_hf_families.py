@@ -174,6 +174,9 @@ def test_modules_of_every_family_both_ways(kind):
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in back.state_dict().items())
     batch = random_batch(config, 3)
     assert close(seen(batch, our_logits(model, batch)), seen(batch, hf_logits(theirs, config, batch).detach()))
+    narrow = to_torch(from_torch(theirs.bfloat16(), InlineRuntime(), dtype=ml_dtypes.bfloat16))
+    assert narrow.dtype == torch.bfloat16
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in narrow.state_dict().items())
 
 
 def rewritten(path, change):

@@ -199,3 +199,27 @@ def test_classes_that_a_config_names_and_numbers(here: Path, capsys: pytest.Capt
     assert main(["train", "--resume=d", "--steps=3"]) == 0
     assert main(["export", "d", "merged", "--merge"]) == 0
     opened(here / "merged")
+
+
+def test_adapters_of_a_classifier_beside_a_file_of_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The head begins as in the file, and a merged export holds it as trained; a plan counts what is trained."""
+    write_start(here, "bert classifier")
+    assert main(train("bert classifier", "--steps=1", "--lr=0", "--run-dir=a", "--save-checkpoint=all.safetensors")) == 0
+    (here / "small.json").write_text(json.dumps(config_of("bert classifier").to_dict()))
+    argv = [word for word in train("bert classifier", *LORA) if not word.startswith("--init-from")]
+    argv += ["--config-path=small.json", "--load-checkpoint=all.safetensors", "--tokenizer-path=start"]
+    assert main([*argv, "--run-dir=b"]) == 0
+    assert losses(here / "b")[0] == losses(here / "a")[0]
+    assert main(["export", "b", "merged", "--merge"]) == 0
+    batch = random_batch(config_of("bert classifier"), 4)
+    ours = our_scores("b", batch)
+    assert np.abs(their_scores(opened(here / "merged"), config_of("bert classifier"), batch) - ours).max() < 1e-4 * max(1.0, np.abs(ours).max())
+    head = load_file(here / "b" / "latest" / "model.safetensors")
+    assert {name for name in head if ".lora." not in name} == {"head.transform.weight", "head.transform.bias", "lm_head", "head_bias"}
+    capsys.readouterr()
+    write_start(here, "bert")
+    assert (
+        main(["plan", "--init-from=start", "--objective=classify", "--dataset=jsonl", "--dataset-path=names.jsonl", "--train=lora:4", "--json"]) == 0
+    )
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["trained_parameters"] < figures["parameters"]
