@@ -200,7 +200,8 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, 1)
             raise UsageError(
-                f"--model must be one of {', '.join(PRESETS)}, got {name!r}" + (f"; did you mean {near[0]}?" if near else "; or use --config-path")
+                f"--model must be a preset that nntask models lists, got {name!r}; "
+                + (f"did you mean {near[0]}?" if near else "choose one of them, or use --config-path")
             )
         config = PRESETS[name]
     if model.dropout is not None:
