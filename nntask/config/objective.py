@@ -105,6 +105,8 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
     if kind == "classify":
         if data.dataset != JSONL:
             raise UsageError(f"--objective classify learns from texts with labels, got --dataset {data.dataset}; use --dataset {JSONL}")
+        if not getattr(config, "num_labels", 0):
+            raise UsageError("--objective classify takes a model with classes, got num_labels 0; use the config of a classifier, or drop it")
         return "labels"
     keys = first_keys(data.dataset_path) if data.dataset == JSONL else frozenset()
     if kind == "seq2seq":

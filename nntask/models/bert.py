@@ -118,14 +118,20 @@ class BertConfig(HiddenConfig):
         if values.get("is_decoder") or values.get("position_embedding_type", "absolute") != "absolute":
             raise UsageError(f"is_decoder in {source} must be false, and position_embedding_type absolute; use the config of {cls.title} itself")
         known, named = super().read(values, source), values.get("id2label")
-        if named is not None and not (isinstance(named, Mapping) and all(isinstance(name, str) for name in named.values())):
-            raise UsageError(f"id2label in {source} must be an object from numbers to names, got {shown(named)}; correct it")
-        if cls.classifier in (values.get("architectures") or ()):
+        if named is not None and not _is_numbered(named):
+            raise UsageError(f"id2label in {source} must be an object from the numbers 0, 1, ... to names, got {shown(named)}; correct it")
+        architectures = values.get("architectures")
+        if not isinstance(architectures, list | tuple | None):
+            raise UsageError(
+                f'architectures in {source} must be a list of names of classes, got {shown(architectures)}; write for example ["{cls.architecture}"]'
+            )
+        if cls.classifier in (architectures or ()):
             known.setdefault("num_labels", len(named) if named else 2)
         else:
             known["num_labels"] = 0
         names = {str(number): name for number, name in (named or {}).items()}
-        known["id2label"] = names if known["num_labels"] and names and names != _numbered(len(names)) else None
+        is_usual = len(names) == known["num_labels"] and names == _numbered(len(names))
+        known["id2label"] = names if known["num_labels"] and names and not is_usual else None
         return known
 
     @classmethod
@@ -232,6 +238,13 @@ class RobertaConfig(BertConfig):
     def transform(self) -> str:
         """Activation of the layer before the scores of tokens."""
         return "gelu"
+
+
+def _is_numbered(named: object) -> bool:
+    """Whether these are names by the numbers from 0 on, as whole numbers or strings."""
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named.values()):
+        return False
+    return {str(number) for number in named} == {str(number) for number in range(len(named))}
 
 
 def _numbered(count: int) -> dict[str, str]:

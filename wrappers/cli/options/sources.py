@@ -204,6 +204,8 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
                 + (f"did you mean {near[0]}?" if near else "choose one of them, or use --config-path")
             )
         config = PRESETS[name]
+    if settings.data.objective in getattr(config, "objectives", ()) and resumed is None and not settings.checkpoints.init_from:
+        config = config.for_objective(settings.data.objective) if hasattr(config, "for_objective") else config
     if model.dropout is not None:
         config = config.with_dropout(model.dropout)
     return config
