@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = sorted(ROOT.glob("*.md"))
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
-EXAMPLE = re.compile(r"# (examples/\w+\.py)\n")
+EXAMPLE = re.compile(r"# ((?:examples|nntask/models)/\w+\.py)\n")
 """First line of a block that shows a part of an example instead of a whole program."""
 BLOCKS = [
     pytest.param(code, id=f"{page.relative_to(ROOT)} {number}")

@@ -17,6 +17,7 @@ from nntask.models.gpt_neo import GPTNeoConfig
 from nntask.models.gpt_neox import GPTNeoXConfig
 from nntask.models.llama import LlamaConfig
 from nntask.models.mistral import MistralConfig
+from nntask.models.opt import OPTConfig
 from nntask.models.phi import PhiConfig
 from nntask.models.qwen import FULL, SLIDING, Qwen2Config, Qwen3Config
 from nntask.models.registry import build
@@ -49,6 +50,9 @@ CONFIGS: dict[str, Any] = {
     ),
     "gpt_neox": GPTNeoXConfig(**_WHOLE_HEADS, partial_rotary_factor=0.5),
     "phi": PhiConfig(**{**_WHOLE_HEADS, "num_key_value_heads": 2}, partial_rotary_factor=0.5),
+    "opt": OPTConfig(
+        vocab_size=61, hidden_size=30, ffn_dim=47, num_hidden_layers=3, num_attention_heads=6, max_position_embeddings=13, init_std=0.2
+    ).with_dropout(0.0),
     "bert": BertConfig(**_HIDDEN).with_dropout(0.0),
     "bert classifier": BertConfig(**_HIDDEN, num_labels=3).with_dropout(0.0),
     "roberta": RobertaConfig(**{**_HIDDEN, "max_position_embeddings": 15}, type_vocab_size=1).with_dropout(0.0),
