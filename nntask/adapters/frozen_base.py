@@ -22,7 +22,8 @@ from ..config.validation import rank_of
 from ..errors import DataError
 from ..hf.model_directory import ModelDirectory, attach_weights
 from ..io.safetensors_file import TensorFile, fingerprint_of
-from ..io.strided_ranges import FileRange
+from ..io.strided_ranges import Rows
+from ..models.interface import ModelConfig
 
 Kind = Literal["directory", "file", "seed"]
 _KINDS: Final = ("directory", "file", "seed")
@@ -105,11 +106,13 @@ class FrozenBase:
                     "adapters mean nothing beside other weights, so put the old file back"
                 )
 
-    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, tuple[str, FileRange]] | None:
+    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Rows]] | None:
         """Our name of each weight -> (its name in the files, its byte range); None for weights that are drawn from the seed.
 
         Args:
-            shapes: name -> (shape, element type) of the model's weights. Names and shapes must be those of the files; element types may differ.
+            shapes: name -> (shape, element type) of the model's weights but its adapters. Names and shapes must be those of the files, which may lack
+                those of a new head; element types may differ.
+            config: of the model.
 
         Raises:
             DataError: a file is missing or broken, or holds the weights of another model.
@@ -120,22 +123,28 @@ class FrozenBase:
             with TensorFile(self.path) as file:
                 file.check(shapes, exact=False)
                 return {name: (name, where) for name, where in file.ranges().items()}
-        directory = ModelDirectory.open(Path(self.path))
+        directory = ModelDirectory.open(Path(self.path), config)
         directory.check({name: shape for name, (shape, _) in shapes.items()})
         return directory.weights()
 
-    def attach(self, tensors: Mapping[str, TileTensor]) -> None:
-        """Attach the frozen tensors of a model to their byte ranges in the files; no value is read yet.
+    def attach(self, tensors: Mapping[str, TileTensor], config: ModelConfig) -> list[str]:
+        """Attach the tensors of a model to their byte ranges in the files; no value is read yet.
 
         Args:
-            tensors: our name -> frozen tensor.
+            tensors: our name -> tensor, of all but the adapters.
+            config: of the model.
+
+        Returns:
+            Our names of those that the files lack, of a new head.
 
         Raises:
             DataError: a file is missing or broken, or holds the weights of another model.
         """
-        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-        if found is not None:
-            attach_weights(tensors, found)
+        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, config)
+        if found is None:
+            return []
+        attach_weights(tensors, found)
+        return [name for name in tensors if name not in found]
 
 
 def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:

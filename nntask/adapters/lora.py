@@ -8,8 +8,9 @@ begins with the frozen model itself.
 
 Rules.
 
-- Every parameter of the original model is frozen: it has no gradient and no optimizer state, and no task writes it. Every `Adaptable` layer, which
-  means the matrices of attention and of the feed-forward layers, gets an adapter.
+- Every parameter of the original model but the head of a classifier is frozen: it has no gradient and no optimizer state, and no task writes it.
+  Every `Adaptable` layer, which means the matrices of attention and of the feed-forward layers, gets an adapter.
+- The head of a classifier is trained whole, as in PEFT, and so is the layer before it: there is nothing in it that was learnt before.
 - Weights that are one matrix in the family's files, such as GPT-2's q, k and v, count as one matrix: their layers share A and the dropout mask of x,
   and their B are row blocks of one B. So the adapters equal those of PEFT, which sees the matrices of the files.
 """
@@ -23,10 +24,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from tiles import TileTensor
+
 from ..errors import UsageError
 from ..hf.layout import names_of
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
+from ..models.names import is_of_head
 from ..nn.functional import SITES
 from ..nn.initializers import uniform
 from ..nn.layers import Adaptable, Adapter
@@ -67,6 +71,21 @@ class LoRA:
         return self.alpha / self.rank
 
 
+def is_factor(name: str) -> bool:
+    """Whether our name of a parameter is of an adapter."""
+    return name.endswith((".lora.A", ".lora.B"))
+
+
+def base_tensors(model: LanguageModel) -> dict[str, TileTensor]:
+    """Those of a model but for its adapters, by name."""
+    return {name: tensor for name, tensor in model.tensors().items() if not is_factor(name)}
+
+
+def _is_trained_whole(model: LanguageModel, name: str) -> bool:
+    """Whether a parameter or module is learnt itself, beside adapters of others."""
+    return model.config.num_labels > 0 and is_of_head(name)
+
+
 def largest_rank(config: ModelConfig) -> int:
     """The largest rank that a model admits: the smallest dimension of its adapted matrices, beyond which a product has no lower rank."""
     return min(config.n_embd, config.inner_size, config.n_head * config.head_size, config.n_kv_head * config.head_size)
@@ -91,12 +110,14 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
     groups = adapted(model)
     if lora.dropout and len(groups) > SITES // 2:
         raise UsageError(f"a LoRA with dropout adapts {SITES // 2} matrices at most, and the model has {len(groups)}; set its dropout to 0")
-    model.freeze()
+    for name, parameter in model.named_parameters().items():
+        if not _is_trained_whole(model, name):
+            parameter.freeze()
     for number, members in enumerate(groups.values()):
         _adapt(list(members.values()), lora, SITES // 2 + number)
     dtype = model.lm_head.data.dtype
     for name, parameter in model.named_parameters().items():
-        if parameter.trainable:
+        if is_factor(name):
             parameter.allocate(model.runtime, name, dtype, seed)
 
 
@@ -158,7 +179,7 @@ def _factors(layers: dict[str, Adaptable]) -> set[int]:
 
 def _adaptable(model: LanguageModel) -> dict[str, Adaptable]:
     """Name -> layer, for the layers that take an adapter."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adaptable) and not _is_trained_whole(model, name)}
 
 
 def _adapt(layers: list[Adaptable], lora: LoRA, site: int) -> None:

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from ..data.chat import MESSAGES
 from ..data.images import IMAGES
-from ..data.json_lines import JSONL, first_keys
+from ..data.json_lines import JSONL, first_keys, json_lines
 from ..data.objectives import Form, ImageShape, Kind, Objective
 from ..data.spans import longest
 from ..errors import UsageError
-from ..models.interface import LanguageConfig
+from ..models.interface import LanguageConfig, ModelConfig
 from .settings import DataSettings, TrainSettings
 
 USUAL_MASK: Final = 0.15
@@ -35,6 +35,48 @@ def check_objective(data: DataSettings) -> None:
     """
     if not 0.0 < data.mask_probability < 1.0:
         raise UsageError(f"--mask-probability must be above 0 and below 1, got {data.mask_probability:g}; for example {USUAL_MASK}")
+
+
+def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
+    """The config of a new run with the head of --objective, where the family has one for each objective.
+
+    A classifier that is made of another model has the classes that the config names (`id2label`), or else those of the labels of --dataset-path: the
+    sorted names, or 0 to the largest number.
+
+    Raises:
+        UsageError: the weights to begin with are a classifier's, and something else is to be learnt.
+        DataError: the data are missing or broken.
+    """
+    asked, begin = settings.data.objective, settings.checkpoints.init_from
+    change = getattr(config, "for_objective", None)
+    if change is None or asked in (None, config.objective) or asked not in getattr(config, "objectives", ()):
+        return config
+    if config.objective == "classify" and begin:
+        raise UsageError(
+            f"--init-from {begin} is a classifier, whose head predicts labels alone, got --objective {asked}; use the model that it was made of, or "
+            "drop --objective"
+        )
+    names: tuple[str, ...] = ()
+    count = 0
+    if asked == "classify" and not config.num_labels and not getattr(config, "id2label", None):
+        names, count = _labels(settings.data)
+    changed: ModelConfig = change(asked, max(count, 2), names)
+    return changed
+
+
+def _labels(data: DataSettings) -> tuple[tuple[str, ...], int]:
+    """Names of the labels of lines, and how many there are where they are numbers; what is neither is for the reader of the data to refuse."""
+    if data.dataset != JSONL:
+        return (), 0
+    names, largest = set[str](), -1
+    for lines in json_lines(data.dataset_path, data.val_path, -1):
+        for record in lines or ():
+            label = record.values.get("label")
+            if isinstance(label, str):
+                names.add(label)
+            elif type(label) is int:
+                largest = max(largest, label)
+    return (tuple(sorted(names)), 0) if names and largest < 0 else ((), largest + 1)
 
 
 def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
@@ -105,6 +147,8 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
     if kind == "classify":
         if data.dataset != JSONL:
             raise UsageError(f"--objective classify learns from texts with labels, got --dataset {data.dataset}; use --dataset {JSONL}")
+        if not getattr(config, "num_labels", 0):
+            raise UsageError("--objective classify takes a model with classes, got num_labels 0; use the config of a classifier, or drop it")
         return "labels"
     keys = first_keys(data.dataset_path) if data.dataset == JSONL else frozenset()
     if kind == "seq2seq":

@@ -33,8 +33,6 @@ from .validation import check_rank, checked_length, nearest, rank_of, trace_rang
 DEFAULT_STEPS: Final = 200
 TINY: Final = "tiny"
 """The model that is trained where none is named."""
-_SMALL: Final = (TINY, "llama-tiny")
-"""Presets that learn in minutes, with defaults of their own."""
 TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile")
 RUNS: Final = Path("runs")
 
@@ -161,7 +159,7 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     )
     if model.model is None and model.config_path is None and not checkpoints.init_from:
         model = replace(model, model=TINY)
-    small = model.model in _SMALL
+    small = model.model is not None and is_small(model.model)
     if model.fp32_fast_tf32:
         model = replace(model, dtype="tf32", fp32_fast_tf32=False)
     length = checked_length(model.seq_len, config, config.n_positions)
@@ -187,6 +185,11 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     if run.steps is None and not asked:
         run = replace(run, steps=DEFAULT_STEPS)
     return with_objective(replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints), config)
+
+
+def is_small(preset: str) -> bool:
+    """Whether a preset learns in minutes; those have a batch and a rate of their own."""
+    return preset.rpartition("-")[2] == TINY
 
 
 def dtype_of(asked: str) -> str:

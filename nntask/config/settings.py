@@ -23,9 +23,9 @@ class ModelSettings:
     """What is trained."""
 
     model: str | None = None
-    """preset: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-tiny, llama-1b, llama-3b (default tiny)"""
+    """preset, which nntask models lists, such as gpt2, llama-1b, bert-base (default tiny)"""
     config_path: str | None = None
-    """GPT-2 or LLaMA config, a JSON file with Hugging Face keys; instead of --model"""
+    """config of a family that nntask models lists, a JSON file with Hugging Face keys; instead of --model"""
     seq_len: int | None = None
     """tokens per sequence, at most n_positions (default n_positions, at most 4096)"""
     dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
@@ -185,7 +185,7 @@ class CheckpointSettings:
     keep_checkpoints: int = 3
     """how many checkpoints to keep"""
     init_from: str = ""
-    """start from the model in this directory, as transformers writes it; instead of --model. Families other than GPT-2, LLaMA go through PyTorch"""
+    """start from the model in this directory, as transformers writes it; instead of --model. Families without tiles go through PyTorch"""
     load_checkpoint: str = ""
     """start from these weights (safetensors)"""
     save_checkpoint: str = ""
@@ -272,7 +272,7 @@ class ObserveSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """Train a GPT-2, a LLaMA, or with --init-from another language model of transformers. Without flags: a small one on Python's library."""
+    """Train a model of a family here, or with --init-from another language model of transformers. Without flags: a small one on Python's library."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     tiling: TilingSettings = field(default_factory=TilingSettings)

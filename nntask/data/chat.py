@@ -46,12 +46,16 @@ class ChatTemplate:
 
         from .chat_blocks import environment
 
-        self._name, self._words = name, words
+        self._name, self._words, self._source = name, words, source
         self._marks = environment()
         try:
             self._template = self._marks.jinja.from_string(source)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template of {name} has a mistake: {error}; mend it, or name another with --chat-template FILE") from None
+
+    def terms(self) -> str:
+        """What the text of a conversation follows from: the template, and the special tokens that it may name."""
+        return json.dumps([self._source, sorted(self._words.items())])
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file: str) -> ChatTemplate:

@@ -15,6 +15,7 @@ from typing import Final
 
 from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
+from .chat import ChatTemplate
 from .corpora import stdlib_corpus, text_corpus
 from .examples import Source, examples_of
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
@@ -248,8 +249,7 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
     corpus = Corpus(Path(spec.path).name, RowTexts(lines[0]), ())
     pack = objective.length if objective.separates else None
     with cache_errors():
-        template = Path(objective.template).read_bytes() if objective.template else b""
-        terms = f"{_FORMAT} {replace(objective, template='', mask_probability=0.0)} {tokenizer_key(spec)} {hashlib.sha256(template).hexdigest()}"
+        terms = f"{_FORMAT} {replace(objective, template='', mask_probability=0.0)} {tokenizer_key(spec)} {_template_key(spec)}"
         digests = [split.digest() if split else "" for split in lines]
         fingerprint = hashlib.sha256(f"{terms} {digests[0]}".encode()).hexdigest()
         key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
@@ -265,3 +265,15 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
     train, validation = found
     assert train is not None  # there are lines for training
     return Dataset(spec.dataset, train, validation if validation and validation.num_rows else None, tokenizer, fingerprint, -1, spec)
+
+
+def _template_key(spec: DataSpec) -> str:
+    """A key of the chat template that is used, which is a file's or the tokenizer's own.
+
+    Raises:
+        DataError: there is none, or it has a mistake.
+    """
+    if spec.objective.form != "chat":
+        return ""
+    tokenizer = load_tokenizer(spec.tokenizer_path) if spec.tokenizer_path else ByteTokenizer()  # one made here has no template either
+    return hashlib.sha256(ChatTemplate.of(tokenizer, spec.objective.template).terms().encode("utf-8", "surrogateescape")).hexdigest()

@@ -66,11 +66,11 @@ class ImageFolder(ImageSource):
         file = self._files[number]
         try:
             with Image.open(file) as image:
-                found = image.convert(_MODES[shape.channels])
+                found = _in_bytes(image).convert(_MODES[shape.channels])
                 if found.size != (shape.size, shape.size):
                     found = found.resize((shape.size, shape.size), Image.Resampling.BICUBIC)
                 values = np.asarray(found, np.float32)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{file} is no image that Pillow can read: {error}; remove it") from None
         return (values.reshape(shape.size, shape.size, shape.channels) / np.float32(127.5) - np.float32(1)).astype(np.float32)
 
@@ -80,6 +80,15 @@ class ImageFolder(ImageSource):
             f"{file.relative_to(self.path).as_posix()} {file.stat().st_size} {label}" for file, label in zip(self._files, self.labels, strict=True)
         ]
         return hashlib.sha256("\n".join(said).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _in_bytes(image: Any) -> Any:
+    """The image; one of 16 bits a pixel with its upper eight, since Pillow's own conversion makes all above 255 white."""
+    from PIL import Image
+
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
 
 
 class ImageArray(ImageSource):
@@ -190,6 +199,11 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
     """The files of a directory of classes, and their labels."""
     if importlib.util.find_spec("PIL") is None:
         raise DataError(f"reading the images of {flag} {root} needs Pillow; pip install -e '.[images]', or give an .npz of arrays")
+    channels = 0 if objective.image is None else objective.image.channels
+    if channels not in _MODES:
+        raise DataError(
+            f"files of images are read with 1, 3 or 4 channels, and the config's num_channels is {channels}; give an .npz of arrays as {flag}"
+        )
     folders = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
     names = [each.name for each in folders]
     by_name = bool(names) and set(names) <= set(objective.labels)

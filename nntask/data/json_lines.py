@@ -93,14 +93,25 @@ class JsonLines:
         """The lines that are not blank, each with where it is."""
         for file in self.files:
             try:
-                with file.open(encoding="utf-8-sig", newline="\n") as lines:
-                    for number, line in enumerate(lines, 1):
+                with file.open("rb") as lines:
+                    for number, encoded in enumerate(lines, 1):
+                        line = _decoded(encoded, f"{file} line {number}", "utf-8-sig" if number == 1 else "utf-8")
                         if line.strip() and (self.split == "all" or _is_held_out(line) == (self.split == "validation")):
                             yield line, f"{file} line {number}"
             except OSError as error:
                 raise DataError(f"cannot read {file}: {error.strerror}; copy it again") from None
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it") from None
+
+
+def _decoded(line: bytes, where: str, encoding: str) -> str:
+    """The text of a line.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return line.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not text in UTF-8: {error.reason} at its byte {error.start}; mend or remove the line") from None
 
 
 def _is_held_out(line: str) -> bool:

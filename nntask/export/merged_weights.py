@@ -18,7 +18,7 @@ from scheduler import CapturingRuntime, InlineRuntime
 from tiles import TileTensor
 
 from ..adapters.frozen_base import frozen_base_of
-from ..adapters.lora import adapted, adapter_factors, merge_dtype, merged
+from ..adapters.lora import adapted, adapter_factors, is_factor, merge_dtype, merged
 from ..checkpoints.store import MODEL, STATE, Checkpoint
 from ..config.resolution import model_spec
 from ..config.settings import TrainSettings, from_dict
@@ -108,10 +108,11 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
     if base is None:
         return dict(stored)
     model = capture_of(checkpoint)
-    frozen = {name: p for name, p in model.named_parameters().items() if not p.trainable}
-    in_files = base.weights({name: (p.shape, p.dtype) for name, p in frozen.items()})
+    parameters = {name: p for name, p in model.named_parameters().items() if not is_factor(name)}
+    frozen = {name: p for name, p in parameters.items() if not p.trainable}
+    in_files = base.weights({name: (p.shape, p.dtype) for name, p in parameters.items()}, checkpoint.config)
     below: dict[str, Weight] = {name: where for name, (_, where) in in_files.items()} if in_files is not None else _made(checkpoint, frozen)
-    found: dict[str, Weight] = {name: _Merged(below[name], p.dtype) for name, p in frozen.items()}
+    found: dict[str, Weight] = {name: _Merged(below[name], p.dtype) if name in frozen else stored[name] for name, p in parameters.items()}
     adapters = adapter_arrays(checkpoint, model)
     for members in adapted(model).values():
         for name, layer in members.items():

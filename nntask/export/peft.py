@@ -1,31 +1,33 @@
 """Export of adapters as a directory that ``peft.PeftModel.from_pretrained(base, directory)`` loads, written without torch or peft.
 
 PEFT adapts the matrices of the family's files. Where such a matrix joins several of our layers (q, k and v of GPT-2), the layers share A, and their B
-are concatenated along the rows, in the order of the matrix's columns. Both factors are stored as (output features, input features) of a linear layer,
-whichever orientation the weight has.
+are rows of one B, in the order of the matrix's output features. Both factors are stored as (output features, input features) of a linear layer,
+whichever orientation the weight has. The head of a classifier, which is trained whole, is among PEFT's modules_to_save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from ..adapters.frozen_base import FrozenBase
-from ..adapters.lora import LoRA, adapted
+from ..adapters.lora import LoRA, adapted, base_tensors, is_factor
 from ..checkpoints.store import MODEL, STATE, Checkpoint
 from ..config.resolution import adapters_of
 from ..config.settings import from_dict
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
+from ..hf.layout import names_of
 from ..nn.layers import Adaptable
 from .huggingface import ADAPTER_CONFIG, Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
 from .merged_weights import adapter_arrays, capture_of
 
 WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
+_TASKS: Final = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classify": "SEQ_CLS"}
+_CLASSIFIER: Final = "classifier"
+"""The module that PEFT saves whole in every model for the classification of sequences."""
 
 
 def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: Tokenizer | None, force: bool = False) -> Exported:
@@ -49,14 +51,20 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     check_target(path, source, force=force)
     source.verify(MODEL)
     base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: only its path is exported
-    model = capture_of(source)
+    model, names = capture_of(source), source.config.names
     arrays, groups = adapter_arrays(source, model), adapted(model)
     found = {}
     for module, layers in groups.items():
         adapters = [layer.lora for layer in layers.values() if layer.lora is not None]
         found[f"{_PREFIX}{module}.lora_A.weight"] = arrays[id(adapters[0].A)]  # (r, K)
-        found[f"{_PREFIX}{module}.lora_B.weight"] = np.concatenate([arrays[id(each.B)] for each in adapters])  # (N, r)
+        found[f"{_PREFIX}{module}.lora_B.weight"] = names.rows_out(module, [arrays[id(each.B)] for each in adapters], source.config)  # (N, r)
+    parameters, theirs = model.named_parameters(), names_of(source.config, {name: tensor.shape for name, tensor in base_tensors(model).items()})
+    whole = {theirs[name]: arrays[id(p)] for name, p in parameters.items() if p.trainable and not is_factor(name)}
+    found |= {_PREFIX + name: array for name, array in whole.items()}
     values = _config(lora, groups, base.path if base is not None and base.kind == "directory" else None)
+    values |= {"task_type": _TASKS.get(source.config.objective), "target_modules": _targets(groups, theirs.values())}
+    if whole:
+        values["modules_to_save"] = sorted({_saved_module(name) for name in whole})
     kind = kind_of({p.dtype for p in model.parameters() if p.trainable}, dtype)
 
     def write(directory: Path) -> Exported:
@@ -71,17 +79,28 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     return write_directory(path, write)
 
 
+def _targets(groups: Collection[str], names: Collection[str]) -> list[str]:
+    """PEFT's target_modules: the last parts of the adapted modules' names, or whole names where other modules end like them."""
+    short = sorted({module.rpartition(".")[2] for module in groups})
+    others = {name.removesuffix(".weight") for name in names if name.endswith(".weight")} - set(groups)
+    return sorted(groups) if any(module.rpartition(".")[2] in short for module in others) else short
+
+
+def _saved_module(name: str) -> str:
+    """The module of a weight that is trained whole: the classifier, which may have modules of its own, or a layer."""
+    module = name.rpartition(".")[0]
+    return _CLASSIFIER if module.split(".")[0] == _CLASSIFIER else module
+
+
 def _config(lora: LoRA, groups: Mapping[str, Mapping[str, Adaptable]], base: str | None) -> dict[str, Any]:
     """The content of PEFT's adapter_config.json; `base` is the path of the frozen base weights, if they are a model directory."""
     layers = [layer for members in groups.values() for layer in members.values()]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted({module.rpartition(".")[2] for module in groups}),
         "fan_in_fan_out": all(layer.has_rows_in for layer in layers),
         "bias": "none",
         "use_rslora": False,

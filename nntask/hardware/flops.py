@@ -67,7 +67,12 @@ def flop_counts(
 
 
 def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapter_weights: int = 0) -> FlopCounts:
-    """Counts for one sequence of a model; see `flop_counts`."""
+    """Counts for one sequence of a model; see `flop_counts`. Of a model without attention, its config says the products."""
+    products = getattr(config, "products_per_sequence", None)
+    if products is not None:
+        beside = 2.0 * seq_len * num_adapter_weights
+        backward = (2.0 if num_adapter_weights else 4.0) * products + 2 * beside
+        return FlopCounts(2.0 * products + beside, backward, 2.0 * products + beside + backward, "products, forward and backward")
     return flop_counts(
         n=seq_len,
         d=config.n_embd,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..io.strided_ranges import FileRange, OpenFile, strides_of
+from ..io.strided_ranges import FileRange, OpenFile, RowGroups, Rows, strides_of
 from ..models.interface import ModelConfig
 from ..models.names import Arrays
 
@@ -51,13 +51,14 @@ class FileLayout:
         """The name of the range that a view of a placeholder belongs to."""
         return self._names[bisect_right(self._starts, _address(array) - self._origin) - 1]
 
-    def range_of(self, array: npt.NDArray[Any]) -> FileRange:
-        """The byte range of a view of a placeholder, with the view's shape and strides."""
+    def range_of(self, array: npt.NDArray[Any]) -> Rows:
+        """The byte range of a view of a placeholder, with the view's shape and strides; rows by head (H, D, ..) are rows (H*D, ..)."""
         offset = _address(array) - self._origin
         assert 0 <= offset < len(self._space), "from_hf made a copy of a weight; it must return views"
         number = bisect_right(self._starts, offset) - 1
         whole = self.ranges[self._names[number]]
-        return FileRange(whole.file, whole.dtype, whole.offset + offset - self._starts[number], array.shape, array.strides)
+        found = FileRange(whole.file, whole.dtype, whole.offset + offset - self._starts[number], array.shape, array.strides)
+        return RowGroups.of(found) if array.ndim > len(whole.shape) else found
 
 
 def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
@@ -91,7 +92,7 @@ def names_of(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[s
 
 
 class _Blank:
-    """A shape that `np.concatenate` and `.T` accept like an array, in time that does not grow with the shape."""
+    """A shape that `np.concatenate`, `.T` and `.reshape` accept like an array, in time that does not grow with the shape."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
@@ -99,6 +100,9 @@ class _Blank:
     @property
     def T(self) -> _Blank:
         return _Blank(self.shape[::-1])
+
+    def reshape(self, shape: Sequence[int]) -> _Blank:
+        return _Blank(shape)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function is not np.concatenate:

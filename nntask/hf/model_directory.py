@@ -22,10 +22,12 @@ from ..errors import DataError, StorageError
 from ..io.finite import first_not_finite
 from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
-from ..io.strided_ranges import FileRange, windows
+from ..io.strided_ranges import FileRange, Rows, windows
 from ..models.config_checks import config_values
+from ..models.interface import ModelConfig
+from ..models.names import is_of_head
 from ..models.registry import config_from_json
-from .layout import FileLayout, blanks, shapes_of, ties_of
+from .layout import FileLayout, blanks, names_of, shapes_of, ties_of
 
 CONFIG: Final = "config.json"
 _ADVICE: Final = "give a directory as transformers' save_pretrained writes it"
@@ -94,27 +96,50 @@ class ModelDirectory:
 
     Args:
         path: the directory.
-        config: its config, an instance of the family's class.
+        config: of the model that takes the weights, an instance of the family's class.
         ranges: name in the files -> byte range of the tensor.
+        stored: the directory's own config; it differs where a model takes other dropout, or has another head.
     """
 
     path: Path
     config: Any
     ranges: Mapping[str, FileRange]
+    stored: Any
 
     @classmethod
-    def open(cls, path: Path) -> ModelDirectory:
+    def open(cls, path: Path, config: ModelConfig | None = None) -> ModelDirectory:
         """Open a directory; its config and the headers of its files are read.
+
+        Args:
+            config: of the model that takes the weights; None for the directory's own. Where it is of another objective, the files may lack weights
+                of its head, see `new`.
 
         Raises:
             DataError: a file is missing, broken or a pickle, or index and files disagree.
             UsageError: the model family is unknown, or the config breaks a rule.
         """
-        config = read_config(path)
-        return cls(path, config, weight_ranges(path))
+        stored = read_config(path)
+        return cls(path, stored if config is None else config, weight_ranges(path), stored)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the directory's model has the head of the model that takes the weights."""
+        return bool(self.config.objective == self.stored.objective)
+
+    def new(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """Our name -> name in files, of the weights of a head that the files lack because their model has another one.
+
+        Args:
+            shapes: our name -> shape, for all weights of the model.
+        """
+        if self.has_head:
+            return {}
+        present = {self.config.names.today(name) for name in self.ranges}
+        return {ours: name for ours, name in names_of(self.config, shapes).items() if is_of_head(ours) and name not in present}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the files hold exactly the weights of a model, and that a stored head equals the embedding where the config ties them.
+        """Check that the files hold exactly the weights of a model but those that are `new`, and that a stored head equals the embedding where the
+        config ties them.
 
         Args:
             shapes: our name -> shape, for all weights of the model.
@@ -125,11 +150,10 @@ class ModelDirectory:
         """
         placeholders = self.config.names.to_hf(blanks(shapes), self.config)
         expected, ties = shapes_of(placeholders), ties_of(placeholders)
-        prefixes = {name.partition(".")[0] for name in expected}
         theirs: dict[str, str] = {}
         for name, each in self.ranges.items():
-            known = next((long for long in (name, *(f"{prefix}.{name}" for prefix in prefixes)) if long in placeholders), None)
-            if known is None:
+            known = self.config.names.today(name)
+            if known not in placeholders:
                 continue
             if known in theirs:
                 raise DataError(f"{self.path} has both {theirs[known]} and {name}, which are the same weight; remove the one that is wrong")
@@ -137,7 +161,11 @@ class ModelDirectory:
             shape = expected[ties.get(known, known)]
             if each.shape != shape:
                 raise DataError(f"{name} in {self._where(name)} has shape {each.shape}, {CONFIG} makes it {shape}; copy both from one model")
-        if missing := [name for name in expected if name not in theirs]:
+        for tied, name in ties.items():
+            if tied in theirs and name not in theirs:
+                theirs[name] = theirs.pop(tied)
+        new = self.new(shapes).values()
+        if missing := [name for name in expected if name not in theirs and name not in new]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(
                 f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
@@ -159,9 +187,7 @@ class ModelDirectory:
         if empty := [name for name, each in self.ranges.items() if 0 in each.shape]:
             shape = self.ranges[empty[0]].shape
             raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and holds nothing; remove it, or copy the file again")
-        layout = FileLayout(self.ranges)
-        for ours, array in self.config.names.from_hf(layout.arrays(), self.config).items():
-            name = layout.name_of(array)
+        for ours, (name, _) in self.weights().items():
             if ours not in shapes:
                 raise DataError(
                     f"{self._where(name)} has a tensor {name} of shape {self.ranges[name].shape} that a {self.config.to_dict()['model_type']} "
@@ -173,12 +199,11 @@ class ModelDirectory:
                     f"{name} in {self._where(name)} holds {kind}, and weights must be F32, F16 or BF16; convert it, or copy the right one"
                 )
 
-    def weights(self) -> dict[str, tuple[str, FileRange]]:
-        """Our name of each weight -> (name of the tensor in the files that contains it, its byte range). Requires a successful `check`."""
+    def weights(self) -> dict[str, tuple[str, Rows]]:
+        """Our name of each weight in the files -> (name of the tensor that contains it, its byte range). Requires a successful `check`."""
         layout = FileLayout(self.ranges)
-        return {
-            name: (layout.name_of(array), layout.range_of(array)) for name, array in self.config.names.from_hf(layout.arrays(), self.config).items()
-        }
+        arrays = self.config.names.from_hf(layout.arrays(), self.config, has_head=self.has_head)
+        return {name: (layout.name_of(array), layout.range_of(array)) for name, array in arrays.items()}
 
     def attach(self, tensors: Mapping[str, TileTensor]) -> None:
         """Attach the tensors of a model to their byte ranges in the files; no value is read yet, except to compare a stored tied head.
@@ -214,7 +239,7 @@ def weight_ranges(path: Path) -> dict[str, FileRange]:
     return ranges
 
 
-def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, FileRange]]) -> None:
+def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, Rows]]) -> None:
     """Attach tensors to byte ranges of files; no value is read yet.
 
     Args:
@@ -295,7 +320,7 @@ class TileSource:
         dtype: element type of the tile in memory.
     """
 
-    range: FileRange
+    range: Rows
     name: str
     dtype: np.dtype[Any]
 

@@ -216,11 +216,11 @@ class TensorFile:
         try:
             self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             nbytes = os.fstat(self._fd).st_size
-            start = os.pread(self._fd, 8, 0)
+            start = os.pread(self._fd, 9, 0)
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}; give an existing safetensors file") from None
         _refuse_pickle(self.path, start)
-        length = int.from_bytes(start, "little")
+        length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, nbytes - 8):
             raise self._corrupt(f"its header claims {length} bytes and the file has {nbytes}")
         try:
@@ -342,7 +342,8 @@ def _refuse_pickle(path: Path, start: bytes) -> None:
     Raises:
         DataError: the file is a torch checkpoint.
     """
-    if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
+    is_header = start[8:9] == b"{"  # behind a length that may begin like a pickle
+    if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and not is_header):
         converted = path.with_suffix(".safetensors")
         then = ""
         if converted == path:

@@ -193,3 +193,75 @@ class FileRange:
             nbytes *= self.shape[axes.pop()]
         for index in itertools.product(*(range(self.shape[axis]) for axis in axes)):
             yield self.offset + sum(i * self.strides[axis] for i, axis in zip(index, axes, strict=True)), nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Rows of a range (G, D, ..) of G groups of D rows each, seen as an array (G * D, ..) of which it is a window.
+
+    Its rows have no one stride, as those of one of several layers that lie group by group beside each other.
+
+    Args:
+        whole: the groups.
+        first, stop: the window's rows, of all G * D.
+    """
+
+    whole: FileRange
+    first: int
+    stop: int
+
+    @classmethod
+    def of(cls, whole: FileRange) -> RowGroups:
+        """All rows of a range of groups."""
+        return cls(whole, 0, whole.shape[0] * whole.shape[1])
+
+    @property
+    def file(self) -> OpenFile:
+        """The open file."""
+        return self.whole.file
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type in the file."""
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents per axis, in elements."""
+        return (self.stop - self.first, *self.whole.shape[2:])
+
+    def __getitem__(self, slices: Sequence[slice]) -> RowGroups:
+        """The window of one slice (start:stop) per axis."""
+        start, stop, _ = slices[0].indices(self.stop - self.first)
+        whole = self.whole[(slice(None), slice(None), *slices[1:])]
+        return RowGroups(whole, self.first + start, self.first + stop)
+
+    def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
+        """As of `FileRange`."""
+        return max((piece.scratch_nbytes(dtype) for piece, _ in self._pieces()), default=0)
+
+    def read(self, out: Array, scratch: Array | None = None) -> None:
+        """As of `FileRange`."""
+        for piece, rows in self._pieces():
+            piece.read(out[rows].reshape(piece.shape), scratch)
+
+    def write(self, values: Array) -> None:
+        """As of `FileRange`."""
+        for piece, rows in self._pieces():
+            piece.write(values[rows].reshape(piece.shape))
+
+    def _pieces(self) -> Iterator[tuple[FileRange, slice]]:
+        """(range of groups, rows of the window) of the end of a group, whole groups, and the beginning of a group, where there are such."""
+        size, rest, row = self.whole.shape[1], [slice(None)] * (len(self.whole.shape) - 2), self.first
+        while row < self.stop:
+            group, begin = divmod(row, size)
+            groups = max(1, (self.stop - row) // size) if begin == 0 else 1
+            end = min(size, begin + self.stop - row)
+            piece = self.whole[(slice(group, group + groups), slice(begin, end), *rest)]
+            count = groups * (end - begin)
+            yield piece, slice(row - self.first, row - self.first + count)
+            row += count
+
+
+Rows = FileRange | RowGroups
+"""A weight in a file, or a window of it."""

@@ -7,14 +7,15 @@ masked. A classifier reads the first token through a layer with tanh. Which of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
 from .config_checks import shown
+from .config_fields import ACTIVATIONS, choice, count, positive, probability, switch, token
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .family_config import ACTIVATIONS, HiddenConfig, choice, count, positive, probability, switch, token
+from .family_config import HiddenConfig
 from .names import Names
 
 _MODULES: Final = {
@@ -34,6 +35,7 @@ _MODULES: Final = {
     "down": "output.dense",
     "feed_forward_norm": "output.LayerNorm",
 }
+_OLDER: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _DROPPED: Final = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
@@ -49,7 +51,8 @@ class BertConfig(HiddenConfig):
         layer_norm_eps: term added to the variance.
         pad_token_id: id of padding.
         num_labels: classes; 0 for a model that predicts what was masked.
-        id2label: names of the classes by their numbers, as strings; None for none.
+        id2label: names of the classes by their numbers, as strings; None for none. A model that predicts what was masked may have those of the
+            classifier that will be made of it.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -85,6 +88,7 @@ class BertConfig(HiddenConfig):
             "head_bias": "cls.predictions.bias",
         },
         aliases={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("bert.pooler.", "cls.seq_relationship."),
     )
@@ -94,6 +98,7 @@ class BertConfig(HiddenConfig):
         embedding="bert.embeddings.word_embeddings.weight",
         head="classifier.weight",
         outside={"head.transform": "bert.pooler.dense", "head_bias": "classifier.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("cls.",),
     )
@@ -108,9 +113,21 @@ class BertConfig(HiddenConfig):
         """Names and layouts of its weights in files."""
         return self.classifier_names if self.num_labels else self.masked_names
 
-    def for_objective(self, objective: str, num_labels: int = 2) -> Self:
-        """The same config with the head of an objective."""
-        return replace(self, num_labels=(self.num_labels or num_labels) if objective == "classify" else 0)
+    def for_objective(self, objective: str, num_labels: int = 2, names: Sequence[str] = ()) -> Self:
+        """The same config with the head of an objective.
+
+        Args:
+            objective: masked or classify.
+            num_labels: classes, where neither this config nor `names` says it.
+            names: of the classes, where this config names none.
+        """
+        if objective != "classify":
+            return replace(self, num_labels=0, id2label=None)
+        if self.num_labels:
+            return self
+        named = self.id2label or {str(number): name for number, name in enumerate(names)}
+        count = len(named) or num_labels
+        return replace(self, num_labels=count, id2label=None if named in ({}, _numbered(count)) else named)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -118,14 +135,20 @@ class BertConfig(HiddenConfig):
         if values.get("is_decoder") or values.get("position_embedding_type", "absolute") != "absolute":
             raise UsageError(f"is_decoder in {source} must be false, and position_embedding_type absolute; use the config of {cls.title} itself")
         known, named = super().read(values, source), values.get("id2label")
-        if named is not None and not (isinstance(named, Mapping) and all(isinstance(name, str) for name in named.values())):
-            raise UsageError(f"id2label in {source} must be an object from numbers to names, got {shown(named)}; correct it")
-        if cls.classifier in (values.get("architectures") or ()):
+        if named is not None and not _is_numbered(named):
+            raise UsageError(f"id2label in {source} must be an object from the numbers 0, 1, ... to names, got {shown(named)}; correct it")
+        architectures = values.get("architectures")
+        if not isinstance(architectures, list | tuple | None):
+            raise UsageError(
+                f'architectures in {source} must be a list of names of classes, got {shown(architectures)}; write for example ["{cls.architecture}"]'
+            )
+        if cls.classifier in (architectures or ()):
             known.setdefault("num_labels", len(named) if named else 2)
         else:
             known["num_labels"] = 0
         names = {str(number): name for number, name in (named or {}).items()}
-        known["id2label"] = names if known["num_labels"] and names and names != _numbered(len(names)) else None
+        is_usual = len(names) == known["num_labels"] and names == _numbered(len(names))
+        known["id2label"] = names if names and not is_usual else None
         return known
 
     @classmethod
@@ -133,7 +156,7 @@ class BertConfig(HiddenConfig):
         """Heads divide the width; names of classes are as many as classes."""
         super().check_together(values, source)
         named = values["id2label"]
-        if named and len(named) != values["num_labels"]:
+        if named and values["num_labels"] and len(named) != values["num_labels"]:
             raise UsageError(f"id2label in {source} must name num_labels = {values['num_labels']} classes, got {len(named)}; correct one of them")
 
     @property
@@ -174,12 +197,12 @@ class BertConfig(HiddenConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The config as Hugging Face's JSON object."""
-        values = super().to_dict()
+        values, names = super().to_dict(), self.id2label
+        del values["id2label"], values["num_labels"]
         if self.num_labels:
-            names = self.id2label or _numbered(self.num_labels)
-            values |= {"architectures": [self.classifier], "id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
-        else:
-            del values["id2label"], values["num_labels"]
+            values["num_labels"], values["architectures"], names = self.num_labels, [self.classifier], names or _numbered(self.num_labels)
+        if names:
+            values |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
         return values
 
 
@@ -208,6 +231,7 @@ class RobertaConfig(BertConfig):
         head="lm_head.decoder.weight",
         outside={"head.transform": "lm_head.dense", "head.transform_norm": "lm_head.layer_norm", "head_bias": "lm_head.bias"},
         aliases={"lm_head.decoder.bias": "lm_head.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("roberta.pooler.",),
     )
@@ -217,6 +241,7 @@ class RobertaConfig(BertConfig):
         embedding="roberta.embeddings.word_embeddings.weight",
         head="classifier.out_proj.weight",
         outside={"head.transform": "classifier.dense", "head_bias": "classifier.out_proj.bias"},
+        older=_OLDER,
         dropped=_DROPPED,
         unused=("lm_head.", "roberta.pooler."),
     )
@@ -232,6 +257,13 @@ class RobertaConfig(BertConfig):
     def transform(self) -> str:
         """Activation of the layer before the scores of tokens."""
         return "gelu"
+
+
+def _is_numbered(named: object) -> bool:
+    """Whether these are names by the numbers from 0 on, as whole numbers or strings."""
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named.values()):
+        return False
+    return {str(number) for number in named} == {str(number) for number in range(len(named))}
 
 
 def _numbered(count: int) -> dict[str, str]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import check_object
+from .config_checks import LARGEST_DEPTH, check_object
+from .config_fields import ACTIVATIONS, choice, count, layer_kinds, positive, switch
 from .description import AttentionShape, BlockShape, Description, NormShape
-from .family_config import ACTIVATIONS, choice, count, layer_kinds, positive, switch
 from .llama import NAMES, GatedConfig
 from .names import Names
 from .qwen import FULL, SLIDING
@@ -79,10 +79,10 @@ class Gemma3Config(GatedConfig):
             taken["rope_local_base_freq"] = both[SLIDING].get("rope_theta", 10000.0)
         known = super().read(taken, source)
         pattern, count = values.get("sliding_window_pattern", values.get("_sliding_window_pattern")), values.get("num_hidden_layers")
-        if type(count) is int:
+        if type(count) is int and count <= LARGEST_DEPTH:
             if known.get("layer_types") is None and type(pattern) is int and pattern > 0:
                 known["layer_types"] = _kinds(count, pattern)
-            if list(known.get("layer_types") or ()) == _kinds(count):
+            if isinstance(kinds := known.get("layer_types"), list | tuple) and list(kinds) == _kinds(count):
                 known["layer_types"] = None
         return known
 

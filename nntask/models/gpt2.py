@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
 from .config_checks import check_divisible
+from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .family_config import ACTIVATIONS, FamilyConfig, choice, count, depth, positive, probability, switch
+from .family_config import FamilyConfig
 from .names import Joined, Names
 from .transformer import Transformer
 

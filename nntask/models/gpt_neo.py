@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import shown
+from .config_checks import LARGEST_DEPTH, shown
+from .config_fields import ACTIVATIONS, choice, count, depth, layer_kinds, positive, probability, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .family_config import ACTIVATIONS, KeyedConfig, choice, count, depth, layer_kinds, positive, probability, switch
+from .family_config import KeyedConfig
 from .names import Names
 
 GLOBAL: Final = "global"
@@ -92,7 +93,7 @@ class GPTNeoConfig(KeyedConfig):
         known, types = super().read(values, source), values.get("attention_types")
         if known.get("attention_layers") is None and types is not None:
             try:
-                known["attention_layers"] = tuple(kind for kinds, times in types for _ in range(times) for kind in kinds)
+                known["attention_layers"] = tuple(kind for kinds, times in types for _ in range(min(times, LARGEST_DEPTH)) for kind in kinds)
             except (TypeError, ValueError):
                 rule = 'must be pairs of a list of kinds and how often it is repeated, like [[["global", "local"], 6]]'
                 raise UsageError(f"attention_types in {source} {rule}, got {shown(types)}; correct it") from None
@@ -137,7 +138,7 @@ class GPTNeoConfig(KeyedConfig):
 
 def _in_turn(num_layers: Any) -> list[str]:
     """The kinds of blocks of a config that does not say them."""
-    return [(GLOBAL, LOCAL)[layer % 2] for layer in range(num_layers if type(num_layers) is int else 0)]
+    return [(GLOBAL, LOCAL)[layer % 2] for layer in range(num_layers if type(num_layers) is int and num_layers <= LARGEST_DEPTH else 0)]
 
 
 PRESETS: Final[Mapping[str, GPTNeoConfig]] = {

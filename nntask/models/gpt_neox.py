@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from .config_fields import ACTIVATIONS, choice, positive, probability, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .family_config import ACTIVATIONS, PartialRotaryConfig, choice, positive, probability, switch
 from .names import Joined, Names
+from .rotary_config import PartialRotaryConfig
 
 
 @dataclass(frozen=True, kw_only=True)

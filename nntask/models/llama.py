@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
+from .config_fields import ACTIVATIONS, choice, positive, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .family_config import ACTIVATIONS, RotaryConfig, choice, positive, switch
 from .names import Names
 from .rotary import RopeScaling, Rotary
+from .rotary_config import RotaryConfig
 from .transformer import Transformer
 
 NAMES: Final = Names(

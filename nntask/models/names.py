@@ -20,6 +20,12 @@ from .config_checks import check_head
 Arrays = dict[str, npt.NDArray[Any]]
 
 _HEAD: Final = "lm_head"
+_OF_HEAD: Final = (_HEAD, "head_bias", "head.")
+
+
+def is_of_head(name: str) -> bool:
+    """Whether our name of a parameter or module is of what stands between the last block and the scores."""
+    return name.startswith(_OF_HEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +82,7 @@ class Names:
         outside: our name of a parameter or module -> name in the files, which stands without the prefix.
         joined: layers that are one in the files.
         aliases: name in the files -> name of the same array; written, and left out when read.
-        older: name in older files -> name today.
+        older: end of a name in older files -> the same today.
         dropped: ends of names that older files have, and that follow from the config.
         unused: beginnings of names that belong to other uses of the model, and are left out.
         head: name of the head in the files; it is an alias of `embedding` where it is tied.
@@ -117,16 +123,22 @@ class Names:
             state[alias] = state[name]
         return state
 
-    def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
+    def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any, *, has_head: bool = True) -> Arrays:
         """A state dict of transformers' model, or of its part under the prefix alone -> arrays under our names.
+
+        Args:
+            has_head: False for a state dict of a model with another head, which may lack this one's.
 
         Raises:
             DataError: a joined weight is not divisible, or an untied head is missing.
         """
         arrays: Arrays = {}
         aliases = self._aliases(config)
-        for given, array in state.items():
-            theirs = self.older.get(given, given)
+        given = {self.today(name): array for name, array in state.items()}
+        for alias, theirs in aliases.items():
+            if alias in given and theirs not in given:
+                given[theirs] = given[alias]
+        for theirs, array in given.items():
             if theirs in aliases or theirs.endswith(self.dropped) or theirs.startswith(self.unused):
                 continue
             name = self._ours(theirs)
@@ -137,8 +149,22 @@ class Names:
                 continue
             for member, piece in zip(join.members, join.pieces_of(array, theirs, config), strict=True):
                 arrays[f"{path.rpartition('.')[0]}.{member}.{kind}"] = piece
-        check_head(arrays, self.head, is_tied=config.ties_head)
+        check_head(arrays, self.head, is_tied=config.ties_head or not has_head)
         return arrays
+
+    def today(self, name: str) -> str:
+        """A name in files as transformers writes it today: with the prefix, which files of the part under it lack, and without older ends."""
+        for old, new in self.older.items():
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+                break
+        outside = (self.head, *self.outside.values(), *self.aliases, *self.unused)
+        return name if name.startswith((self.prefix, *outside)) else self.prefix + name
+
+    def rows_out(self, module: str, pieces: list[npt.NDArray[Any]], config: Any) -> npt.NDArray[Any]:
+        """Arrays (N, ..) of our layers that are one module in the files -> one array, its rows in the order of the module's output features."""
+        join = next((join for join in self.joined if module.endswith(f".{join.whole}")), None)
+        return join.whole_of(pieces, config) if join is not None and join.by_head else np.concatenate(pieces)
 
     def _aliases(self, config: Any) -> dict[str, str]:
         return {**self.aliases, **({self.head: self.embedding} if config.ties_head else {})}

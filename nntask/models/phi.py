@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
+from .config_fields import ACTIVATIONS, choice, positive, probability
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .family_config import ACTIVATIONS, PartialRotaryConfig, choice, positive, probability
 from .names import Names
+from .rotary_config import PartialRotaryConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
+from .config_fields import count, layer_kinds, switch
 from .description import AttentionShape
-from .family_config import count, layer_kinds, switch
 from .llama import GatedConfig
 
 FULL: Final = "full_attention"

@@ -14,7 +14,7 @@ from scheduler import TaskRuntime
 
 from ..errors import UsageError
 from ..tiling.model_tiling import ModelTiling
-from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, phi, qwen, t5
+from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, mlp_mixer, opt, phi, qwen, t5
 from .config_checks import check_object, config_values, shown
 from .gpt2 import GPT2, GPT2Config
 from .interface import ModelConfig
@@ -48,9 +48,11 @@ FAMILIES: Final[dict[str, Family]] = {
     gpt_neo.GPTNeoConfig.model_type: Family(gpt_neo.GPTNeoConfig, presets=gpt_neo.PRESETS),
     gpt_neox.GPTNeoXConfig.model_type: Family(gpt_neox.GPTNeoXConfig, presets=gpt_neox.PRESETS),
     phi.PhiConfig.model_type: Family(phi.PhiConfig, presets=phi.PRESETS),
+    opt.OPTConfig.model_type: Family(opt.OPTConfig, presets=opt.PRESETS),
     bert.BertConfig.model_type: Family(bert.BertConfig, presets=bert.PRESETS),
     bert.RobertaConfig.model_type: Family(bert.RobertaConfig, presets=bert.PRESETS_ROBERTA),
     t5.T5Config.model_type: Family(t5.T5Config, presets=t5.PRESETS),
+    mlp_mixer.MlpMixerConfig.model_type: Family(mlp_mixer.MlpMixerConfig, mlp_mixer.MlpMixer, mlp_mixer.PRESETS),
 }
 """model_type -> family. A program registers a family of its own by adding it here."""
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
+from .config_fields import choice, count, depth, positive, probability, switch, token
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, RelativePositions, StackShape
-from .family_config import KeyedConfig, choice, count, depth, positive, probability, switch, token
+from .family_config import KeyedConfig
 from .names import Names
 
 PROJECTIONS: Final = {"relu": ("relu", False), "gated-gelu": ("gelu_new", True), "gated-silu": ("silu", True), "gelu": ("gelu", False)}

@@ -64,8 +64,12 @@ class Stack(Module):
         if self.shape.embedding_scale != 1:
             x = functional.scaled(x, self.shape.embedding_scale)
         if self.positions is not None:  # + (P, C)[positions] -> (B, T, C)
-            rows = given.positions if past is None else past.positions
-            x = functional.add_positions(x, self.positions.weight) if rows is None else x + self.positions(rows)
+            if past is not None:
+                x = x + self.positions(past.positions, self.shape.first_position)
+            elif given.positions is not None:
+                x = x + self.positions(given.positions)
+            else:
+                x = functional.add_positions(x, self.positions.weight)
         if self.token_types is not None and given.token_types is not None:
             x = x + self.token_types(given.token_types)
         return x if self.embedding_norm is None else self.embedding_norm(x)

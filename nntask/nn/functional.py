@@ -74,16 +74,16 @@ def add_positions(x: Tensor, p: Tensor) -> Tensor:
     return on_tape("add_positions", [x, p], [elementwise.add_rows(x.data, p.data)], backward)[0]
 
 
-def embedding(tokens: TileTensor, w: Tensor) -> Tensor:
-    """Rows of w (V, C) chosen by tokens (B, T) int32 -> (B, T, C)."""
+def embedding(tokens: TileTensor, w: Tensor, first: int = 0) -> Tensor:
+    """Rows of w (V, C) chosen by first + tokens (B, T) int32 -> (B, T, C)."""
     edge = w.edge
 
     def backward(gradients: Gradients) -> None:
         if edge is not None:
             dy = only(gradients)  # (B, T, C)
-            contribute_late(lambda: embedding_ops.embedding_backward(tokens, dy, accumulator_of(edge)))
+            contribute_late(lambda: embedding_ops.embedding_backward(tokens, dy, accumulator_of(edge), first))
 
-    return on_tape("embedding", [w], [embedding_ops.embedding(tokens, w.data)], backward)[0]
+    return on_tape("embedding", [w], [embedding_ops.embedding(tokens, w.data, first)], backward)[0]
 
 
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:

@@ -172,9 +172,9 @@ class Embedding(Module):
     def __init__(self, num_rows: int, width: int, tile: tuple[int, int], *, std: float) -> None:
         self.weight = Parameter((num_rows, width), tile, normal(std))
 
-    def __call__(self, tokens: TileTensor) -> Tensor:
-        """(B, T) int32 -> (B, T, C)."""
-        return functional.embedding(tokens, self.weight)
+    def __call__(self, tokens: TileTensor, first: int = 0) -> Tensor:
+        """(B, T) int32, counted from row `first` -> (B, T, C)."""
+        return functional.embedding(tokens, self.weight, first)
 
 
 class Dropout(Module):

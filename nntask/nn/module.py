@@ -7,7 +7,7 @@ twice (a tied head) is one parameter, under its first name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -145,6 +145,12 @@ class Module:
         """
         for name, parameter in self.named_parameters().items():
             parameter.allocate(runtime, name, dtype, seed)
+
+    def fill(self, names: Iterable[str], seed: int) -> None:
+        """Give some parameters, which have tiles, the first values that `allocate` gives with this seed."""
+        parameters = self.named_parameters()
+        for name in names:
+            parameters[name].init(parameters[name].data, seed, stream_of(name))
 
     def tensors(self) -> dict[str, TileTensor]:
         """The parameters' tiles by name."""

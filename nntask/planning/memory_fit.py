@@ -18,6 +18,7 @@ from scheduler.planning import AUTO, SUBMISSION, PlannedOrder, arrange, last_tie
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase
+from ..adapters.lora import base_tensors
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.units import flag_size, rounded_up
 from ..engine.recorded import build_model, build_optimizer, emit_training_step
@@ -117,9 +118,9 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus)
     model = build_model(run.model, runtime)
     if frozen_base is not None:
-        frozen_base.attach(model.frozen_tensors())
+        frozen_base.attach(base_tensors(model), run.model.config)
     elif (start := _start(run)) is not None:
-        start.attach(model.frozen_tensors() or model.tensors())
+        start.attach(base_tensors(model))
     optimizer = build_optimizer(model, run.optimizer)
     objective = run.data.objective
     inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
@@ -140,8 +141,10 @@ def _start(run: RunConfig) -> ModelDirectory | None:
     """The directory that a new run begins with; None where there is none, or the model is another one, as in trials of tiles."""
     if run.start.directory is None:
         return None
-    start = ModelDirectory.open(run.start.directory)
-    return start if start.config == run.model.config else None
+    start = ModelDirectory.open(run.start.directory, run.model.config)
+    stored, config = start.stored, run.model.config
+    is_same = stored == config or (not start.has_head and stored.description.stack == config.description.stack)
+    return start if is_same else None
 
 
 def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Needs:

@@ -26,7 +26,7 @@ from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_
 from ..hardware.machine_model import MachineModel, durations, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
 from ..models.interface import ModelConfig
-from ..models.registry import PRESETS
+from ..models.registry import family_of
 from ..tiling.model_tiling import default_tiling
 from .memory_fit import (
     MOST_TASKS,
@@ -268,7 +268,7 @@ def _costs(found: Simulation, run: LanguageRun) -> dict[str, Any]:
 
 
 def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, Any]:
-    """The largest preset and the largest minibatch that fit this machine with these flags; None where that would take long to find out."""
+    """The largest preset of the family and the largest minibatch that fit this machine with these flags; None where finding out would take long."""
     per_minibatch = num_tasks / run.step.num_minibatches
     run = with_free_order(run)  # other steps have other orders
     largest, is_of_tasks = (None, False) if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(run, target)
@@ -280,9 +280,9 @@ def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, An
 
 
 def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) -> str | None:
-    """The largest preset that fits; tile sizes come from the table anew, in at most two minibatches, since more of them need no more memory."""
+    """The largest preset of the family that fits; tile sizes come from the table anew, in two minibatches at most, since more need no more memory."""
     adapters, minibatch = run.model.adapters, run.step.minibatch
-    for name, preset in sorted(PRESETS.items(), key=lambda item: -item[1].num_parameters):
+    for name, preset in sorted(family_of(run.model.config).presets.items(), key=lambda item: -item[1].num_parameters):
         if adapters is not None and adapters.rank > largest_rank(preset):
             continue
         length = min(run.model.seq_len, preset.n_positions)

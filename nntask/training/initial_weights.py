@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase, frozen_base_of
+from ..adapters.lora import base_tensors, is_factor
 from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
 from ..config.resolution import dtype_of
 from ..config.run_config import ModelSpec, RunConfig, Start
@@ -38,9 +39,22 @@ def check_weights(run: RunConfig, captured: CapturedStep) -> None:
     start = run.start
     check_files(start, captured)
     if start.frozen_base is not None:
-        start.frozen_base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in captured.frozen.items()})
+        start.frozen_base.weights({name: (tensor.shape, tensor.dtype) for name, tensor in _base(captured).items()}, run.model.config)
     elif start.directory is not None:
-        ModelDirectory.open(start.directory).check({name: tensor.shape for name, tensor in captured.trained.items()})
+        ModelDirectory.open(start.directory, run.model.config).check({name: tensor.shape for name, tensor in captured.trained.items()})
+
+
+def new_weights(run: RunConfig, captured: CapturedStep) -> list[str]:
+    """Names in files of the weights of a head that the directory of a new run lacks, and which the seed makes."""
+    begin = run.settings.checkpoints.init_from
+    if not begin or run.start.is_continued or run.start.resumed is not None:
+        return []
+    return list(ModelDirectory.open(Path(begin), run.model.config).new({name: tensor.shape for name, tensor in _base(captured).items()}).values())
+
+
+def _base(captured: CapturedStep) -> dict[str, TileTensor]:
+    """The tensors of a model but for its adapters."""
+    return {name: tensor for name, tensor in {**captured.frozen, **captured.trained}.items() if not is_factor(name)}
 
 
 def check_files(start: Start, captured: CapturedStep) -> None:
@@ -80,7 +94,9 @@ def model_to_start_from(run: RunConfig, runtime: TaskRuntime) -> LanguageModel |
     if start.directory is None:
         return None
     model = build_model(run.model, runtime, fill=False)
-    ModelDirectory.open(start.directory).attach(model.tensors())
+    directory, tensors = ModelDirectory.open(start.directory, run.model.config), model.tensors()
+    directory.attach(tensors)
+    model.fill(directory.new({name: tensor.shape for name, tensor in tensors.items()}), run.model.seed)
     return model
 
 
@@ -114,5 +130,5 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
 def _beside(frozen_base: FrozenBase, spec: ModelSpec, runtime: TaskRuntime) -> LanguageModel:
     """A model with adapters in their first state, beside the weights of `frozen_base`."""
     model = build_model(spec, runtime, fill=frozen_base.kind == "seed")
-    frozen_base.attach(model.frozen_tensors())
+    model.fill(frozen_base.attach(base_tensors(model), spec.config), spec.seed)
     return model

@@ -30,7 +30,7 @@ from ..telemetry.tracing import Tracer
 from .autotune import in_best_tiles
 from .closing import validate
 from .continuation import interrupted, left_behind
-from .initial_weights import check_files, check_weights, model_to_start_from
+from .initial_weights import check_files, check_weights, model_to_start_from, new_weights
 from .loop import Hooks
 from .preflight import check_directory, check_start, warn_of_disk, with_known_base
 from .run_lock import RunLock
@@ -77,6 +77,8 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)
+    if new := new_weights(run, step):
+        printer.say(f"{run.settings.checkpoints.init_from} is of a model with another head; new, from the seed: {', '.join(new)}")
     if cluster is not None:
         return _begun(run, printer, lambda lock, interrupts: _on_cluster(run, cluster, lock, printer, interrupts))
     assert foreseen is not None  # there is no cluster

@@ -19,7 +19,7 @@ import pytest
 
 from nntask.config.environment import VARIABLES
 from nntask.config.settings import TrainSettings
-from nntask.models.registry import PRESETS
+from nntask.models.registry import FAMILIES
 from nntask.telemetry.metrics import StepRecord
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.options.flags import table_of
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+MODELS_HEAD = "| `--model` | `model_type` | learns | what it is |"
 LINK = re.compile(r"(?<!!)\[(?:[^\]\[]|\[[^\]]*\])+\]\(([^)\s]+)\)")
 
 
@@ -142,9 +143,9 @@ def table(page: str, head: str) -> list[list[str]]:
 
 
 def test_models_are_named() -> None:
-    """The guide to models names every preset, in order."""
-    named = [name for cells in table("guides/models.md", "| `--model` | what it is |") for name in re.findall(r"`([a-z0-9-]+)`", cells[0])]
-    assert named == list(PRESETS)
+    """The guide to models names every family with its objectives and presets, in order."""
+    rows = [[re.findall(r"`([a-z0-9_.-]+)`", cell) for cell in cells[:3]] for cells in table("guides/models.md", MODELS_HEAD)]
+    assert rows == [[list(family.presets), [kind], list(family.config.objectives)] for kind, family in FAMILIES.items()]
 
 
 def test_tiling_flags() -> None:

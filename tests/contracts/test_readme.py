@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = sorted(ROOT.glob("*.md"))
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
-EXAMPLE = re.compile(r"# (examples/\w+\.py)\n")
+EXAMPLE = re.compile(r"# ((?:examples|nntask/models)/\w+\.py)\n")
 """First line of a block that shows a part of an example instead of a whole program."""
 BLOCKS = [
     pytest.param(code, id=f"{page.relative_to(ROOT)} {number}")
@@ -108,9 +108,11 @@ def test_commands_table() -> None:
     assert rows("Commands") == [[f"`nntask {name}`", text] for name, text in COMMANDS.items()]
 
 
-def test_help_names_the_models() -> None:
-    """The help of --model names every preset, in order."""
-    assert f"preset: {', '.join(PRESETS)} (default" in inspect.getsource(ModelSettings)
+def test_help_names_models_that_exist() -> None:
+    """The help of --model says where presets are listed, and its examples and default are presets."""
+    text = re.search(r'"""(preset, which nntask models lists, such as (.+) \(default (\w+)\))"""', inspect.getsource(ModelSettings))
+    assert text is not None
+    assert {*text[2].split(", "), text[3]} <= set(PRESETS)
 
 
 def test_the_front_page_is_short() -> None:

@@ -17,9 +17,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("scheduler", "tiles", "nntask", "wrappers")
 
 DOUBLE: Final[Mapping[str, str]] = {
-    "Attention": "each model family is one file with layers of its own, under the names of its paper",
-    "Block": "each model family is one file with layers of its own, under the names of its paper",
-    "MLP": "each model family is one file with layers of its own, under the names of its paper",
+    "Block": "of a transformer, and the rows and heads that one loop of an attention kernel takes",
     "DoesNotFit": "the scheduler's refusal, and the trainer's of the same name with an exit code, which users catch by either",
     "Dropout": "the layer, and the arguments of the dropout inside attention",
     "Session": "a module of PyTorch in training, which programs of users open, and a training run at work, which the loop has",

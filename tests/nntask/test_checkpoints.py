@@ -178,10 +178,10 @@ def test_the_model_in_a_state_is_checked_when_asked_for(tmp_path):
 
 def test_a_model_without_tiles_is_named(tmp_path):
     """Its config stands beside the weights, and what asks for a config of tiles hears what the checkpoint is for."""
-    config = {"model_type": "bert", "vocab_size": 30}
+    config = {"model_type": "mamba", "vocab_size": 30}
     path = save_checkpoint(tmp_path, {"step": 1, "cursor": [0, 0], "model": config}, {}, {}, config=config)
     assert json.loads((path / "config.json").read_text()) == config
-    with pytest.raises(DataError, match="holds a bert, for which nntask has no tiles: nntask train and plan take it"):
+    with pytest.raises(DataError, match="holds a mamba, for which nntask has no tiles: nntask train and plan take it"):
         _ = find_checkpoint(tmp_path).config
 
 
@@ -343,3 +343,14 @@ def test_a_file_that_changed_is_not_loaded(tmp_path, name, position):
     del state["checksums"]
     (path / "state.json").write_text(json.dumps(state))
     find_checkpoint(tmp_path).load(*tensors)
+
+
+def test_a_length_that_begins_like_a_pickle_is_a_length(tmp_path):
+    """The first two bytes of a file whose header has 640 bytes are those of a pickle."""
+    path = tmp_path / "x.safetensors"
+    for extra in range(640):
+        save_tensors(path, {"w" * (1 + extra): tensor((8, 8), (4, 4))})
+        if path.read_bytes()[:2] == b"\x80\x02":
+            break
+    assert path.read_bytes()[:3] == b"\x80\x02\0"
+    load_tensors(path, {"w" * (1 + extra): tensor((8, 8), (4, 4))})

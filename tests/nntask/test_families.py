@@ -8,6 +8,7 @@ from support.transformers_oracle import CONFIGS, hf_loss, hf_model, our_gradient
 
 from nntask import SGD
 from nntask.models.registry import build, config_from_dict
+from nntask.nn.kv_cache import KVCache
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
 
@@ -90,3 +91,24 @@ def test_configs_convert_both_ways(name):
     theirs = hf_model(config).config.to_dict()
     again = config_from_dict({**theirs, "architectures": config.to_dict()["architectures"]})
     assert again.description == config.description
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt"])
+def test_scores_with_a_past_are_those_without(name):
+    """Positions that begin at another row begin there with cached keys and values, too."""
+    config = CONFIGS[name]
+    runtime, tiling = InlineRuntime(), ModelTiling(2, 4, 16, 24, -1, 31)
+    model = build(config, tiling, runtime, seed=1)
+    tokens = np.random.default_rng(0).integers(2, config.vocab_size, (2, 8), np.int32)
+    given = model.inputs(2, 8, ("tokens",))["tokens"]
+    given.write(tokens)
+    model.training = False
+    expected = model.logits(given).data.read()
+    cache = KVCache(config, tiling, runtime, 2, 8, np.float32)
+    for at in range(8):
+        cache.grow(at + 1)
+        ids, positions = cache.inputs(1)
+        ids.write(tokens[:, at : at + 1])
+        positions.write(np.full((2, 1), at, np.int32))
+        found = model.continued_logits(ids, cache.past(positions, range(at // cache.tile, at // cache.tile + 1))).data.read()
+        assert relative(found[:, 0], expected[:, at]) < 1e-5

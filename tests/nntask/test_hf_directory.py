@@ -320,7 +320,7 @@ def test_directories_that_are_none(theirs, tmp_path):
         (broken("e", reindex(weight_map={**index["weight_map"], entry: "../x"})), DataError, "which is no file name"),
         (broken("f", reindex(weight_map=[])), DataError, "is not an index"),
         (broken("g", lambda path: (path / "model.safetensors.index.json").unlink()), DataError, "and no model.safetensors.index.json"),
-        (broken("h", configure(model_type="bert"), theirs[0]), UsageError, 'model_type in .*config.json must be one of gpt2.*, got "bert"'),
+        (broken("h", configure(model_type="mamba"), theirs[0]), UsageError, 'model_type in .*config.json must be one of gpt2.*, got "mamba"'),
         (broken("i", configure(activation_function="mish"), theirs[0]), UsageError, "activation_function in .* must be one of"),
         (broken("j", lambda path: (path / "config.json").unlink(), theirs[0]), DataError, "config.json cannot be read"),
         (

@@ -124,7 +124,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
         ("optimizer.safetensors", "has optimizer.safetensors"),
         ("checkpoints/", "has checkpoints"),
         ("model.safetensors.bak", "has model.safetensors.bak"),
-        ("config.json", "holds a model of type 'bert'"),
+        ("config.json", "holds a model of type 'bart'"),
     ],
 )
 def test_force_replaces_models_and_nothing_else(tmp_path, entry, words):
@@ -140,7 +140,7 @@ def test_force_replaces_models_and_nothing_else(tmp_path, entry, words):
     if entry.endswith("/"):
         (out / entry).mkdir()
     else:
-        (out / entry).write_text('{"model_type": "bert"}')
+        (out / entry).write_text('{"model_type": "bart"}')
     with pytest.raises(UsageError, match=words):
         export(checkpoint, out, dtype="auto", shard_nbytes=HUGE, tokenizer=None, force=True)
     assert (out / "config.json").exists()

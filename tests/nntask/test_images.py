@@ -104,3 +104,28 @@ def test_a_directory_of_other_classes_is_refused(tmp_path: Path) -> None:
         dataset_of(tmp_path, ImageLearner())
     with pytest.raises(DataError, match="has no image"):
         dataset_of(tmp_path, ImageLearner(num_labels=3))
+
+
+def test_images_of_sixteen_bits_keep_their_shades(tmp_path: Path) -> None:
+    """Their upper eight bits are read, as those of an image of eight."""
+    image = pytest.importorskip("PIL.Image")
+    for at, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        image.fromarray(np.full((8, 8), (10 + 200 * at) * 256 + 17, np.uint16)).save(tmp_path / name / "0.png")
+    dataset = dataset_of(tmp_path, ImageLearner())
+    found = ImageRows(dataset.train, dataset.spec.objective).arrays(np.arange(2), 0)["images"]
+    expected = np.array([10, 210], np.float32) / np.float32(127.5) - np.float32(1)
+    assert (found == expected[:, None, None]).all()
+
+
+def test_files_of_images_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many pixels for Pillow, and a number of channels that files do not have."""
+    image = pytest.importorskip("PIL.Image")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        image.new("L", (8, 8)).save(tmp_path / name / "0.png")
+    with pytest.raises(DataError, match="read with 1, 3 or 4 channels, and the config's num_channels is 2"):
+        dataset_of(tmp_path, ImageLearner(num_channels=2))
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(DataError, match="is no image that Pillow can read: Image size"):
+        dataset_of(tmp_path, ImageLearner()).examples(0).arrays(np.arange(2), 0)

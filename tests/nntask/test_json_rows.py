@@ -14,7 +14,7 @@ from nntask.config.settings import DataSettings
 from nntask.data import BatchStream, ByteTokenizer, Dataset, in_order, load_tokenizer
 from nntask.data.chat import ChatTemplate
 from nntask.data.encoding import RowEncoder
-from nntask.data.json_lines import Record, json_lines
+from nntask.data.json_lines import JsonLines, Record, json_lines
 from nntask.errors import DataError
 
 WORDS = sorted({word for text in TEXTS for word in text.split()})
@@ -255,6 +255,30 @@ def test_a_wrong_template_is_refused(tmp_path: Path, source: str, words: str) ->
     """Mistakes, refusals of the template, what the sandbox forbids, and templates whose answers cannot be told."""
     with pytest.raises(DataError, match=words):
         ChatTemplate(source, "t.jinja", {}).rendered(Record({"messages": TALK}, "x.jsonl line 1"))
+
+
+def test_a_changed_template_encodes_anew(tmp_path: Path) -> None:
+    """The tokenizer's own template is part of what rows follow from, though its tokenizer.json stays."""
+    row = {"messages": [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": "cat"}]}
+    sources = ("{% for m in messages %}{{ m.content }} {% endfor %}", "{% for m in messages %}sat {{ m.content }} {% endfor %}")
+    found = []
+    for at, source in enumerate(sources):
+        place = tokenizer_in(tmp_path / f"tok{at}", WORDS, chat_template=source)
+        dataset = dataset_of(tmp_path, [row], Learner(), tokenizer_path=str(place))
+        found.append((dataset.fingerprint, dataset.examples(0).arrays(np.array([0]), 0)["tokens"].tolist()))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    """With its number, however far into the file it is; a mark of the order of bytes at the beginning is none of the text."""
+    path = tmp_path / "x.jsonl"
+    good = b'{"text": "\xc3\xa4"}\n'
+    path.write_bytes(b"\xef\xbb\xbf" + good * 2000 + b'{"text": "\xff"}\n')
+    records = iter(JsonLines((path,)))
+    assert next(records) == Record({"text": "ä"}, f"{path} line 1")
+    with pytest.raises(DataError, match="line 2001 is not text in UTF-8: invalid start byte at its byte 10"):
+        list(records)
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:

@@ -93,7 +93,7 @@ def test_the_loss_is_the_mean_over_targets_of_the_whole_batch() -> None:
 
 
 def test_a_step_takes_the_tensors_that_a_model_names() -> None:
-    """The loss of a recorded step over minibatches is that of the whole batch; a model that takes no documents says so."""
+    """The loss of a recorded step over minibatches is that of the whole batch; a model that takes no decoder's tokens says so."""
     settings = TrainSettings(model=ModelSettings(model="tiny", seq_len=16), tiling=TilingSettings(batch=4, minibatch=2))
     run = resolve(settings, PRESETS["tiny"])
     batch = random_batch(run.data.objective, 4, run.model.config.vocab_size, 3)
@@ -108,6 +108,6 @@ def test_a_step_takes_the_tensors_that_a_model_names() -> None:
             **{name: ((2, 16), np.dtype(np.int32)) for name in ("tokens", "targets", "documents")},
             "factor": ((1,), np.dtype(np.float32)),
         }
-        optimizer = engine.optimizer
-        with pytest.raises(UsageError, match="learns from tokens and targets, got documents, factor besides"):
-            emit_training_step(model, optimizer, [given])
+        given["decoder_tokens"] = given["documents"]
+        with pytest.raises(UsageError, match="a gpt2 takes tokens, targets, factor, documents, got decoder_tokens besides"):
+            emit_training_step(model, engine.optimizer, [given])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -12,8 +13,10 @@ from nntask.config.resolution import resolve
 from nntask.config.run_config import RunConfig
 from nntask.config.settings import TrainSettings
 from nntask.data import Batch
+from nntask.data.objectives import random_batch
 from nntask.engine.recorded import RecordedEngine, outcome_of
 from nntask.models.gpt2 import GPT2Config
+from nntask.models.interface import ModelConfig
 from nntask.optim.sharded import data_shards
 from scheduler import Runtime
 from wrappers.dask.training.exchange import PeerComms
@@ -25,17 +28,29 @@ CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head
 BATCH, LENGTH = 8, 16
 
 
-def run_of(lanes: int, *, clip: float = 0.0, dtype: str = "fp32", minibatch: int = 1, **resources: object) -> RunConfig:
-    """A little training."""
+def run_of(
+    lanes: int,
+    *,
+    clip: float = 0.0,
+    dtype: str = "fp32",
+    minibatch: int = 1,
+    config: ModelConfig = CONFIG,
+    length: int = LENGTH,
+    labels: Path | None = None,
+    **resources: object,
+) -> RunConfig:
+    """A little training; `labels` is a file of texts with labels, for a config that learns these."""
     asked = TrainSettings()
     asked = replace(
         asked,
         tiling=replace(asked.tiling, batch=BATCH, minibatch=minibatch, lanes=lanes, vocab_tile=64, embd_tile=16),
-        model=replace(asked.model, dtype=dtype, seq_len=LENGTH),  # type: ignore[arg-type]
+        model=replace(asked.model, dtype=dtype, seq_len=length),  # type: ignore[arg-type]
         optimizer=replace(asked.optimizer, lr=1e-2, grad_clip=clip, weight_decay=0.1),
         resources=replace(asked.resources, **resources),  # type: ignore[arg-type]
     )
-    return resolve(asked, CONFIG)
+    if labels is not None:
+        asked = replace(asked, data=replace(asked.data, dataset="jsonl", dataset_path=str(labels)))
+    return resolve(asked, config)
 
 
 @contextmanager
@@ -75,7 +90,10 @@ def train(
 ) -> Result:
     """Train on `count` nodes."""
     rng = np.random.default_rng(0)
-    batches = [Batch.causal(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
+    if run.model.config is CONFIG:
+        batches = [Batch.causal(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
+    else:
+        batches = [random_batch(run.data.objective, BATCH, run.model.config.vocab_size, number) for number in range(steps)]
     size = run.step.minibatch
     every = data_shards(BATCH // size, run.step.lanes, count)
     with nodes(count, transports) as comms:

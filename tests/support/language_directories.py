@@ -16,12 +16,16 @@ GPT = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
 BERT = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 T5 = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SHAPE, GPT),
-    "bert": ("BertForMaskedLM", "BertConfig", {**SHAPE, **DRY}, BERT),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", {**SHAPE, "num_key_value_heads": 2, "hidden_dropout": 0.0}, GPT),
+    "electra": ("ElectraForMaskedLM", "ElectraConfig", {**SHAPE, **DRY, "embedding_size": 32}, BERT),
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))},
+            **{"d_model": 32, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "max_position_embeddings": 64},
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1, "forced_eos_token_id": 1},
+        },
         T5,
     ),
     "marian": (
@@ -31,7 +35,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
         T5,
     ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 2}, GPT),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**SHAPE, **DRY, "pad_token_id": 1}, BERT),
     "vit": ("ViTForImageClassification", "ViTConfig", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}, GPT),
 }
 """Name -> (model class, config class, its arguments, special tokens)."""
@@ -47,11 +50,12 @@ def write_language_model(path: Path, family: str, **changes: Any) -> Path:
     torch.manual_seed(0)
     sizes = {} if family == "vit" else {"vocab_size": VOCAB}
     getattr(hf, model_class)(getattr(hf, config_class)(**{**sizes, **arguments, **changes})).save_pretrained(path)
-    _tokenizer(words).save_pretrained(path)
+    tokenizer(words).save_pretrained(path)
     return path
 
 
-def _tokenizer(words: dict[str, str]) -> Any:
+def tokenizer(words: dict[str, str]) -> Any:
+    """A tokenizer of 300 ids with special tokens."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -10,6 +10,7 @@ import torch
 import transformers
 from support.gpt2_oracle import WIDE, gradients_of
 
+from nntask import no_grad
 from nntask.models.bert import BertConfig, RobertaConfig
 from nntask.models.gemma import Gemma3Config
 from nntask.models.gpt2 import GPT2Config
@@ -17,6 +18,7 @@ from nntask.models.gpt_neo import GPTNeoConfig
 from nntask.models.gpt_neox import GPTNeoXConfig
 from nntask.models.llama import LlamaConfig
 from nntask.models.mistral import MistralConfig
+from nntask.models.opt import OPTConfig
 from nntask.models.phi import PhiConfig
 from nntask.models.qwen import FULL, SLIDING, Qwen2Config, Qwen3Config
 from nntask.models.registry import build
@@ -49,6 +51,9 @@ CONFIGS: dict[str, Any] = {
     ),
     "gpt_neox": GPTNeoXConfig(**_WHOLE_HEADS, partial_rotary_factor=0.5),
     "phi": PhiConfig(**{**_WHOLE_HEADS, "num_key_value_heads": 2}, partial_rotary_factor=0.5),
+    "opt": OPTConfig(
+        vocab_size=61, hidden_size=30, ffn_dim=47, num_hidden_layers=3, num_attention_heads=6, max_position_embeddings=13, init_std=0.2
+    ).with_dropout(0.0),
     "bert": BertConfig(**_HIDDEN).with_dropout(0.0),
     "bert classifier": BertConfig(**_HIDDEN, num_labels=3).with_dropout(0.0),
     "roberta": RobertaConfig(**{**_HIDDEN, "max_position_embeddings": 15}, type_vocab_size=1).with_dropout(0.0),
@@ -114,8 +119,8 @@ def random_batch(config: Any, seed: int) -> dict[str, np.ndarray]:
     return {**given, "targets": targets, "factor": np.array([1 / (targets >= 0).sum()], np.float32)}
 
 
-def hf_loss(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
-    """Its mean loss, a torch scalar."""
+def hf_logits(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
+    """Its scores, (B * T, V) or (B, classes)."""
     given = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch.items() if name != "factor"}
     more = {"attention_mask": given["documents"]} if "documents" in given else {}
     if "decoder_tokens" in given:
@@ -123,7 +128,30 @@ def hf_loss(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
     logits = theirs(input_ids=given["tokens"], use_cache=False, **more).logits if config.objective in ("causal", "seq2seq") else None
     if logits is None:
         logits = theirs(input_ids=given["tokens"], **more).logits
-    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), given["targets"].flatten(), ignore_index=-1)
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def hf_loss(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
+    """Its mean loss, a torch scalar."""
+    targets = torch.from_numpy(batch["targets"].astype(np.int64)).flatten()
+    return torch.nn.functional.cross_entropy(hf_logits(theirs, config, batch), targets, ignore_index=-1)
+
+
+def our_logits(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
+    """Ours, of the same shape, in fp32."""
+    target_len = batch["decoder_tokens"].shape[1] if "decoder_tokens" in batch else None
+    given = model.inputs(*batch["tokens"].shape, names=list(batch), target_len=target_len)
+    for name, tensor in given.items():
+        tensor.write(batch[name])
+    with no_grad():
+        scores = model.logits(**{name: given[name] for name in given if name not in ("targets", "factor")}).read().astype(np.float32)
+    return scores.reshape(-1, scores.shape[-1])
+
+
+def seen(batch: dict[str, np.ndarray], scores: Any) -> np.ndarray:
+    """The scores that mean something: not those of padding."""
+    documents = batch.get("documents")
+    return np.asarray(scores if documents is None or documents.size != len(scores) else scores[documents.flatten() > 0])
 
 
 def our_gradients(model: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_kinds_differ_in_shape_mode_or_work() -> None:
     ("flag", "words"),
     [
         ("--repeats=0", "--repeats must be at least 1"),
-        ("--model=gpt5", "--model must be one of"),
+        ("--model=gpt5", "--model must be a preset"),
         ("--batch=0", "--batch must be at least 1"),
         ("--minibatch=3", "--minibatch"),
         ("--dropout=2", "--dropout must be at least 0 and below 1"),

@@ -131,7 +131,7 @@ def test_tiles_are_found_by_trial(here: Path, capsys: pytest.CaptureFixture[str]
         ({"num_key_value_heads": 4}, [], 2, "num_attention_heads in small.json must be divisible by num_key_value_heads"),
         ({"hidden_act": "gelu"}, [], 2, "hidden_act in small.json must be one of silu, swish"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, [], 2, "rope_type in rope_scaling in small.json must be one of default, linear"),
-        ({"model_type": "mistral"}, [], 2, "model_type in small.json must be one of gpt2, llama"),
+        ({"model_type": "mamba"}, [], 2, "model_type in small.json must be one of gpt2, llama"),
         ({"hidden_size": None}, [], 2, "hidden_size in small.json must be a whole number"),
     ],
 )

@@ -22,7 +22,7 @@ from nntask.config.settings import from_dict
 from nntask.data.tokenizer import train_bpe
 from nntask.export.merged_weights import weights_of
 from nntask.models.llama import LlamaConfig
-from nntask.models.registry import build, family_of
+from nntask.models.registry import build
 from nntask.tiling.model_tiling import ModelTiling
 from nntask.training.initial_weights import load_model
 from scheduler import InlineRuntime
@@ -48,7 +48,7 @@ def write_base(path: Path, family: str, seed: int = 9) -> None:
     """A model directory as transformers writes it, with a tokenizer."""
     config = CONFIGS[family]
     arrays = {name: tensor.read() for name, tensor in build(config, ModelTiling(), InlineRuntime(), seed=seed).tensors().items()}
-    theirs = family_of(config).to_hf(arrays, config)
+    theirs = config.names.to_hf(arrays, config)
     path.mkdir(exist_ok=True)
     head = {"lm_head.weight"} if config.tie_word_embeddings else set()
     save_file({name: np.ascontiguousarray(value) for name, value in theirs.items() if name not in head}, path / "model.safetensors", {"format": "pt"})

@@ -25,10 +25,10 @@ from wrappers.cli import main  # noqa: E402
 from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402
 from wrappers.torch.language import language_config  # noqa: E402
 
-KINDS = {"gpt_neox": hf.AutoModelForCausalLM, "bert": hf.AutoModelForMaskedLM, "t5": hf.AutoModelForSeq2SeqLM}
-MOSTLY = ["bert", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "t5"))]
+KINDS = {"stablelm": hf.AutoModelForCausalLM, "electra": hf.AutoModelForMaskedLM, "bart": hf.AutoModelForSeq2SeqLM}
+MOSTLY = ["electra", *(pytest.param(name, marks=pytest.mark.long) for name in ("stablelm", "bart"))]
 """The kinds for tests that take seconds: one in the default run."""
-KIND_OF = {"gpt_neox": "causal", "bert": "masked", "t5": "pairs"}
+KIND_OF = {"stablelm": "causal", "electra": "masked", "bart": "pairs"}
 LENGTH = 48
 FLAGS = [
     *["--dataset=text", "--dataset-path=text", "--batch=4", "--minibatch=2", "--seq-len=48", "--steps=4", "--lr=1e-2", "--sample-tokens=0"],
@@ -137,13 +137,13 @@ def test_a_resumed_run_goes_on_with_the_same_bits(here: Path, family: str, capsy
 @pytest.mark.long
 def test_validation_and_sample(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two validations of a masked model are of the same masks; a causal one says bits per byte and ends with text, also within the least memory."""
-    train("bert", "a", "--lr=0", "--eval-every=1", "--eval-batches=3")
+    train("electra", "a", "--lr=0", "--eval-every=1", "--eval-batches=3")
     lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
     assert len(lines) == 4
     assert len(set(lines)) == 1
     assert "bits/byte" not in lines[0]
-    least = planned("gpt_neox", "--disk=scratch", capsys=capsys)["minimum_budget_bytes"]["ram"]
-    train("gpt_neox", "b", "--eval-every=2", "--sample-tokens=5", "--prompt=line 5", f"--ram={least}", "--disk=scratch")
+    least = planned("stablelm", "--disk=scratch", capsys=capsys)["minimum_budget_bytes"]["ram"]
+    train("stablelm", "b", "--eval-every=2", "--sample-tokens=5", "--prompt=line 5", f"--ram={least}", "--disk=scratch")
     out = capsys.readouterr().out
     assert out.count("bits/byte") == 2
     assert "--- sample\nline 5" in out
@@ -151,9 +151,9 @@ def test_validation_and_sample(here: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_loss_of_a_validation_is_that_of_its_sequences(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 3 sequences in minibatches of 2, the empty place counts for nothing: transformers' mean over the three."""
-    train("gpt_neox", "a", "--lr=0", "--steps=1", "--eval-every=1", "--dataset=train.bin", "--dataset-path=ids", *ids(here, "gpt_neox", 3))
+    train("stablelm", "a", "--lr=0", "--steps=1", "--eval-every=1", "--dataset=train.bin", "--dataset-path=ids", *ids(here, "stablelm", 3))
     said = next(line for line in capsys.readouterr().out.splitlines() if "validation loss" in line)
-    module = hf.AutoModelForCausalLM.from_pretrained("gpt_neox")
+    module = hf.AutoModelForCausalLM.from_pretrained("stablelm")
     tokens = torch.from_numpy(np.fromfile("ids/val.bin", np.uint16).astype(np.int64)[: 3 * LENGTH]).view(3, LENGTH)
     assert f"loss {module(input_ids=tokens, labels=tokens).loss.item():.4f} " in said
 
@@ -170,56 +170,56 @@ def ids(here: Path, family: str, num_validation: int) -> list[str]:
 @pytest.mark.long
 def test_recomputation_and_dropout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--recompute block needs less memory and has the same losses; --dropout changes them, and is seeded."""
-    found = train("gpt_neox", "a")
-    assert train("gpt_neox", "b", "--recompute=block") == found
-    needs = [planned("gpt_neox", *more, capsys=capsys)["needed_bytes"] for more in ([], ["--recompute=block"])]
+    found = train("stablelm", "a")
+    assert train("stablelm", "b", "--recompute=block") == found
+    needs = [planned("stablelm", *more, capsys=capsys)["needed_bytes"] for more in ([], ["--recompute=block"])]
     assert needs[1] < needs[0]
-    dropped = [train("gpt_neox", name, "--dropout=0.5", *more) for name, more in (("c", []), ("d", ["--recompute=block"]))]
+    dropped = [train("stablelm", name, "--dropout=0.5", *more) for name, more in (("c", []), ("d", ["--recompute=block"]))]
     assert dropped[0] != found
     assert dropped[0] == dropped[1]
 
 
 def test_a_plan_says_what_a_step_takes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters, tasks, memory and time, of this machine and of an imaginary one; no weight is read."""
-    length = (here / "bert" / "model.safetensors").stat().st_size
-    with (here / "bert" / "model.safetensors").open("r+b") as file:
+    length = (here / "electra" / "model.safetensors").stat().st_size
+    with (here / "electra" / "model.safetensors").open("r+b") as file:
         file.seek(length - 4)
         file.write(b"\xff\xff\xff\x7f")  # nan, which a reader would refuse
-    assert main(["plan", "--init-from=bert", *FLAGS]) == 0
+    assert main(["plan", "--init-from=electra", *FLAGS]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "bert is trained through PyTorch: nntask has no tiles for it"
+    assert lines[0] == "electra is trained through PyTorch: nntask has no tiles for it"
     assert "tiles               each tensor is one" in lines
     assert lines[-1] == "feasible            yes"
-    module = hf.AutoModelForMaskedLM.from_config(hf.AutoConfig.from_pretrained("bert"))
-    figures = planned("bert", "--devices=2x4MB@1TF", "--ram=1GB", capsys=capsys)
+    module = hf.AutoModelForMaskedLM.from_config(hf.AutoConfig.from_pretrained("electra"))
+    figures = planned("electra", "--devices=2x4MB@1TF", "--ram=1GB", capsys=capsys)
     assert figures["parameters"] == figures["trained_parameters"] == sum(p.numel() for p in module.parameters())
     assert set(figures["budget_bytes"]) == {"ram", "gpu:0", "gpu:1"}
     assert figures["seconds_per_step"] > 0
-    assert main(["plan", "--init-from=bert", *FLAGS, "--ram=500KB"]) == 3
+    assert main(["plan", "--init-from=electra", *FLAGS, "--ram=500KB"]) == 3
     assert "it would fit with --ram" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("family", "more", "code", "words"),
     [
-        ("bert", ["--seq-tile=16"], 2, "--seq-tile 16 is about the tiles of nntask's own models"),
-        ("bert", ["--auto-tile=measured"], 2, "--auto-tile measured is about the tiles"),
-        ("bert", ["--lanes=2"], 2, "--lanes 2 sums gradients of nntask's own models in parallel"),
-        ("bert", ["--dtype=bf16"], 2, "--dtype bf16 is another arithmetic than fp32"),
-        ("bert", ["--no-flashattention"], 2, "--no-flashattention is about nntask's own models"),
-        ("bert", ["--train=lora:4"], 2, "--train lora:4 puts adapters into nntask's own models"),
-        ("bert", ["--loss-reduction=sum"], 2, "--loss-reduction sum sums over the tokens"),
-        ("bert", ["--nforward=2"], 2, "--nforward 2 times passes"),
-        ("bert", ["--dask=local:2", "--lanes=2"], 2, "--lanes 2"),
-        ("bert", ["--ngpu=1"], 2, "--ngpu 1 is about GPUs, and PyTorch computes on CPUs here"),
-        ("bert", ["--restrict=cuda"], 2, "--restrict cuda is about GPUs, and PyTorch computes on CPUs here"),
-        ("bert", ["--sample-tokens=8"], 2, "--sample-tokens 8 is for the text of a model that predicts the next token, which this bert is not"),
-        ("bert", ["--seq-len=65"], 2, "--seq-len must be at most max_position_embeddings = 64, got 65"),
-        ("gpt_neox", ["--seq-len=1"], 2, "--seq-len must be at least 2 for a gpt_neox"),
-        ("bert", ["--tokenizer=bytes"], 2, "the tokenizer of the data has none; name the model's own with --tokenizer-path DIR"),
+        ("electra", ["--seq-tile=16"], 2, "--seq-tile 16 is about the tiles of nntask's own models"),
+        ("electra", ["--auto-tile=measured"], 2, "--auto-tile measured is about the tiles"),
+        ("electra", ["--lanes=2"], 2, "--lanes 2 sums gradients of nntask's own models in parallel"),
+        ("electra", ["--dtype=bf16"], 2, "--dtype bf16 is another arithmetic than fp32"),
+        ("electra", ["--no-flashattention"], 2, "--no-flashattention is about nntask's own models"),
+        ("electra", ["--train=lora:4"], 2, "--train lora:4 puts adapters into nntask's own models"),
+        ("electra", ["--loss-reduction=sum"], 2, "--loss-reduction sum sums over the tokens"),
+        ("electra", ["--nforward=2"], 2, "--nforward 2 times passes"),
+        ("electra", ["--dask=local:2", "--lanes=2"], 2, "--lanes 2"),
+        ("electra", ["--ngpu=1"], 2, "--ngpu 1 is about GPUs, and PyTorch computes on CPUs here"),
+        ("electra", ["--restrict=cuda"], 2, "--restrict cuda is about GPUs, and PyTorch computes on CPUs here"),
+        ("electra", ["--sample-tokens=8"], 2, "--sample-tokens 8 is for the text of a model that predicts the next token, which this electra is not"),
+        ("electra", ["--seq-len=65"], 2, "--seq-len must be at most max_position_embeddings = 64, got 65"),
+        ("stablelm", ["--seq-len=1"], 2, "--seq-len must be at least 2 for a stablelm"),
+        ("electra", ["--tokenizer=bytes"], 2, "the tokenizer of the data has none; name the model's own with --tokenizer-path DIR"),
         ("vit", [], 2, "model_type in vit/config.json is vit (ViTForImageClassification), and models that nntask trains through PyTorch are causal"),
-        ("bert", ["--ram=500KB"], 3, "it would fit with --ram"),
-        ("bert", ["--model=gpt2"], 2, "--init-from bert brings its own config and weights"),
+        ("electra", ["--ram=500KB"], 3, "it would fit with --ram"),
+        ("electra", ["--model=gpt2"], 2, "--init-from electra brings its own config and weights"),
     ],
 )
 def test_refusals(here: Path, capsys: pytest.CaptureFixture[str], family: str, more: list[str], code: int, words: str) -> None:
@@ -231,51 +231,51 @@ def test_refusals(here: Path, capsys: pytest.CaptureFixture[str], family: str, m
 
 def test_directories_that_cannot_be_used(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer, a family that nobody knows, weights of another shape, and packages that are not there."""
-    argv = ["train", "--init-from=bert", *FLAGS, "--run-dir=run"]
-    config = json.loads(Path("bert/config.json").read_text())
-    Path("bert/config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    argv = ["train", "--init-from=electra", *FLAGS, "--run-dir=run"]
+    config = json.loads(Path("electra/config.json").read_text())
+    Path("electra/config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
     code, err = refuse(capsys, argv)
     assert (code, "has shape (64, 32), the module needs (48, 32)" in err) == (4, True), err
-    Path("bert/tokenizer.json").unlink()
+    Path("electra/tokenizer.json").unlink()
     code, err = refuse(capsys, argv)
-    assert (code, "--init-from bert has no tokenizer.json, and its weights know the ids of one tokenizer only" in err) == (4, True), err
-    Path("bert/config.json").write_text(json.dumps({**config, "model_type": "bort"}))
+    assert (code, "--init-from electra has no tokenizer.json, and its weights know the ids of one tokenizer only" in err) == (4, True), err
+    Path("electra/config.json").write_text(json.dumps({**config, "model_type": "bort"}))
     code, err = refuse(capsys, argv)
-    assert (code, 'model_type in bert/config.json is "bort", which neither nntask nor transformers' in err) == (2, True), err
+    assert (code, 'model_type in electra/config.json is "bort", which neither nntask nor transformers' in err) == (2, True), err
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == "torch" else real(name, package))
     for command in ("train", "plan"):
-        code, err = refuse(capsys, [command, "--init-from=gpt_neox", *FLAGS])
-        words = "is gpt_neox, which is trained through PyTorch, and that needs the torch package; pip install -e '.[torch]'"
+        code, err = refuse(capsys, [command, "--init-from=stablelm", *FLAGS])
+        words = "is stablelm, which is trained through PyTorch, and that needs the torch package; pip install -e '.[torch]'"
         assert (code, words in err) == (2, True), err
 
 
 def test_a_variable_that_asks_for_tiles_is_named(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the environment or a TOML file says is refused under its own name."""
     Path("run.toml").write_text("seq_tile = 16\n")
-    code, err = refuse(capsys, ["train", "--init-from=bert", *FLAGS, "--config=run.toml"])
+    code, err = refuse(capsys, ["train", "--init-from=electra", *FLAGS, "--config=run.toml"])
     assert (code, "seq_tile in run.toml 16 is about the tiles" in err) == (2, True), err
 
 
 def test_a_pickle_is_converted_by_the_command_that_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The class is the config's, so that a masked model keeps its head; tokenizer files are converted where there are some."""
-    weights = load_file("bert/model.safetensors")
-    torch.save(weights, "bert/pytorch_model.bin")
-    Path("bert/model.safetensors").unlink()
-    code, err = refuse(capsys, ["train", "--init-from=bert", *FLAGS, "--run-dir=run"])
-    assert (code, "from transformers import BertForMaskedLM as M, AutoTokenizer as T; " in err) == (4, True), err
-    command = err.split('python -c "')[1].split('", then give bert-safetensors')[0]
+    weights = load_file("electra/model.safetensors")
+    torch.save(weights, "electra/pytorch_model.bin")
+    Path("electra/model.safetensors").unlink()
+    code, err = refuse(capsys, ["train", "--init-from=electra", *FLAGS, "--run-dir=run"])
+    assert (code, "from transformers import ElectraForMaskedLM as M, AutoTokenizer as T; " in err) == (4, True), err
+    command = err.split('python -c "')[1].split('", then give electra-safetensors')[0]
     exec(command, {})
-    assert json.loads(Path("bert-safetensors/config.json").read_text())["architectures"] == ["BertForMaskedLM"]
-    found = load_file("bert-safetensors/model.safetensors")
+    assert json.loads(Path("electra-safetensors/config.json").read_text())["architectures"] == ["ElectraForMaskedLM"]
+    found = load_file("electra-safetensors/model.safetensors")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], value) for name, value in weights.items())
-    assert main(["train", "--init-from=bert-safetensors", *FLAGS, "--run-dir=run"]) == 0
-    for path in Path("bert").glob("tokenizer*"):
+    assert main(["train", "--init-from=electra-safetensors", *FLAGS, "--run-dir=run"]) == 0
+    for path in Path("electra").glob("tokenizer*"):
         path.unlink()
     capsys.readouterr()
-    code, err = refuse(capsys, ["train", "--init-from=bert", *FLAGS, "--run-dir=other", "--tokenizer-path=bert-safetensors"])
-    assert (code, "from transformers import BertForMaskedLM as M; " in err, "AutoTokenizer" in err) == (4, True, False), err
+    code, err = refuse(capsys, ["train", "--init-from=electra", *FLAGS, "--run-dir=other", "--tokenizer-path=electra-safetensors"])
+    assert (code, "from transformers import ElectraForMaskedLM as M; " in err, "AutoTokenizer" in err) == (4, True, False), err
 
 
 def test_weights_that_a_family_stores_otherwise(folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

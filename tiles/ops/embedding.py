@@ -9,24 +9,24 @@ from ..tensor import TileTensor
 from .grid import chained, same_axis
 
 
-def embedding(tokens: TileTensor, table: TileTensor) -> TileTensor:
-    """x[b, t] = table[tokens[b, t]]  # (B, T) int32, (V, C) -> (B, T, C).
+def embedding(tokens: TileTensor, table: TileTensor, first: int = 0) -> TileTensor:
+    """x[b, t] = table[first + tokens[b, t]]  # (B, T) int32, (V, C) -> (B, T, C).
 
-    A token id outside [0, V) fails the task with IndexError, naming the id and its position.
+    A token id outside [0, V - first) fails the task with IndexError, naming the id and its position.
     """
     (b, t), (vocab, width) = tokens.shape, table.shape
     x = TileTensor(tokens.runtime, (b, t, width), (*tokens.tile, table.tile[1]), table.dtype, name="embedding")
     for index in x.tiling.indices():
         for v in range(table.grid[0]):
             accesses: list[Access] = [(tokens[index[:2]], R), (table[v, index[2]], R), (x[index], chained(v))]
-            emit(x.runtime, "embedding", accesses, v_start=v * table.tile[0], vocab=vocab, accumulate=v > 0)
+            emit(x.runtime, "embedding", accesses, v_start=v * table.tile[0] - first, vocab=vocab - first, accumulate=v > 0)
     return x
 
 
-def embedding_backward(tokens: TileTensor, dy: TileTensor, dtable: TileTensor) -> None:
-    """dtable[tokens[b, t]] += dy[b, t]; every tile of dtable receives a contribution from each tile of dy."""
+def embedding_backward(tokens: TileTensor, dy: TileTensor, dtable: TileTensor, first: int = 0) -> None:
+    """dtable[first + tokens[b, t]] += dy[b, t]; every tile of dtable receives a contribution from each tile of dy."""
     same_axis(dy, 2, dtable, 1)
     for index in dy.tiling.indices():
         for v in range(dtable.grid[0]):
             accesses: list[Access] = [(tokens[index[:2]], R), (dy[index], R), (dtable[v, index[2]], REDUX)]
-            emit(dy.runtime, "embedding_backward", accesses, v_start=v * dtable.tile[0])
+            emit(dy.runtime, "embedding_backward", accesses, v_start=v * dtable.tile[0] - first)

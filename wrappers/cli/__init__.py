@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "data": "prepare train.bin and val.bin from a dataset",
     "export": "write a run or a checkpoint as a Hugging Face model directory",
     "plan": "parameters, bytes and tasks of a training run, without running it",
+    "models": "list the families of models and their presets, with parameters and bytes",
     "compare": "run two kinds of workers side by side and name the first task whose results differ",
     "report": "draw a run: steps, memory, links, workers, codelets and bounds, in one HTML file",
     "devices": "what this machine offers",

@@ -1,4 +1,4 @@
-"""PyTorch: tile tensors as torch tensors and back, through DLPack; transformers' GPT-2 and LLaMA modules as models, and models or runs as modules.
+"""PyTorch: tile tensors as torch tensors and back, through DLPack; modules of transformers as models, and models or runs as modules.
 
 torch is imported inside the functions, so importing this module does not need it. A tile is borrowed without a copy, as DLPack does; a whole tensor
 is one copy, because its tiles are not contiguous.
@@ -6,10 +6,11 @@ is one copy, because its tiles are not contiguous.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     import torch
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
+_AUTO: Final = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "classify": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+"""Objective -> transformers' class of modules that have its head."""
 
 
 @contextmanager
@@ -62,7 +70,7 @@ def from_tensor(values: torch.Tensor, tensor: TileTensor) -> None:
 
 
 def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = None, *, dtype: npt.DTypeLike = np.float32) -> LanguageModel:
-    """A model on a runtime with the weights of transformers' ``GPT2LMHeadModel`` or ``LlamaForCausalLM``, which are copied.
+    """A model on a runtime with the weights of a module of transformers, of a family here, which are copied.
 
     Args:
         module: the module.
@@ -80,7 +88,7 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
     if family is None:
         known, what = ", ".join(FAMILIES), type(module).__name__ if kind is None else f"model_type {kind!r}"
         raise UsageError(f"from_torch takes modules of transformers of the families {known}, got {what}; use one of these")
-    config = family.config.from_dict(values, f"the config of {type(module).__name__}")
+    config = family.config.from_dict({**values, "architectures": [type(module).__name__]}, f"the config of {type(module).__name__}")
     model = build(config, tiling or ModelTiling(), runtime, dtype=dtype, seed=None)
     state = {name: _as_numpy(value) for name, value in module.state_dict().items()}
     for name, array in state.items():
@@ -109,8 +117,8 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
             weight.read(arrays[name])
     values = config.to_dict()
     state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in config.names.to_hf(arrays, config).items()}
-    module = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**values, **ids.to_dict()), dtype=next(iter(state.values())).dtype
+    module = getattr(transformers, _AUTO[config.objective]).from_config(
+        transformers.AutoConfig.for_model(**json.loads(json.dumps(values)), **ids.to_dict()), dtype=next(iter(state.values())).dtype
     )
     module.load_state_dict(state)
     return module.eval()

@@ -132,7 +132,7 @@ def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelC
     from .standard import length_of
 
     if not settings.config_path and settings.model not in PRESETS:
-        raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {settings.model!r}; use --model gpt2")
+        raise UsageError(f"--model must be a preset that nntask models lists, got {settings.model!r}; use --model gpt2")
     config: ModelConfig = config_from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
     train = TrainSettings(
         model=ModelSettings(model=settings.model, seq_len=length_of(config) if settings.seq_len is None else settings.seq_len),

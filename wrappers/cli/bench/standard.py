@@ -58,7 +58,7 @@ def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None
     from nntask import UsageError
 
     if model not in PRESETS:
-        raise UsageError(f"--model must be one of {', '.join(PRESETS)}, got {model!r}; use --model gpt2")
+        raise UsageError(f"--model must be a preset that nntask models lists, got {model!r}; use --model gpt2")
     length = length_of(PRESETS[model]) if seq_len is None else seq_len
     tiling = STANDARD.tiling if model == "gpt2" else TilingSettings(minibatch_tile=1)
     return replace(STANDARD, model=ModelSettings(model=model, seq_len=length), tiling=replace(tiling, batch=batch, minibatch=minibatch))

@@ -18,7 +18,7 @@ WIDEST: Final = 129
 S = TypeVar("S")
 
 
-def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequence[str] = ()) -> tuple[S, list[str]]:
+def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequence[str] = (), optional: Sequence[str] = ()) -> tuple[S, list[str]]:
     """Parse a command line.
 
     Args:
@@ -26,6 +26,7 @@ def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequen
         argv: the words of the command line.
         program: name of the command, for messages and the help.
         words: names of the positional arguments; all are required.
+        optional: names of those after them, which may be left out.
 
     Returns:
         The settings and the positional words.
@@ -37,9 +38,9 @@ def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequen
     from nntask import UsageError
 
     if any(token in ("-h", "--help") for token in argv):
-        show_help(settings, program, words)
+        show_help(settings, program, [*words, *(f"[{word}]" for word in optional)])
     table = table_of(settings)
-    values, found = scan(argv, table, len(words))
+    values, found = scan(argv, table, len(words) + len(optional))
     if len(found) < len(words):
         raise UsageError(f"{program.removeprefix('nntask ')} needs {' '.join(words)}; see {program} --help")
     return build(settings(), values, table), found

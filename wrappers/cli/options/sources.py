@@ -173,16 +173,16 @@ def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
 
 
 def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> ModelConfig:
-    """The config of the model that the settings name, with --dropout applied; a resumed run has its own config, unless a flag names another.
+    """The config of the model that the settings name, with --objective and --dropout applied; a resumed run has its own, unless a flag names another.
 
     Raises:
-        UsageError: there is no such preset.
-        DataError: the config cannot be read.
+        UsageError: there is no such preset, or --objective is not for the model.
+        DataError: the config, or data that say what its head is, cannot be read.
     """
     import difflib
 
     from nntask import PRESETS, UsageError
-    from nntask.config import TINY
+    from nntask.config import TINY, with_head
     from nntask.models import config_from_json
 
     model = settings.model
@@ -200,9 +200,12 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, 1)
             raise UsageError(
-                f"--model must be one of {', '.join(PRESETS)}, got {name!r}" + (f"; did you mean {near[0]}?" if near else "; or use --config-path")
+                f"--model must be a preset that nntask models lists, got {name!r}; "
+                + (f"did you mean {near[0]}?" if near else "choose one of them, or use --config-path")
             )
         config = PRESETS[name]
+    if resumed is None:
+        config = with_head(settings, config)
     if model.dropout is not None:
         config = config.with_dropout(model.dropout)
     return config

@@ -1,0 +1,98 @@
+"""Fields of configs with their rules: one declaration is a field, its check, its default and its example in error messages.
+
+A value of the wrong JSON type is an error and is never converted, apart from whole numbers where a float belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, field
+from typing import Any, Final
+
+from ..errors import UsageError
+from .config_checks import LARGEST_COUNT, LARGEST_DEPTH, check_choice, check_count, check_positive, check_probability, check_switch, shown
+
+Check = Callable[[str, Any, str], None]
+"""(key, value, source): raises `UsageError` where the value breaks its rule."""
+
+ACTIVATIONS: Final = {
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelutanh": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+"""Name of an activation in configs -> name of its kernel. The first four names are the tanh approximation of GELU."""
+
+
+def _field(check: Check, default: Any, *, convert: Callable[[Any], Any] | None = None) -> Any:
+    return field(default=default, metadata={"check": check, "convert": convert})
+
+
+def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_null: bool = False, or_zero: bool = False) -> Any:
+    """A field of a whole number from 1 to `most`, or null or 0 where that is its default or allowed; `usual` is the example of error messages."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if not (value is None and (or_null or default is None)) and not (or_zero and type(value) is int and value == 0):
+            check_count(key, value, source, usual, most)
+
+    return _field(check, default)
+
+
+def depth(usual: int, default: Any = MISSING) -> Any:
+    """A field of a number of blocks."""
+    return count(usual, default, LARGEST_DEPTH)
+
+
+def positive(usual: float, default: Any = MISSING) -> Any:
+    """A field of a number above 0, or null where that is its default."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if value is not None or default is not None:
+            check_positive(key, value, source, usual)
+
+    return _field(check, default, convert=float)
+
+
+def probability(default: float | None) -> Any:
+    """A field of a number in [0, 1), or null where that is its default."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if value is not None or default is not None:
+            check_probability(key, value, source)
+
+    return _field(check, default, convert=float)
+
+
+def switch(default: bool) -> Any:
+    """A field of true or false."""
+    return _field(check_switch, default)
+
+
+def choice(names: Collection[str], default: Any = MISSING) -> Any:
+    """A field of one of some strings."""
+    return _field(lambda key, value, source: check_choice(key, value, names, source), default)
+
+
+def token(default: int | None) -> Any:
+    """A field of the id of a token, or null."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if value is not None and (type(value) is not int or value < 0):
+            raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}; write for example 0")
+
+    return _field(check, default)
+
+
+def layer_kinds(kinds: Collection[str]) -> Any:
+    """A field of a list with one of `kinds` for every block, or null."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if value is not None and (not isinstance(value, (list, tuple)) or any(kind not in kinds for kind in value)):
+            raise UsageError(f"{key} in {source} must be a list of {' and '.join(kinds)}, one for every layer, got {shown(value)}; correct it")
+
+    return _field(check, None, convert=tuple)

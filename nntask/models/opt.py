@@ -1,0 +1,136 @@
+"""OPT (Zhang et al., 2022), with the semantics of transformers' ``OPTForCausalLM``: a GPT-2 with ReLU whose first token has position 2.
+
+This file is the example of `docs/guides/models.md`: a config with its rules, a description, and the names of the weights in files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from ..errors import UsageError
+from .config_checks import shown
+from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
+from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .family_config import KeyedConfig
+from .names import Names
+
+FIRST_POSITION: Final = 2
+"""The row of the table of positions that belongs to the first token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPTConfig(KeyedConfig):
+    """Shape and hyperparameters of an OPT; field names and meaning as in ``transformers.OPTConfig``.
+
+    Args:
+        vocab_size: V, number of token ids.
+        hidden_size: C, width of the residual stream.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: H, attention heads; divides hidden_size.
+        ffn_dim: I, width inside the feed-forward layer.
+        max_position_embeddings: P, longest sequence.
+        activation_function: one of `ACTIVATIONS`.
+        dropout, attention_dropout: dropout probability after each layer, on attention probabilities.
+        init_std: standard deviation of initial weights.
+        enable_bias: whether products have biases.
+        tie_word_embeddings: whether the head is the token embedding.
+        pad_token_id: id of padding.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    vocab_size: int = count(50272)
+    hidden_size: int = count(768)
+    num_hidden_layers: int = depth(12)
+    num_attention_heads: int = count(12)
+    ffn_dim: int = count(3072)
+    max_position_embeddings: int = count(2048)
+    activation_function: str = choice(ACTIVATIONS, "relu")
+    dropout: float = probability(0.1)
+    attention_dropout: float = probability(0.0)
+    init_std: float = positive(0.02, 0.02)
+    enable_bias: bool = switch(True)
+    tie_word_embeddings: bool = switch(True)
+    pad_token_id: int | None = token(1)
+
+    model_type: ClassVar[str] = "opt"
+    title: ClassVar[str] = "OPT"
+    architecture: ClassVar[str] = "OPTForCausalLM"
+    inner_key: ClassVar[str] = "ffn_dim"
+    dropouts: ClassVar[tuple[str, ...]] = ("dropout", "attention_dropout")
+    names: ClassVar[Names] = Names(
+        modules={
+            "embed": "embed_tokens",
+            "stack": "",
+            "positions": "embed_positions",
+            "blocks": "layers",
+            "attention_norm": "self_attn_layer_norm",
+            "attention": "self_attn",
+            "q": "q_proj",
+            "k": "k_proj",
+            "v": "v_proj",
+            "out": "out_proj",
+            "feed_forward_norm": "final_layer_norm",
+            "feed_forward": "",
+            "up": "fc1",
+            "down": "fc2",
+            "norm": "final_layer_norm",
+        },
+        prefix="model.decoder.",
+        embedding="model.decoder.embed_tokens.weight",
+    )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """What only OPT-350m has is refused: embeddings of another width, and norms after the layers."""
+        width = values.get("word_embed_proj_dim")
+        if width is not None and width != values.get("hidden_size"):
+            raise UsageError(
+                f"word_embed_proj_dim in {source} must be hidden_size = {values.get('hidden_size')}, got {shown(width)}; use another OPT than 350m"
+            )
+        for key, usual in {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}.items():
+            if values.get(key, usual) is not usual:
+                raise UsageError(f"{key} in {source} must be {shown(usual)}, got {shown(values[key])}; use another OPT than 350m")
+        return super().read(values, source)
+
+    @property
+    def initializer_range(self) -> float:
+        """Standard deviation of initial weights."""
+        return self.init_std
+
+    @property
+    def description(self) -> Description:
+        """The model's parts."""
+        std, norm = self.init_std, NormShape(kind="layer", eps=1e-5)
+        attention = AttentionShape.of(self, has_bias=self.enable_bias, has_out_bias=self.enable_bias, dropout=self.attention_dropout)
+        activation = ACTIVATIONS[self.activation_function]
+        feed_forward = FeedForwardShape(
+            inner_size=self.inner_size, activation=activation, has_gate=False, has_bias=self.enable_bias, std=std, out_std=std
+        )
+        block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=self.dropout)
+        rows = self.n_positions + FIRST_POSITION
+        stack = StackShape(blocks=(block,) * self.n_layer, std=std, num_positions=rows, first_position=FIRST_POSITION, norm=norm)
+        return Description(stack=stack, head=HeadShape(is_tied=self.tie_word_embeddings, std=std))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as Hugging Face's JSON object."""
+        return {**super().to_dict(), "word_embed_proj_dim": self.hidden_size, "do_layer_norm_before": True}
+
+
+def _opt(hidden: int, layers: int, heads: int) -> OPTConfig:
+    """The config of an OPT, which differ in three numbers."""
+    return OPTConfig(
+        vocab_size=50272,
+        hidden_size=hidden,
+        ffn_dim=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=2048,
+    )
+
+
+PRESETS: Final[Mapping[str, OPTConfig]] = {"opt-125m": _opt(768, 12, 12), "opt-1.3b": _opt(2048, 24, 32)}
+"""Name -> config: OPT 125M and 1.3B."""

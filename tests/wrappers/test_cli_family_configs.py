@@ -1,0 +1,76 @@
+"""``nntask train`` on the families: each objective is learnt from a config, and wrong configs, data and flags are one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import refuse
+from support.objective_data import TEXTS, lines_in
+from support.transformers_oracle import CONFIGS
+
+from wrappers.cli import main
+
+TRAIN = ["train", "--tokenizer=bytes", "--seq-len=8", "--batch=4", "--steps=1", "--ncpu=1", "--sample-tokens=0"]
+
+
+@pytest.fixture
+def here(folder: Path) -> Path:
+    """A directory with data."""
+    lines_in(folder / "text.jsonl", [{"text": text} for text in TEXTS])
+    lines_in(folder / "labels.jsonl", [{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
+    lines_in(folder / "far.jsonl", [{"text": text, "label": at} for at, text in enumerate(TEXTS)])
+    (folder / "text.txt").write_text("\n".join(TEXTS))
+    return folder
+
+
+def config_of(name: str, **changes: Any) -> str:
+    """The flag for a family's config with changed values, in a file of this directory."""
+    Path("config.json").write_text(json.dumps({**CONFIGS[name].to_dict(), "vocab_size": 300, **changes}))
+    return "--config-path=config.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("t5", ["--dataset=text", "--dataset-path=text.txt"]),
+        ("bert classifier", ["--dataset=jsonl", "--dataset-path=labels.jsonl"]),
+        ("bert", ["--dataset=jsonl", "--dataset-path=labels.jsonl", "--objective=classify"]),
+        ("gpt_neo", ["--dataset=text", "--dataset-path=text.txt"]),
+    ],
+)
+def test_a_config_trains(here: Path, capsys: pytest.CaptureFixture[str], name: str, flags: list[str]) -> None:
+    """What it learns by itself, or what --objective makes of it; the run goes on with the same head."""
+    assert main([*TRAIN, config_of(name), *flags, "--run-dir=run"]) == 0
+    assert main(["train", "--resume=run", "--steps=2"]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+
+
+CLASSIFIED = ["--dataset=jsonl", "--dataset-path=far.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags", "code", "words"),
+    [
+        ("bert classifier", {}, ["--dataset=text", "--dataset-path=text.txt"], 2, "got --dataset text; use --dataset jsonl"),
+        ("bert classifier", {}, CLASSIFIED, 4, 'must have a "label", a whole number from 0 to 2, got 3'),
+        ("bert", {}, ["--dataset=text", "--dataset-path=text.txt"], 4, "the tokenizer of the data has none or is not known"),
+        ("bert", {}, ["--dataset=text", "--dataset-path=text.txt", "--objective=seq2seq"], 2, "is not for a bert, which learns masked, classify"),
+        ("t5", {}, ["--dataset=text", "--dataset-path=text.txt", "--objective=causal"], 2, "is not for a t5, which learns seq2seq"),
+        ("t5", {"relative_attention_num_buckets": 9}, [], 2, "must be a multiple of 4"),
+        ("gpt_neo", {"num_layers": 10**40}, [], 2, "num_layers in config.json must be at most"),
+        ("gemma3", {"layer_types": 3}, [], 2, "layer_types in config.json must be a list of"),
+        ("mistral", {"sliding_window": 0}, [], 2, "sliding_window in config.json must be at least 1"),
+        ("phi", {"num_attention_heads": "6"}, [], 2, "num_attention_heads in config.json must be a whole number"),
+        ("bert classifier", {"num_labels": 7}, CLASSIFIED, 2, "must name num_labels = 7 classes"),
+        ("qwen2", {"model_type": "qwen"}, [], 2, "qwen"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, changes: dict[str, Any], flags: list[str], code: int, words: str
+) -> None:
+    """With the exit code of what is wrong."""
+    found, message = refuse(capsys, [*TRAIN, config_of(name, **changes), *flags])
+    assert (found, words in message) == (code, True), message
