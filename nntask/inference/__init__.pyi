@@ -1,4 +1,5 @@
 from .beams import STEEPEST, BeamSearch, Hypothesis, search
+from .filled_masks import FilledMask, fill
 from .generator import Generator
 from .memory_check import check_memory, check_scoring
 from .penalties import Penalties
@@ -11,6 +12,7 @@ __all__ = [
     "HOW",
     "STEEPEST",
     "BeamSearch",
+    "FilledMask",
     "Generator",
     "Hypothesis",
     "ModelSource",
@@ -20,6 +22,7 @@ __all__ = [
     "check_memory",
     "check_scoring",
     "choose",
+    "fill",
     "perplexity",
     "sample_prompt",
     "sample_text",

@@ -6,6 +6,8 @@ the tasks are others. Texts of unequal length need no padding: every token knows
 
 The context is the most tokens a model looks at. A longer prompt is refused, and a text ends when its context is full: sliding the window would give
 every cached key another position, and so compute everything again for each token.
+
+Where a model has an encoder, that reads the prompts, once; texts are what the decoder says then, and begin with the token before every output.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
 from .beams import BeamSearch, Hypothesis, Rows, search
+from .encoded import attended, padded
 from .penalties import NO_PENALTIES, Penalties
 from .sampling import Sampling, choose
 
@@ -42,10 +45,10 @@ class _DecodingStep:
 
 
 class Generator:
-    """Continues prompts with a model.
+    """Continues prompts with a model, or answers those that its encoder reads.
 
     Args:
-        context: most tokens that the model looks at, at most its longest sequence.
+        context: most tokens that the model looks at, at most its longest sequence; of prompt and text each where there is an encoder.
         use_cache: False computes every token from the whole text again, for comparison.
     """
 
@@ -56,8 +59,11 @@ class Generator:
         """Check that prompts can be continued.
 
         Raises:
-            UsageError: there are none, or one is empty, longer than the context, or has ids that the model does not know.
+            UsageError: there are none, or one is empty, longer than the context, or has ids that the model does not know; or the model writes none.
         """
+        if (kind := self.model.config.objective) not in ("causal", "seq2seq"):
+            what = "predicts masked tokens" if kind == "masked" else "predicts a class"
+            raise UsageError(f"a {self.model.config.model_type} that {what} writes no texts; use a model that predicts the next token")
         if not prompts:
             raise UsageError("texts begin with a prompt each, and there are none; give at least one")
         for number, prompt in enumerate(prompts, 1):
@@ -94,9 +100,9 @@ class Generator:
             Diverged: the model's scores are not finite.
         """
         self.check(prompts)
-        texts = [list(prompt) for prompt in prompts]
+        texts = self.begins(prompts)
         goes_on = [True] * len(texts)
-        scores = self._scorer(texts, count)
+        scores = self._scorer(prompts, texts, count)
         for number in range(count):
             found = scores()
             tokens: list[int | None] = []
@@ -134,36 +140,45 @@ class Generator:
             Diverged: the model's scores are not finite.
         """
         self.check(prompts)
-        limits = [min(count, self.context + 1 - len(prompt)) for prompt in prompts]
+        begins = self.begins(prompts)
+        limits = [min(count, self.context + 1 - len(begin)) for begin in begins]
 
         def scorer(texts: list[list[int]]) -> Callable[[Rows], Scores]:
             if not self.use_cache:
-                return lambda rows: self._scores_again(texts)
-            length = self._cache_length(prompts, count)
-            cache = self._cache(len(prompts), length)
-            self._fill(cache, prompts)
+                return lambda rows: self._scores_again(prompts, texts)
+            length = self._cache_length(begins, count)
+            cache = self.model.cache(len(prompts), length)
+            self._fill(cache, begins)
             if how.num_beams > 1:
-                of_prompts, cache = cache, self._cache(len(prompts), length, how.num_beams)
+                of_prompts, cache = cache, self.model.cache(len(prompts), length, how.num_beams)
                 cache.take(of_prompts)
+            self._attend_across(cache, prompts, how.num_beams)
             return _Steps(self.model, self.runtime, cache, texts).scores
 
-        return search(prompts, limits, how, scorer, vocab_size=vocab_size, stop=stop, penalties=penalties)
+        return search(begins, limits, how, scorer, vocab_size=vocab_size, stop=stop, penalties=penalties)
 
-    def _scorer(self, texts: list[list[int]], count: int) -> Callable[[], Scores]:
+    def begins(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Ids that texts begin with: the prompts, or where an encoder reads those the one before every output."""
+        start = self.model.start
+        return [list(prompt) if start is None else [start] for prompt in prompts]
+
+    def _scorer(self, prompts: Sequence[Sequence[int]], texts: list[list[int]], count: int) -> Callable[[], Scores]:
         """A function that scores what follows each text as it is when called  # -> (B, V)."""
         if not self.use_cache:
-            return lambda: self._scores_again(texts)
-        cache = self._cache(len(texts), self._cache_length(texts, count))
+            return lambda: self._scores_again(prompts, texts)
+        cache = self.model.cache(len(texts), self._cache_length(texts, count))
         self._fill(cache, texts)
+        self._attend_across(cache, prompts, 1)
         return _Steps(self.model, self.runtime, cache, texts).scores
 
     def _cache_length(self, texts: Sequence[Sequence[int]], count: int) -> int:
         """Positions of a cache for `count` new tokens of each text."""
         return min(self.context, max(map(len, texts)) + count - 1)
 
-    def _cache(self, batch: int, length: int, num_beams: int = 1) -> KVCache:
-        model = self.model
-        return KVCache(model.config, model.given_tiling, self.runtime, batch, length, model.lm_head.dtype, num_beams=num_beams)
+    def _attend_across(self, cache: KVCache, prompts: Sequence[Sequence[int]], num_beams: int) -> None:
+        """Let a cache's passes see the prompts, where an encoder reads them."""
+        if self.model.start is not None:
+            cache.attend_across(attended(self.model, prompts, num_beams))
 
     def _fill(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> None:
         """Put keys and values of all tokens but the last of each text into the cache, tile by tile; behind shorter texts lies padding that is
@@ -183,19 +198,24 @@ class Generator:
             with no_grad():
                 self.model.trunk(tokens, None, cache.past(positions, range(start // cache.tile, start // cache.tile + 1)))
 
-    def _scores_again(self, texts: list[list[int]]) -> Scores:
-        """Scores from the whole texts  # -> (B, V); of one that ended with its context full, without its last token."""
-        self.model.eval()
-        texts = [text[: self.context] for text in texts]
-        tokens, _ = self.model.input_tensors(len(texts), max(map(len, texts)))
-        last = self.model.position_tensor(len(texts))
-        ids = np.zeros(tokens.shape, np.int32)
+    def _scores_again(self, prompts: Sequence[Sequence[int]], texts: list[list[int]]) -> Scores:
+        """Scores from the whole texts  # -> (B, V); of one that ended with its context full, without its last token. Prompts have equally many."""
+        model, texts = self.model, [text[: self.context] for text in texts]
+        model.eval()
+        length = max(map(len, texts))
+        if model.start is None:
+            given, key = {"tokens": model.input_tensors(len(texts), length)[0]}, "tokens"
+        else:
+            each_has = len(texts) // len(prompts)
+            given, key = padded(model, [prompt for prompt in prompts for _ in range(each_has)], length), "decoder_tokens"
+        last = model.position_tensor(len(texts))
+        ids = np.zeros((len(texts), length), np.int32)
         for row, text in enumerate(texts):
             ids[row, : len(text)] = text
-        tokens.write(ids)
+        given[key].write(ids)
         last.write(np.array([len(text) - 1 for text in texts], np.int32))
         with no_grad():
-            return self.model.next_logits(tokens, last).read()[:, 0]
+            return model.next_logits(positions=last, **given).read()[:, 0]
 
 
 class _Steps:

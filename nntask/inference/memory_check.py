@@ -20,10 +20,10 @@ from ..errors import DoesNotFit
 from ..hardware.machine_model import RAM, MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..nn.autograd import no_grad
-from ..nn.kv_cache import KVCache
 from ..planning.memory_fit import needs_of, no_collections, untouched
 from ..planning.needs import Needs, shortage
 from ..tiling.model_tiling import default_tiling
+from .encoded import attended
 
 if TYPE_CHECKING:
     from ..models.language import LanguageModel
@@ -40,7 +40,7 @@ def check_memory(
         dtype: see `ModelSource.build`.
         batch: texts at a time.
         length: tokens of the longest, in the cache.
-        prompt_length: tokens of the longest prompt, which are what the cache has with a single new token.
+        prompt_length: tokens of the longest prompt, which are what the cache has with a single new token; of an encoder, what that reads.
         num_beams: of each text.
 
     Raises:
@@ -48,10 +48,12 @@ def check_memory(
     """
 
     def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int, num_beams: int) -> TileTensor:
-        cache = KVCache(model.config, model.given_tiling, runtime, batch, length, model.lm_head.dtype, num_beams=num_beams)
+        cache = model.cache(batch, length, num_beams)
         tokens, positions = cache.inputs(1)
         last = cache.last_position // cache.tile
         sources = cache.sources() if num_beams > 1 else None
+        if model.start is not None:
+            cache.attend_across(attended(model, [[0] * prompt_length] * batch, num_beams))
         with runtime.record(), no_grad():
             return model.continued_logits(tokens, cache.past(positions, range(last, last + 1), sources)).data
 
@@ -60,7 +62,7 @@ def check_memory(
 
     size: tuple[int, ...] = (batch, length, num_beams)
     smaller: dict[str, tuple[int, ...]] = {
-        "--max-new-tokens": (batch, prompt_length, num_beams),
+        "--max-new-tokens": (batch, 1 if source.config.description.encoder else prompt_length, num_beams),
         "--batch": (1, length, num_beams),
         "--num-beams": (batch, length, 1),
     }

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
+from ..data.encoding import RowEncoder
 from ..data.special_tokens import GENERATION
 from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..hf.model_directory import CONFIG, ModelDirectory, read_config
 from ..io.json_file import read_object
+from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..tiling.model_tiling import ModelTiling
@@ -39,6 +41,7 @@ class TextIds:
         stop: ids that end a text.
         vocab_size: ids that may come; a run has learnt nothing about those beyond its tokenizer's.
         adds_special: whether the tokenizer puts ids of its own before a prompt.
+        encodes_rows: whether a prompt is a whole row of its own, as in training: what an encoder reads.
     """
 
     tokenizer: Tokenizer
@@ -47,6 +50,12 @@ class TextIds:
     stop: frozenset[int]
     vocab_size: int
     adds_special: bool
+    encodes_rows: bool = False
+
+    def word(self, token: int) -> str:
+        """A special token as it is written in a text."""
+        inner = getattr(self.tokenizer, "inner", None)
+        return str(token if inner is None else inner.id_to_token(token))
 
     def prompt(self, text: str) -> list[int]:
         """Ids that a text beginning with `text` begins with.
@@ -54,6 +63,10 @@ class TextIds:
         Raises:
             UsageError: there is no text, and the model knows no beginning of one.
         """
+        if self.encodes_rows:
+            if not text:
+                raise UsageError("an empty prompt is nothing that this model could read; give a text with --prompt")
+            return [int(i) for i in RowEncoder(self.tokenizer).text(text, LARGEST_COUNT)]
         if text:
             return [*self.begin, *(int(i) for i in self.tokenizer.encode([text], special=self.adds_special)[0])]
         found = self.begin if self.alone is None else self.alone
@@ -145,11 +158,20 @@ class ModelSource:
         Raises:
             DataError: the directory's files say it in a way that is not known.
         """
+        rows = self.config.objective != "causal"
         if self.checkpoint is not None:
-            return TextIds(tokenizer, (tokenizer.begin_of_text,), None, frozenset(tokenizer.special.eos), tokenizer.vocab_size, adds_special=False)
+            return TextIds(
+                tokenizer,
+                (tokenizer.begin_of_text,),
+                None,
+                frozenset(tokenizer.special.eos),
+                tokenizer.vocab_size,
+                adds_special=False,
+                encodes_rows=rows,
+            )
         values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
-        alone, stop = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
-        return TextIds(tokenizer, (), alone[:1], frozenset(stop), self.config.vocab_size, adds_special=True)
+        alone, ends = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
+        return TextIds(tokenizer, (), alone[:1], frozenset(ends), self.config.vocab_size, adds_special=True, encodes_rows=rows)
 
     def _object(self, name: str) -> Mapping[str, Any]:
         """What is in a JSON file of the directory; nothing if it is not there."""

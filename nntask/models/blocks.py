@@ -26,6 +26,7 @@ from tiles.ops import attention as attention_ops
 
 from ..nn import functional
 from ..nn.autograd import Tensor
+from ..nn.encoder_past import EncoderPast
 from ..nn.functional import Masks, RelativeBias
 from ..nn.kv_cache import LayerPast
 from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
@@ -145,11 +146,13 @@ class Attention(Module):
         del q, k, v
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
 
-    def across(self, x: Tensor, given: ForwardPass) -> Tensor:
-        """To what is encoded: (B, T, C) and (B, S, C) -> (B, T, C)."""
+    def across(self, x: Tensor, given: ForwardPass, kept: EncoderPast | None) -> Tensor:
+        """To what is encoded: (B, T, C) and (B, S, C) -> (B, T, C); or to what an earlier pass kept of it."""
         shape, masks, encoded = self.shape, given.masks, given.encoded
+        if kept is not None:
+            return self.out(kept.attend(self.q(x, masks), head_size=shape.head_size, scale=shape.scale), masks)  # (B, T, C) -> (B, T, C)
         assert encoded is not None  # a decoder has an encoder
-        q, k, v = self.q(x, masks), self.k(encoded, masks), self.v(encoded, masks)  # (B, T, H*D), (B, S, G*D), (B, S, G*D)
+        q, (k, v) = self.q(x, masks), self.of_source(encoded, masks)  # (B, T, H*D), (B, S, G*D), (B, S, G*D)
         o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
             q,
             k,
@@ -163,6 +166,10 @@ class Attention(Module):
         )
         del q, k, v
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
+
+    def of_source(self, encoded: Tensor, masks: Masks | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of what is encoded: (B, S, C) -> 2 x (B, S, G*D)."""
+        return self.k(encoded, masks), self.v(encoded, masks)
 
     def _dropout(self, masks: Masks | None) -> attention_ops.Dropout | None:
         p = self.shape.dropout
@@ -225,7 +232,7 @@ class Block(Module):
         a = self.attention_dropout(_normed(self.attention(self.attention_norm(x), given, past), self.attention_end_norm), given.masks)  # (B, T, C)
         if self.shape.cross is not None:
             x, h = self.cross_norm.after_add(x, a)
-            a = self.cross_dropout(self.cross.across(h, given), given.masks)
+            a = self.cross_dropout(self.cross.across(h, given, None if past is None else past.across), given.masks)
             del h
         assert self.feed_forward_norm is not None  # only parallel layers share one
         x, h = self.feed_forward_norm.after_add(x, a)  # x + a and its norm, (B, T, C) each

@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..nn import functional
 from ..nn.autograd import Tensor
 from ..nn.functional import Masks
-from ..nn.kv_cache import Past
+from ..nn.kv_cache import KVCache, Past
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
 from .interface import ModelConfig
@@ -217,17 +217,44 @@ class LanguageModel(Module):
         """Scores of the next token after every token: (B, T) int32 -> (B, T, V). The result is large; training calls the model itself."""
         return self.scores(self.hidden(tokens, given=self._given(given)))
 
-    def next_logits(self, tokens: TileTensor, positions: TileTensor) -> Tensor:
-        """Scores of the token after one chosen token of each sequence.
+    def next_logits(self, tokens: TileTensor, positions: TileTensor, **given: TileTensor) -> Tensor:
+        """Scores of the token after one chosen token of each sequence, or of the token behind a mask.
 
         Args:
-            tokens: (B, T) int32; ids after the chosen token have no effect.
-            positions: (B,) int32 input: index of the chosen token in its sequence, from 0.
+            tokens: (B, T) int32; ids after the chosen token have no effect on a decoder.
+            positions: (B,) int32 input: index of the chosen token in its sequence, from 0; in that of the decoder where there are two.
+            given: fields of `ExtraInputs`.
 
         Returns:
             (B, 1, V).
         """
-        return self.scores(Tensor(select.select_rows(self.hidden(tokens).data, positions)))  # (B, T, C) -> (B, 1, C) -> (B, 1, V)
+        x = self.hidden(tokens, given=self._given(given))  # (B, T, C)
+        return self.scores(Tensor(select.select_rows(x.data, positions)))  # (B, T, C) -> (B, 1, C) -> (B, 1, V)
+
+    @property
+    def start(self) -> int | None:
+        """Id that a decoder's text begins with where an encoder reads the prompt; None for a model without an encoder."""
+        if self.config.description.encoder is None:
+            return None
+        start: int | None = getattr(self.config, "decoder_start_token_id", None)
+        return 0 if start is None else start
+
+    def cache(self, batch: int, length: int, num_beams: int = 1) -> KVCache:
+        """An empty cache for `batch` texts of at most `length` tokens, with the windows of all layers; see `KVCache`."""
+        windows = [block.attention.window for block in self.config.description.stack.blocks]
+        return KVCache(self.config, self.given_tiling, self.runtime, batch, length, self.lm_head.dtype, num_beams=num_beams, windows=windows)
+
+    def encode(self, tokens: TileTensor, documents: TileTensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values that each layer of the decoder sees of the sources, of a model with an encoder.
+
+        Args:
+            tokens: (B, S) int32.
+            documents: (B, S) int32, 1 for text and 0 for padding.
+
+        Returns:
+            2 x (B, S, G*D) for each layer.
+        """
+        raise NotImplementedError
 
     def continued_logits(self, tokens: TileTensor, past: Past) -> Tensor:
         """Scores of the next token after each of w tokens that continue cached sequences: (B, w) int32 -> (B, w, V)."""

@@ -167,6 +167,12 @@ class Transformer(LanguageModel):
             del encoded
         return self.head(self.stack(self.embed(tokens), shared, past, recompute=self.recompute), masks)
 
+    def encode(self, tokens: TileTensor, documents: TileTensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values that each block of the decoder sees of the sources: (B, S) int32 -> 2 x (B, S, G*D) each."""
+        assert self.encoder is not None  # has been checked
+        x = self.encoder(self.embed(tokens), self._pass(tokens, None, None, ExtraInputs(documents)), None, recompute=False)  # (B, S, C)
+        return [block.cross.of_source(x, None) for block in self.stack.blocks]
+
     def _pass(self, tokens: TileTensor, masks: Masks | None, past: Past | None, given: ExtraInputs) -> ForwardPass:
         """What blocks share in a forward pass."""
         if past is not None:  # 2 x (B, T, R / 2)

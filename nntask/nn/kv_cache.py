@@ -24,6 +24,7 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from ..models.interface import ModelConfig
     from ..tiling.model_tiling import ModelTiling
+    from .encoder_past import EncoderPast
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class LayerPast:
         sources: (B,) int32, the sequence that each sequence goes on from; None for itself.
         forked: tiles along P in which it matters from which one.
         window: of the layer, whose tiles in front of it may be gone.
+        across: what a decoder's layer sees of the source; None without an encoder.
     """
 
     keys: TileTensor
@@ -46,6 +48,7 @@ class LayerPast:
     sources: TileTensor | None = None
     forked: range = range(0)
     window: int | None = None
+    across: EncoderPast | None = None
 
     def attend(
         self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float, scoring: attention_ops.Scoring = attention_ops.UNCHANGED
@@ -83,7 +86,7 @@ class KVCache:
     """Keys and values of a batch of texts, or of several rows for each text, its beams.
 
     Args:
-        config: of the model.
+        config: of the model; of one with an encoder the layers are those of the decoder.
         tiling: of the model; seq_tile is the tile along the positions.
         runtime: owner of the data.
         batch: texts.
@@ -111,17 +114,19 @@ class KVCache:
         shape, tile = (batch * num_beams, length, width), (self._rows, cut.seq_tile, cut.head_tile // group * config.head_size)
         self.tile = cut.seq_tile
         self._grown = 0
-        self._windows = [None] * config.n_layer if windows is None else list(windows)
-        if len(self._windows) != config.n_layer:
-            raise UsageError(f"a cache takes a window, or None, for each of {config.n_layer} layers, got {self._windows}; give it so many")
-        self._left = [0] * config.n_layer
+        num_layers = len(config.description.stack.blocks)
+        self._windows = [None] * num_layers if windows is None else list(windows)
+        if len(self._windows) != num_layers:
+            raise UsageError(f"a cache takes a window, or None, for each of {num_layers} layers, got {self._windows}; give it so many")
+        self._left = [0] * num_layers
+        self._across: list[EncoderPast | None] = [None] * num_layers
         self._runtime = runtime
         self._layers = [
             tuple(
                 TileTensor(runtime, shape, tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {layer}")
                 for what in ("keys", "values")
             )
-            for layer in range(config.n_layer)
+            for layer in range(num_layers)
         ]
 
     @property
@@ -147,6 +152,10 @@ class KVCache:
                     tensor.forget(1, tile)
             self._left[number] = max(self._left[number], first)
 
+    def attend_across(self, layers: Sequence[EncoderPast]) -> None:
+        """Let every pass from now on see the sources of an encoder, which have as many rows."""
+        self._across = list(layers)
+
     def inputs(self, num_tokens: int) -> tuple[TileTensor, TileTensor]:
         """Tokens and their positions (B, w) int32, to be written before each pass."""
         batch = self._layers[0][0].shape[0]
@@ -169,8 +178,10 @@ class KVCache:
             shared: positions up to which all rows of a text are equal.
         """
         forked = range(shared // self.tile, written.stop)
-        layers = zip(self._layers, self._windows, strict=True)
-        return Past(positions, [LayerPast(keys, values, positions, written, sources, forked, window) for (keys, values), window in layers])
+        layers = zip(self._layers, self._windows, self._across, strict=True)
+        return Past(
+            positions, [LayerPast(keys, values, positions, written, sources, forked, window, across) for (keys, values), window, across in layers]
+        )
 
     def take(self, texts: KVCache) -> None:
         """Give all rows of each text what another cache has of it, as long as this one, with one row a text. That one gives its memory back layer by

@@ -407,7 +407,7 @@ def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, cap
         (["bench"], "bench needs NAME; NAME is one of overhead, kernels, links, evict, sched"),
         (["bench", "speed"], "there is no benchmark 'speed'; NAME is one of"),
         (["bench", "evict", "--budgets=a"], "--budgets must be whole numbers"),
-        (["bench", "evict", "--model=gpt5"], "--model must be one of"),
+        (["bench", "evict", "--model=gpt5"], "--model must be a preset"),
         (["bench", "evict", "--batch=0"], "--batch must be at least 1, got 0; the nearest legal value is 1"),
         (["bench", "evict", "--seq-len=0"], "--seq-len must be at least 1, got 0; the nearest legal value is 1"),
         (["bench", "evict", "--seq-len=5000"], "--seq-len must be at most n_positions = 1024, got 5000; the nearest legal value is 1024"),

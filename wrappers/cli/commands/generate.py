@@ -20,6 +20,7 @@ from ..options.runtime_flags import machine_from, runtime_of
 
 if TYPE_CHECKING:
     from nntask.inference import Generator, Penalties, TextIds
+    from nntask.models import LanguageModel
 
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -87,17 +88,40 @@ def run(argv: Sequence[str]) -> int:
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
     tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
-    if asked.cache and longest <= source.context:
-        length = min(source.context, longest + asked.max_new_tokens - 1)
+    reads = source.config.objective == "seq2seq"  # an encoder the prompt; the text begins after one id
+    if asked.cache and longest <= source.context and source.config.objective in ("causal", "seq2seq"):
+        length = min(source.context, (1 if reads else longest) + asked.max_new_tokens - 1)
         check_memory(source, tiling, asked.dtype, machine, batch=batch, length=length, prompt_length=longest, num_beams=asked.num_beams)
     with runtime_of(machine, "--batch" if batch > 1 else "") as runtime:
         model = source.build(runtime, tiling, asked.dtype)
+        if source.config.objective == "masked":
+            _fill(model, ids, prompts, begins, asked)
+            return 0
         generator = Generator(model, runtime, source.context, use_cache=asked.cache)
         generator.check(begins)
         for first in range(0, len(prompts), asked.batch):
             batch_of = slice(first, first + asked.batch)
             _write(generator, ids, prompts[batch_of], begins[batch_of], first, asked)
     return 0
+
+
+def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], asked: TextSettings) -> None:
+    """Print the prompts with the best token behind each mask; with --json the best five of each, too."""
+    from nntask.inference import fill
+
+    for number, (prompt, begin) in enumerate(zip(prompts, begins, strict=True), 1):
+        found, filled = fill(model, ids, begin), list(begin)
+        for mask in found:
+            filled[mask.position] = mask.tokens[0]
+        text = ids.tokenizer.decode(filled)
+        if asked.json:
+            masks = [
+                [{"token": ids.tokenizer.decode([token]), "probability": p} for token, p in zip(mask.tokens, mask.probabilities, strict=True)]
+                for mask in found
+            ]
+            print(json.dumps({"number": number, "prompt": prompt, "text": text, "masks": masks}, ensure_ascii=False))
+        else:
+            print(f"--- {number}\n{text}" if asked.prompt_file else text)
 
 
 def check(asked: TextSettings) -> None:
@@ -168,6 +192,8 @@ class _Text:
         self.new: list[int] = []
         self.is_complete = False
         self._tokenizer, self._begin, self._num_given = ids.tokenizer, [int(i) for i in ids.tokenizer.encode([prompt])[0]], len(begin)
+        if ids.encodes_rows:  # the text is an answer and does not begin with the prompt
+            self._begin, self._num_given = [], 1
         self._from = self._shown = 0  # ids before _shown are printed; those from _from on are the context that decides how the next ids are spelled
 
     @property

@@ -66,11 +66,14 @@ def run(argv: Sequence[str]) -> int:
     check(asked)
     machine = machine_from(settings.machine)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from nntask import UsageError
     from nntask.config import checked_length
     from nntask.inference import ModelSource, check_scoring
     from nntask.inference import perplexity as score
 
     source = ModelSource.open(words[0])
+    if source.config.objective != "causal":
+        raise UsageError(f"perplexity is of models that predict the next token, and {words[0]} is a {source.config.model_type}; use one of those")
     length = checked_length(asked.seq_len, source.config, source.context)
     dataset, tokenizer = _open(asked, source)
     split, file = _split_of(asked, dataset)

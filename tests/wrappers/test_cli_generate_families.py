@@ -1,0 +1,70 @@
+"""``nntask generate`` of models that do not continue prompts: outputs of T5, masks that BERT fills, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import refuse
+from support.language_directories import BERT, T5, tokenizer
+from support.transformers_oracle import CONFIGS, hf_model
+
+from wrappers.cli import main
+
+
+def written(path: Path, name: str, words: dict[str, str]) -> Any:
+    """A directory of a small model with a tokenizer; returns transformers' model."""
+    theirs = hf_model(replace(CONFIGS[name], vocab_size=300)).eval()
+    theirs.generation_config = None if not theirs.can_generate() else theirs.generation_config
+    theirs.save_pretrained(path)
+    tokenizer(words).save_pretrained(path)
+    return theirs
+
+
+def test_masks_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best tokens behind each mask are transformers', and a text without one is refused."""
+    monkeypatch.chdir(tmp_path)
+    theirs, words = written(tmp_path / "m", "bert", BERT), tokenizer(BERT)
+    prompt = "an [MASK] at [MASK]."
+    assert main(["generate", "m", f"--prompt={prompt}", "--json", "--ncpu=1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ids = torch.tensor([words(prompt)["input_ids"]])
+    with torch.no_grad():
+        shares = theirs(ids).logits[0].softmax(-1)
+    masks = (ids[0] == words.mask_token_id).nonzero()[:, 0].tolist()
+    assert len(found["masks"]) == len(masks) == 2
+    for mask, at in zip(found["masks"], masks, strict=True):
+        best = shares[at].topk(5)
+        assert [each["token"] for each in mask] == [words.decode([token], skip_special_tokens=True) for token in best.indices.tolist()]
+        assert [each["probability"] for each in mask] == pytest.approx(best.values.tolist(), rel=1e-3)
+    assert main(["generate", "m", f"--prompt={prompt}", "--ncpu=1"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == found["text"]
+    code, err = refuse(capsys, ["perplexity", "m", "--dataset=stdlib", "--ncpu=1"])
+    assert (code, "perplexity is of models that predict the next token, and m is a bert" in err) == (2, True), err
+    code, err = refuse(capsys, ["generate", "m", "--prompt=no masks", "--ncpu=1"])
+    assert (code, "the prompt has none; write [MASK]" in err) == (2, True), err
+
+
+def test_outputs_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt is what the encoder reads, and what is printed is the output; greedy and by four beams."""
+    monkeypatch.chdir(tmp_path)
+    theirs, words = written(tmp_path / "m", "t5 gated", T5), tokenizer(T5)
+    ids = torch.tensor([[*words("ab cd")["input_ids"], words.eos_token_id]])  # rows end so where the tokenizer has no template
+    for more, beams in (([], 1), (["--num-beams=4"], 4)):
+        assert main(["generate", "m", "--prompt=ab cd", "--temperature=0", "--max-new-tokens=6", "--json", "--ncpu=1", *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        expected = theirs.generate(ids, max_new_tokens=6, do_sample=False, num_beams=beams, eos_token_id=words.eos_token_id, pad_token_id=0)[0]
+        assert found["text"] == words.decode(expected, skip_special_tokens=True)
+
+
+def test_a_classifier_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "m", "bert classifier", BERT)
+    capsys.readouterr()
+    code, err = refuse(capsys, ["generate", "m", "--prompt=ab", "--ncpu=1"])
+    assert (code, "predicts a class writes no texts" in err) == (2, True), err
