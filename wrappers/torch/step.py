@@ -24,6 +24,7 @@ from .kernels import Program, draws, generator_of, has_cuda_kernel, tensor_of, t
 from .rows import ops
 from .segments import ALIGNMENT, Segment, scratch_layout, segments_of, storages_of
 from .sums import adding_to, only_adds
+from .threads import Threads
 
 BYTES = np.dtype(np.uint8)
 FLOAT = np.dtype(np.float32)
@@ -294,6 +295,7 @@ def _cpu_kernel(work: _Work) -> Callable[..., None]:
     at, has_scratch = work.num_before_key, work.has_scratch
 
     def run(*views: Any, minibatch: int = 0) -> None:
+        Threads.hold()
         seed = (int(views[at][0]), int(views[at][1]), minibatch) if program.draws else ()
         with torch.inference_mode():
             compute(views, has_scratch, lambda call: {"generator": generator_of((*seed, call.draw))}, HOST)

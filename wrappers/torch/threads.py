@@ -68,13 +68,27 @@ class Threads(WhileOpen):
     """
 
     _before: ClassVar[int] = 1
+    _held: ClassVar[tuple[int, int]] = (1, 0)
+    _here: ClassVar[threading.local] = threading.local()
 
     def __init__(self, count: int) -> None:
         self.count = count
         super().__init__()
 
+    @classmethod
+    def hold(cls) -> None:
+        """Give the calling thread the number that open sessions have, before it computes.
+
+        The number is each thread's own, in OpenMP and in MKL: `torch.set_num_threads` sets that of the caller. A new thread begins with as many as
+        there are cores, until an operation of PyTorch itself asks for the number, and a product before that sums in other pieces.
+        """
+        if getattr(cls._here, "held", None) != cls._held:
+            torch.set_num_threads(cls._held[0])
+            cls._here.held = cls._held
+
     def _begin(self) -> None:
         type(self)._before = torch.get_num_threads()
+        type(self)._held = (self.count, type(self)._held[1] + 1)  # a number of its own: the program may have set another one in between
         torch.set_num_threads(self.count)
 
     def _join(self) -> None:
