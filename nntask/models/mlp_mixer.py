@@ -220,7 +220,7 @@ class MlpMixer(LanguageModel):
         """What the head reads: (B, N, P) -> (B, 1, C)."""
         x = self.stem(functional.cast(Tensor(images), self.stem.weight.dtype))  # (B, N, P) @ (C, P)^T -> (B, N, C)
         for block in self.blocks:
-            x = checkpoint(lambda x, block=block: block(x, masks), x) if self.recompute else block(x, masks)  # type: ignore[misc]
+            x = checkpoint(lambda x, block=block: block(x, masks), x) if self.recompute else block(x, masks)
         return functional.mean_tokens(self.norm(x))  # (B, N, C) -> (B, 1, C)
 
     def class_scores(self, images: TileTensor) -> Tensor:

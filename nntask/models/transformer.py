@@ -53,8 +53,10 @@ class Stack(Module):
             shape = first.shape.relative
             given = replace(given, bias=RelativeBias(first.relative.weight, not first.shape.is_causal, shape.max_distance))
         for block, before in zip(self.blocks, past.layers if past is not None else [None] * len(self.blocks), strict=True):
-            if recompute:
-                x = checkpoint(lambda x, block=block, before=before: block(x, given, before), x)  # type: ignore[misc]
+            if recompute and given.encoded is not None:
+                x = checkpoint(lambda x, e, block=block, before=before: block(x, replace(given, encoded=e), before), x, given.encoded)
+            elif recompute:
+                x = checkpoint(lambda x, block=block, before=before: block(x, given, before), x)
             else:
                 x = block(x, given, before)
         return self.last_dropout(x if self.norm is None else self.norm(x), given.masks)
@@ -64,12 +66,8 @@ class Stack(Module):
         if self.shape.embedding_scale != 1:
             x = functional.scaled(x, self.shape.embedding_scale)
         if self.positions is not None:  # + (P, C)[positions] -> (B, T, C)
-            if past is not None:
-                x = x + self.positions(past.positions, self.shape.first_position)
-            elif given.positions is not None:
-                x = x + self.positions(given.positions)
-            else:
-                x = functional.add_positions(x, self.positions.weight)
+            at = given.positions if past is None else past.positions
+            x = functional.add_positions(x, self.positions.weight) if at is None else x + self.positions(at, self.shape.first_position)
         if self.token_types is not None and given.token_types is not None:
             x = x + self.token_types(given.token_types)
         return x if self.embedding_norm is None else self.embedding_norm(x)
@@ -186,8 +184,7 @@ class Transformer(LanguageModel):
         if given.decoder_tokens is not None and given.documents is not None:
             found["across_documents"] = (self._constant("text", given.decoder_tokens, 1), given.documents)
         if stack.first_position:
-            first = stack.first_position
-            found["positions"] = self._constant("positions", tokens, np.arange(first, first + tokens.shape[1]))
+            found["positions"] = self._constant("positions", tokens, np.arange(tokens.shape[1]))
         if stack.num_token_types:
             found["token_types"] = self._constant("token types", tokens, 0) if given.token_types is None else given.token_types
         return found

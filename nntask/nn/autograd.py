@@ -297,38 +297,41 @@ def on_tape(
     return tuple(Tensor(data, Edge(node, i)) for i, data in enumerate(outputs))
 
 
-def checkpoint(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``block(x)``, of which only `x` is kept; the backward pass computes the rest again.
+def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+    """``block(x, *others)``, of which only the arguments are kept; the backward pass computes the rest again.
 
     Guarantee: the same numbers as without, because kernels are deterministic and random masks are indexed by position, not by time.
 
     Args:
-        block: called once now and once in the backward pass; must do the same both times.
+        block: called once now and once in the backward pass; must do the same both times. Every tensor that it reads and that was computed is an
+            argument: the backward pass of the block ends there.
         x: any shape.
+        others: what it reads besides, such as an encoder's output that all blocks attend to.
     """
-    edge, kept = x.edge, x.data
     if not tape_enabled():
-        return block(x)
+        return block(x, *others)
+    edges, kept = [given.edge for given in (x, *others)], [given.data for given in (x, *others)]
     with no_grad(), _watching() as inside:
-        y = block(x.detach()).data
-    if edge is None and not inside:  # nothing in it is learnt
+        y = block(*(Tensor(data) for data in kept)).data
+    if not inside and all(edge is None for edge in edges):  # nothing in it is learnt
         return Tensor(y)
 
     def backward(gradients: Gradients) -> None:
         (dy,) = gradients
         assert dy is not None
-        inner = None
-        if edge is not None:
-            inner = Edge(Node("checkpoint input", None, (), 1))
-            inner.gradient = edge.take()
+        inner = [None if edge is None else Edge(Node("checkpoint input", None, (), 1)) for edge in edges]
+        for edge, begun in zip(edges, inner, strict=True):  # what has arrived goes on inside: sums keep their order
+            if edge is not None and begun is not None:
+                begun.gradient = edge.take()
         with _tape(True):
-            again = block(Tensor(kept, inner))
+            again = block(*(Tensor(data, edge) for data, edge in zip(kept, inner, strict=True)))
         if again.edge is not None:
             run_backward(again.edge, dy)
-        if edge is not None and inner is not None and inner.gradient is not None:
-            edge.add(inner.gradient)
+        for edge, found in zip(edges, inner, strict=True):
+            if edge is not None and found is not None and found.gradient is not None:
+                edge.add(found.gradient)
 
-    node = Node("checkpoint", backward, () if edge is None else (edge,), 1)
+    node = Node("checkpoint", backward, tuple(edge for edge in edges if edge is not None), 1)
     return Tensor(y, Edge(node))
 
 

@@ -48,6 +48,19 @@ def test_gradients_are_those_of_transformers(name):
 
 
 @families
+def test_computing_blocks_again_changes_nothing(name):
+    """Losses and gradients bit by bit, of a decoder whose blocks share what the encoder says, too."""
+    config = CONFIGS[name]
+    theirs, batch, found = hf_model(config), random_batch(config, 1), []
+    for recompute in (False, True):
+        model = our_model(theirs, config, tiles(config), InlineRuntime(), recompute=recompute)
+        loss = model(**written(model, batch))
+        loss.backward()
+        found.append({"loss": loss.read(), **our_gradients(model)})
+    assert all(np.array_equal(found[1][weight], gradient) for weight, gradient in found[0].items())
+
+
+@families
 def test_ten_steps_of_training_are_those_of_transformers(name):
     """Losses within 2e-5 over ten steps of gradient descent on equal batches."""
     config = CONFIGS[name]
