@@ -53,17 +53,20 @@ def flop_counts(
     a: int | None = None,
     k: int | None = None,
     m: int = 2,
+    across: int = 0,
     num_adapter_weights: int = 0,
 ) -> FlopCounts:
-    """Counts for one sequence of n tokens; a and k are d unless given. Adapters, if there are any, are all that is trained."""
+    """Counts for one sequence of n tokens; a and k are d unless given. Adapters, if there are any, are all that is trained. `across` layers attend to
+    an encoder besides, whose sequence has n tokens, too."""
     a, k = d if a is None else a, d if k is None else k
-    products = layers * (2 * m * n * d * i + 4 * n * d * (a + k)) + 2 * n * d * vocab
+    attending = layers + across
+    products = layers * 2 * m * n * d * i + attending * 4 * n * d * (a + k) + 2 * n * d * vocab
     beside = 2 * n * num_adapter_weights
-    forward = products + beside + layers * (6 if flash else 4) * n**2 * a
-    backward = (products if num_adapter_weights else 2 * products) + 2 * beside + layers * (14 if flash else 8) * n**2 * a
+    forward = products + beside + attending * (6 if flash else 4) * n**2 * a
+    backward = (products if num_adapter_weights else 2 * products) + 2 * beside + attending * (14 if flash else 8) * n**2 * a
     weights = (4 if num_adapter_weights else 6) * num_parameters + 6 * num_adapter_weights
     formula = f"{'4N + 6A' if num_adapter_weights else '6N'} + 12Ldn"
-    return FlopCounts(float(forward), float(backward), float(n * (weights + 12 * layers * a * n)), formula)
+    return FlopCounts(float(forward), float(backward), float(n * (weights + 12 * attending * a * n)), formula)
 
 
 def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapter_weights: int = 0) -> FlopCounts:
@@ -84,6 +87,7 @@ def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapte
         a=config.n_head * config.head_size,
         k=config.n_kv_head * config.head_size,
         m=config.num_inner_matrices,
+        across=sum(block.cross is not None for block in config.description.stack.blocks),
         num_adapter_weights=num_adapter_weights,
     )
 

@@ -51,11 +51,12 @@ def check_memory(
         cache = model.cache(batch, length, num_beams)
         tokens, positions = cache.inputs(1)
         last = cache.last_position // cache.tile
+        first = 0 if batch > 1 and cache.has_windows else last  # a text that has ended early keeps what it sees
         sources = cache.sources() if num_beams > 1 else None
         if model.start is not None:
             cache.attend_across(attended(model, [[0] * prompt_length] * batch, num_beams))
         with runtime.record(), no_grad():
-            return model.continued_logits(tokens, cache.past(positions, range(last, last + 1), sources)).data
+            return model.continued_logits(tokens, cache.past(positions, range(first, last + 1), sources)).data
 
     def needs(batch: int, length: int, num_beams: int) -> Needs:
         return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length, num_beams))

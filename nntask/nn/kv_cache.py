@@ -134,6 +134,11 @@ class KVCache:
         """The last one there may be."""
         return self._layers[0][0].shape[1] - 1
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see a window only."""
+        return any(window is not None for window in self._windows)
+
     def grow(self, length: int) -> None:
         """Take memory for at least `length` positions, in whole tiles."""
         while self._grown * self.tile < length:

@@ -18,6 +18,7 @@ from scheduler.planning import AUTO, PlannedOrder
 from scheduler.simulation import Simulation, simulate
 
 from ..adapters.lora import largest_rank
+from ..config.objective import image_shape
 from ..config.resolution import resolve, retiled
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
@@ -284,6 +285,8 @@ def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) 
     adapters, minibatch = run.model.adapters, run.step.minibatch
     for name, preset in sorted(family_of(run.model.config).presets.items(), key=lambda item: -item[1].num_parameters):
         if adapters is not None and adapters.rank > largest_rank(preset):
+            continue
+        if image_shape(preset) != image_shape(run.model.config):  # it takes other images than the run has
             continue
         length = min(run.model.seq_len, preset.n_positions)
         if target.rates is not None:

@@ -193,6 +193,14 @@ def test_bits_do_not_depend_on_the_machine(digits: Path, machine: str) -> None:
     assert losses("--steps=3", *machine.split()) == expected
 
 
+@pytest.mark.parametrize(("fits", "largest"), [(True, "mixer-tiny"), (False, None)])
+def test_plans_name_only_presets_that_take_these_images(digits: Path, capsys: pytest.CaptureFixture[str], fits: bool, largest: str | None) -> None:
+    """Larger presets are of larger images; where the model does not fit, none does."""
+    machine = "--ram=1GB" if fits else "--ram=100KB"
+    assert main(["plan", *TRAIN.split()[1:], "--ncpu=1", machine, "--json"]) == (0 if fits else 3)
+    assert json.loads(capsys.readouterr().out)["largest_model"] == largest
+
+
 def test_images_of_another_size_are_refused(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence."""
     np.savez(digits / "digits.npz", images=np.zeros((20, 6, 6), np.uint8), labels=np.zeros(20, np.int32))
