@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import wrappers.torch.step as step
+from wrappers.torch import Session
 from wrappers.torch.threads import Threads
 
 
@@ -58,3 +63,49 @@ def test_a_thread_that_stays_follows_the_next_session() -> None:
             assert library.omp_get_max_threads() == count
         finally:
             settings.end()
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """After a step of a small module, whose products MKL sums in other pieces on two threads."""
+    torch.manual_seed(0)
+    with Session(nn.Linear(128, 5), "sgd", lr=1.0, ram="16MB", workers=1, threads=1, loss=lambda y, _: y.square().sum()) as session:
+        session.step(input=torch.randn(96, 128))
+        return session.state_dict()
+
+
+def test_bits_do_not_depend_on_what_a_worker_computed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task as the first one of a new thread has the bits of tasks on a worker whose number has been set."""
+    made, failed = step._cpu_kernel, list[BaseException]()
+
+    def settled(work: step._Work) -> Callable[..., None]:
+        run = made(work)
+
+        def after_setting(*views: Any, **terms: Any) -> None:
+            torch.set_num_threads(1)
+            run(*views, **terms)
+
+        return after_setting
+
+    def alone(work: step._Work) -> Callable[..., None]:
+        run = made(work)
+
+        def noted(*views: Any, **terms: Any) -> None:
+            try:
+                run(*views, **terms)
+            except BaseException as error:
+                failed.append(error)
+
+        def in_a_new_thread(*views: Any, **terms: Any) -> None:
+            thread = threading.Thread(target=noted, args=views, kwargs=terms)
+            thread.start()
+            thread.join()
+            if failed:
+                raise failed[0]
+
+        return in_a_new_thread
+
+    monkeypatch.setattr(step, "_cpu_kernel", settled)
+    expected = weights()
+    monkeypatch.setattr(step, "_cpu_kernel", alone)
+    found = weights()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -48,7 +48,7 @@ def _erf(x: Array) -> None:
 
         exp_loops.erf_of_all(x)
         return
-    for piece in cut(x.size, 640):
+    for piece in cut(x.size, 128):
         x[piece] = erf(x[piece])
 
 

@@ -203,6 +203,14 @@ def _backward_scratch(views: Views, constants: Constants) -> int:
     return int(4 * width * (tq + tk) + 8 * width * tk + 12 * scores)
 
 
+def _add_groups(total: Array, heads: Array) -> None:
+    """heads (G, tk, D) = the sums of total (H, tk, D) over the heads of queries that share each, in their order."""
+    groups = _groups(total, len(heads))
+    for member in range(1, groups.shape[1]):
+        groups[:, 0] += groups[:, member]
+    convert(groups[:, 0], heads)
+
+
 @register_bf16("attention_backward", takes=_takes_backward, scratch_nbytes=_backward_scratch)
 def attention_backward(
     q: Array,
@@ -265,8 +273,4 @@ def attention_backward(
             gemm(dshort, hk[seen], _heads(dq[b], size)[window], accumulate=not first_k)
             gemm(dshort, hq[window], sums[0][seen], trans_a=True, accumulate=True)
         for total, target in zip(sums, (dk, dv), strict=True):
-            heads = _heads(target[b], size)
-            groups = _groups(total, len(heads))
-            for member in range(1, groups.shape[1]):
-                groups[:, 0] += groups[:, member]
-            convert(groups[:, 0], heads)
+            _add_groups(total, _heads(target[b], size))
