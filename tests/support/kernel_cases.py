@@ -326,6 +326,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
         lambda m: ([m.ids(20, 3, 4), m(8, 6), m(3, 4, 6)], [], {"v_start": 8, "vocab": 20, "accumulate": True}),
         lambda m: ([m.ids(18, 3, 4), m(8, 6), m(3, 4, 6)], [2], {"v_start": -2, "vocab": 18, "accumulate": False}),
+        lambda m: ([m.ids(18, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": -2, "vocab": 18, "accumulate": False}),
+        lambda m: ([m.ids(18, 3, 4), m(18, 6), m(3, 4, 6)], [2], {"v_start": -2, "vocab": 18, "accumulate": False}),
     ],
     "embedding_backward": [
         lambda m: ([m.ids(18, 3, 4), m(3, 4, 6), m(8, 6)], [2], {"v_start": -2, "accumulate": False}),

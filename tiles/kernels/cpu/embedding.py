@@ -42,10 +42,10 @@ def _local(tokens: Array, v_start: int, num_rows: int) -> Iterator[tuple[slice, 
 def embedding(tokens: Array, table: Array, x: Array, *, v_start: int, vocab: int, accumulate: bool) -> None:
     """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
     check_ids(tokens, vocab)
-    if table.shape[0] == vocab:
+    if v_start <= 0 and v_start + table.shape[0] == vocab:  # the whole table, of which ids may be counted from a later row
         ids, out = tokens.reshape(-1), rows(x)
         for piece in cut(ids.size, MOST_ROWS):
-            np.take(table, ids[piece], axis=0, out=out[piece], mode="clip")
+            np.take(table[-v_start:], ids[piece], axis=0, out=out[piece], mode="clip")
         return
     if single(table, x):
         from .numba import loops
