@@ -139,7 +139,7 @@ class ModelDirectory:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold exactly the weights of a model but those that are `new`, and that a stored head equals the embedding where the
-        config ties them.
+        config ties them. Spare names may have any values.
 
         Args:
             shapes: our name -> shape, for all weights of the model.
@@ -172,7 +172,7 @@ class ModelDirectory:
             )
         self._check_elements(shapes)
         for tied, name in ties.items():
-            if tied in theirs and not _is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
+            if tied in theirs and tied not in self.config.names.spare and not _is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
                 raise DataError(
                     f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
                     f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the former'

@@ -111,7 +111,9 @@ class BertConfig(HiddenConfig):
     @property
     def names(self) -> Names:
         """Names and layouts of its weights in files."""
-        return self.classifier_names if self.num_labels else self.masked_names
+        if self.num_labels:
+            return self.classifier_names
+        return self.masked_names if self.tie_word_embeddings else _with_own_bias(self.masked_names)
 
     def for_objective(self, objective: str, num_labels: int = 2, names: Sequence[str] = ()) -> Self:
         """The same config with the head of an objective.
@@ -257,6 +259,12 @@ class RobertaConfig(BertConfig):
     def transform(self) -> str:
         """Activation of the layer before the scores of tokens."""
         return "gelu"
+
+
+def _with_own_bias(names: Names) -> Names:
+    """Names of a model whose head is its own: the bias is that of the layer, and the one beside it, which a tied head's layer takes, is spare."""
+    ((layer, beside),) = names.aliases.items()
+    return replace(names, outside={**names.outside, "head_bias": layer}, aliases={beside: layer}, spare=(beside,))
 
 
 def _is_numbered(named: object) -> bool:

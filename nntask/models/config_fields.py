@@ -68,9 +68,14 @@ def probability(default: float | None) -> Any:
     return _field(check, default, convert=float)
 
 
-def switch(default: bool) -> Any:
-    """A field of true or false."""
-    return _field(check_switch, default)
+def switch(default: bool | None) -> Any:
+    """A field of true or false, or null where that is its default."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if value is not None or default is not None:
+            check_switch(key, value, source)
+
+    return _field(check, default)
 
 
 def choice(names: Collection[str], default: Any = MISSING) -> Any:

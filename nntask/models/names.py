@@ -82,6 +82,7 @@ class Names:
         outside: our name of a parameter or module -> name in the files, which stands without the prefix.
         joined: layers that are one in the files.
         aliases: name in the files -> name of the same array; written, and left out when read.
+        spare: those of them that other files have with values of their own, which nothing reads.
         older: end of a name in older files -> the same today.
         dropped: ends of names that older files have, and that follow from the config.
         unused: beginnings of names that belong to other uses of the model, and are left out.
@@ -97,6 +98,7 @@ class Names:
     outside: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[Joined, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    spare: tuple[str, ...] = ()
     older: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ class T5Config(KeyedConfig):
         initializer_factor: scale of initial weights.
         feed_forward_proj: one of `PROJECTIONS`.
         tie_word_embeddings: whether the head is the token embedding.
+        scale_decoder_outputs: whether what the head reads is scaled by d_model^-0.5; None for where it is tied.
         pad_token_id: id of padding.
         decoder_start_token_id: id before the first token of an output.
 
@@ -60,6 +61,7 @@ class T5Config(KeyedConfig):
     initializer_factor: float = positive(1.0, 1.0)
     feed_forward_proj: str = choice(PROJECTIONS, "relu")
     tie_word_embeddings: bool = switch(True)
+    scale_decoder_outputs: bool | None = switch(None)
     pad_token_id: int | None = token(0)
     decoder_start_token_id: int | None = token(0)
 
@@ -155,12 +157,11 @@ class T5Config(KeyedConfig):
     @property
     def description(self) -> Description:
         """The model's parts."""
+        is_scaled = self.tie_word_embeddings if self.scale_decoder_outputs is None else self.scale_decoder_outputs
         return Description(
             encoder=self._stack(self.num_layers, is_decoder=False),
             stack=self._stack(self.num_decoder_blocks, is_decoder=True),
-            head=HeadShape(
-                is_tied=self.tie_word_embeddings, std=self.initializer_factor, scale=self.d_model**-0.5 if self.tie_word_embeddings else 1.0
-            ),
+            head=HeadShape(is_tied=self.tie_word_embeddings, std=self.initializer_factor, scale=self.d_model**-0.5 if is_scaled else 1.0),
         )
 
     def _stack(self, num_blocks: int, *, is_decoder: bool) -> StackShape:
@@ -187,6 +188,11 @@ class T5Config(KeyedConfig):
         cross = replace(attention, is_causal=False, relative=None) if is_decoder else None
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=p, cross=cross)
         return StackShape(blocks=(block,) * num_blocks, std=self.initializer_factor, dropout=p, drops_last=True, norm=norm)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as Hugging Face's JSON object."""
+        values = super().to_dict()
+        return {key: value for key, value in values.items() if key != "scale_decoder_outputs" or value is not None}
 
 
 def _t5(width: int, heads: int, layers: int, inner: int, **more: Any) -> T5Config:

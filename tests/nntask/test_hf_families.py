@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -177,6 +178,36 @@ def test_modules_of_every_family_both_ways(kind):
     narrow = to_torch(from_torch(theirs.bfloat16(), InlineRuntime(), dtype=ml_dtypes.bfloat16))
     assert narrow.dtype == torch.bfloat16
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in narrow.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "t5 gated"])
+def test_heads_of_their_own_keep_their_bias(tmp_path, kind):
+    """An untied head in directories both ways: its bias is that of its layer, whatever stands beside it; a T5 is not scaled."""
+    config = replace(CONFIGS[kind], tie_word_embeddings=False)
+    theirs, batch = hf_model(config, seed=3).eval(), random_batch(config, 1)
+    if kind != "t5 gated":  # of which transformers ties the head that it begins with
+        one, other = (value for name, value in theirs.state_dict().items() if value.shape == (config.vocab_size,))
+        assert not torch.equal(one, other)
+        theirs.save_pretrained(tmp_path / "d")
+        assert close(seen(batch, our_logits(attached(tmp_path / "d"), batch)), seen(batch, hf_logits(theirs, config, batch).detach()))
+    model = build(config, tiles(config), InlineRuntime(), seed=1)
+    for number, tensor in enumerate(model.tensors().values()):
+        tensor.write(tensor.read() + 0.1 * np.random.default_rng(number).standard_normal(tensor.shape).astype(np.float32))
+    export(saved(tmp_path / "run", model), tmp_path / "out", dtype="auto", shard_nbytes=HUGE, tokenizer=None)
+    again = type(theirs).from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    model.eval()
+    with torch.no_grad():
+        assert close(seen(batch, our_logits(model, batch)), seen(batch, hf_logits(again, config, batch)))
+
+
+def test_a_tied_head_that_is_not_scaled(tmp_path):
+    """What transformers makes of a new T5 whose config says that the head is not tied: it is, and reads what is not scaled."""
+    theirs, batch = hf_model(replace(CONFIGS["t5 gated"], tie_word_embeddings=False)).eval(), random_batch(CONFIGS["t5 gated"], 1)
+    theirs.save_pretrained(tmp_path / "d")
+    model = attached(tmp_path / "d")
+    assert (model.config.ties_head, model.config.description.head.scale) == (True, 1.0)
+    assert close(our_logits(model, batch), hf_logits(theirs, model.config, batch).detach().numpy())
+    assert transformers.T5Config(**model.config.to_dict()).scale_decoder_outputs is False
 
 
 def rewritten(path, change):
