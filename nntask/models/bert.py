@@ -155,8 +155,13 @@ class BertConfig(HiddenConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Heads divide the width; names of classes are as many as classes."""
+        """Heads divide the width; some positions are left for tokens; names of classes are as many as classes."""
         super().check_together(values, source)
+        if values["max_position_embeddings"] <= cls.first_position:
+            raise UsageError(
+                f"max_position_embeddings in {source} must be above {cls.first_position}, the position of the first token, got "
+                f"{values['max_position_embeddings']}; the nearest legal value is {cls.first_position + 1}"
+            )
         named = values["id2label"]
         if named and values["num_labels"] and len(named) != values["num_labels"]:
             raise UsageError(f"id2label in {source} must name num_labels = {values['num_labels']} classes, got {len(named)}; correct one of them")

@@ -29,8 +29,8 @@ ACTIVATIONS: Final = {
 """Name of an activation in configs -> name of its kernel. The first four names are the tanh approximation of GELU."""
 
 
-def _field(check: Check, default: Any, *, convert: Callable[[Any], Any] | None = None) -> Any:
-    return field(default=default, metadata={"check": check, "convert": convert})
+def _field(check: Check, default: Any, *, convert: Callable[[Any], Any] | None = None, is_token: bool = False) -> Any:
+    return field(default=default, metadata={"check": check, "convert": convert, "is_token": is_token})
 
 
 def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_null: bool = False, or_zero: bool = False) -> Any:
@@ -84,13 +84,13 @@ def choice(names: Collection[str], default: Any = MISSING) -> Any:
 
 
 def token(default: int | None) -> Any:
-    """A field of the id of a token, or null."""
+    """A field of the id of a token, or null; `FamilyConfig` checks that the vocabulary has it."""
 
     def check(key: str, value: Any, source: str) -> None:
         if value is not None and (type(value) is not int or value < 0):
             raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}; write for example 0")
 
-    return _field(check, default)
+    return _field(check, default, is_token=True)
 
 
 def layer_kinds(kinds: Collection[str]) -> Any:

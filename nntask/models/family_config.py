@@ -60,6 +60,10 @@ class FamilyConfig:
             if f.name in values and "check" in f.metadata:
                 f.metadata["check"](f.name, values[f.name], source)
         together = {f.name: values.get(f.name, f.default) for f in fields(cls)}
+        for key in (f.name for f in fields(cls) if f.metadata.get("is_token")):
+            if together[key] is not None and together[key] >= together["vocab_size"]:
+                most = together["vocab_size"] - 1
+                raise UsageError(f"{key} in {source} must be below vocab_size = {most + 1}, got {together[key]}; the nearest legal value is {most}")
         for key in cls.kinds_keys:
             if together[key] is not None and len(together[key]) != together[cls.layers_key]:
                 raise UsageError(

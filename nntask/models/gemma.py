@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import LARGEST_DEPTH, check_object
+from .config_checks import LARGEST_DEPTH, check_object, shown
 from .config_fields import ACTIVATIONS, choice, count, layer_kinds, positive, switch
 from .description import AttentionShape, BlockShape, Description, NormShape
 from .llama import NAMES, GatedConfig
@@ -75,6 +75,10 @@ class Gemma3Config(GatedConfig):
         if isinstance(both, Mapping) and (FULL in both or SLIDING in both):
             for kind in (FULL, SLIDING):
                 check_object(both.get(kind), f"{kind} of rope_parameters in {source}", "rope_theta")
+            if (scaling := both[SLIDING].get("rope_type", "default")) != "default":
+                raise UsageError(
+                    f"rope_type of {SLIDING} in {source} must be default, as blocks with a window turn unscaled, got {shown(scaling)}; write default"
+                )
             taken["rope_parameters"] = both[FULL]
             taken["rope_local_base_freq"] = both[SLIDING].get("rope_theta", 10000.0)
         known = super().read(taken, source)

@@ -97,7 +97,7 @@ class GPTNeoConfig(KeyedConfig):
             except (TypeError, ValueError):
                 rule = 'must be pairs of a list of kinds and how often it is repeated, like [[["global", "local"], 6]]'
                 raise UsageError(f"attention_types in {source} {rule}, got {shown(types)}; correct it") from None
-        if known.get("attention_layers") is not None and list(known["attention_layers"]) == _in_turn(known.get("num_layers")):
+        if isinstance(kinds := known.get("attention_layers"), list | tuple) and list(kinds) == _in_turn(known.get("num_layers")):
             known["attention_layers"] = None
         return known
 

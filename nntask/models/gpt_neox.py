@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
+from ..errors import UsageError
 from .config_fields import ACTIVATIONS, choice, positive, probability, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .names import Joined, Names
@@ -63,6 +64,15 @@ class GPTNeoXConfig(PartialRotaryConfig):
         joined=(Joined(members=("q", "k", "v"), whole="query_key_value", axis=0, by_head=True),),
         dropped=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
     )
+
+    @classmethod
+    def check_together(cls, values: Mapping[str, Any], source: str) -> None:
+        """No heads are shared, and together they are as wide as the model: files have them so."""
+        super().check_together(values, source)
+        width, heads = values["hidden_size"], values["num_attention_heads"]
+        for key, only in {"num_key_value_heads": heads, "head_dim": width // heads}.items():
+            if values[key] not in (None, only):
+                raise UsageError(f"{key} in {source} must be absent, null or {only}, all that a GPT-NeoX has, got {values[key]}; leave it out")
 
     @property
     def description(self) -> Description:

@@ -119,11 +119,11 @@ class PartialRotaryConfig(RotaryConfig):
         """The part holds pairs of features."""
         super().check_together(values, source)
         size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-        turned = int(size * values["partial_rotary_factor"])
+        turned = int(size * min(values["partial_rotary_factor"], 2))  # a number whatever the factor is
         if not 0 < turned <= size or turned % 2:
             raise UsageError(
                 f"partial_rotary_factor in {source} must make an even number of the {size} features of a head turn, from 2 on, "
-                f"got {shown(values['partial_rotary_factor'])}, which makes {turned}; write for example 0.5"
+                f"got {shown(values['partial_rotary_factor'])}, which makes {turned if turned <= size else 'more'}; write for example 0.5"
             )
 
     @property

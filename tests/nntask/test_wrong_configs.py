@@ -10,13 +10,15 @@ from support.transformers_oracle import CONFIGS
 from nntask.errors import UsageError
 from nntask.models.registry import FAMILIES, config_from_dict
 
-WRONG = ["x", "12", -1, 0, 10**30, 1.5, [], {}, ["x"], {"0": 1}, True, None, float("nan"), [["x"], 1]]
+WRONG = ["x", "12", -1, 0, 10**30, 1.5, 1e308, [], {}, ["x"], {"0": 1}, True, None, float("nan"), [["x"], 1]]
 """Some of which are right for some keys."""
 ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox", "phi")
 TODAY = (*ROTARY, "bert", "bert classifier", "roberta", "roberta classifier")
 """Families with today's usual keys."""
 
 NO_ROPE: dict[str, Any] = {"rope_parameters": None}
+PLAIN_ROPE: dict[str, Any] = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 8.0}
 
 
 def refusal(name: str, **changes: Any) -> str:
@@ -33,7 +35,7 @@ def refusal(name: str, **changes: Any) -> str:
 def test_any_wrong_value_is_refused_or_has_a_meaning(name: str) -> None:
     """No value under any key is an error of Python: it is refused in a sentence, or makes a config that is written and read again as the same."""
     values = CONFIGS[name].to_dict()
-    for key in (*values, "rope_scaling", "head_dim", "id2label", "attention_types", "rotary_pct", "layer_types", "n_inner"):
+    for key in (*values, "rope_scaling", "head_dim", "id2label", "attention_types", "attention_layers", "rotary_pct", "layer_types", "n_inner"):
         for wrong in WRONG:
             try:
                 found = config_from_dict({**values, key: wrong}, "x.json")
@@ -91,6 +93,14 @@ def test_counts_are_counts(name: str) -> None:
         (("roberta",), {"pad_token_id": 0}, "pad_token_id in x.json must be 1, from which positions are counted, got 0"),
         (("t5",), {"relative_attention_num_buckets": 9}, "relative_attention_num_buckets in x.json must be a multiple of 4"),
         (("t5",), {"relative_attention_max_distance": 16}, "relative_attention_max_distance above half of it, got 32 and 16"),
+        (("roberta", "roberta classifier"), {"max_position_embeddings": 2}, "must be above 2, the position of the first token, got 2"),
+        (("t5", "bert", "bert classifier", "opt"), {"pad_token_id": 61}, "pad_token_id in x.json must be below vocab_size = 61, got 61"),
+        (("t5",), {"decoder_start_token_id": 99}, "decoder_start_token_id in x.json must be below vocab_size = 61, got 99"),
+        (("gpt_neo",), {"attention_layers": 5}, "attention_layers in x.json must be a list of global and local"),
+        (("gpt_neox",), {"num_key_value_heads": 2}, "num_key_value_heads in x.json must be absent, null or 6, all that a GPT-NeoX has"),
+        (("gpt_neox",), {"head_dim": 16}, "head_dim in x.json must be absent, null or 8, all that a GPT-NeoX has, got 16"),
+        (("gpt_neox", "phi"), {**NO_ROPE, "partial_rotary_factor": 1e308, "rotary_pct": 1e308}, "which makes more"),
+        (("gemma3",), {"rope_parameters": {**PLAIN_ROPE, "sliding_attention": LINEAR}}, "rope_type of sliding_attention in x.json must be default"),
         (TODAY, {"initializer_range": "0.02"}, 'initializer_range in x.json must be a number, got "0.02" (a string)'),
         (TODAY, {"max_position_embeddings": 2.5}, "max_position_embeddings in x.json must be a whole number, got 2.5"),
         (ROTARY, {"attention_dropout": 1.0}, "attention_dropout in x.json must be at least 0 and below 1, got 1.0"),
