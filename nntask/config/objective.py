@@ -139,6 +139,8 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
     if sees != (data.dataset == IMAGES):
         wants = f"--dataset {IMAGES}" if sees else "a dataset of text, such as --dataset text"
         raise UsageError(f"--dataset {data.dataset} is not for a {config.model_type}; use {wants}")
+    if kind == "classify" and (count := getattr(config, "num_labels", 0)) < 2:
+        raise UsageError(f"--objective classify takes a model with two classes or more, got num_labels {count}; use the config of a classifier")
     if sees:
         if data.tokenizer_path or data.tokenizer != "auto":
             flag = f"--tokenizer-path {data.tokenizer_path}" if data.tokenizer_path else f"--tokenizer {data.tokenizer}"
@@ -147,8 +149,6 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
     if kind == "classify":
         if data.dataset != JSONL:
             raise UsageError(f"--objective classify learns from texts with labels, got --dataset {data.dataset}; use --dataset {JSONL}")
-        if not getattr(config, "num_labels", 0):
-            raise UsageError("--objective classify takes a model with classes, got num_labels 0; use the config of a classifier, or drop it")
         return "labels"
     keys = first_keys(data.dataset_path) if data.dataset == JSONL else frozenset()
     if kind == "seq2seq":
@@ -193,6 +193,7 @@ def _objective(settings: TrainSettings, data: DataSettings, form: Form, config: 
         target_length=data.target_len,
         separates=data.document_boundaries,
         has_pairs=form == "labels" and "pair" in first_keys(data.dataset_path),
+        num_token_types=getattr(config, "type_vocab_size", 2),
         mask_probability=data.mask_probability,
         num_labels=getattr(config, "num_labels", 0),
         labels=tuple(str(name) for _, name in sorted((int(at), name) for at, name in names.items())),

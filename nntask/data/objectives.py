@@ -8,18 +8,18 @@ causal     chat       tokens, targets (-1 outside answers), documents (0 padding
 masked     stream     tokens, targets (-1 where nothing was masked), factor; where texts are kept apart also documents
 seq2seq    stream     tokens (B, S), documents (B, S) (1 text, 0 padding), decoder_tokens (B, T), targets (B, T), factor: corrupted spans
 seq2seq    pairs      the same: an input and its output
-classify   labels     tokens (B, T), documents (B, T) (1 text, 0 padding), token_types (B, T) where there are pairs, targets (B, 1)
+classify   labels     tokens (B, T), documents (B, T) (1 text, 0 padding), token_types (B, T) of pairs (see below), targets (B, 1)
 classify   images     images (B, N, P) fp32: N patches of P values, targets (B, 1)
 =========  =========  ==============================================================================================================
 
 Arrays are int32 but for images and factor, which are fp32. `factor` is 1 / number of targets of the whole batch that are not -1, 0 where there is
-none: the loss is their mean. Without it the loss is the mean over all positions.
+none: the loss is their mean. Without it the loss is the mean over all positions. A model with one kind of tokens (RoBERTa) takes no token_types.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -64,6 +64,7 @@ class Objective:
         target_length: T of seq2seq, tokens of the output; None for what follows from S.
         separates: whether attention is kept within one text, and rows share a sequence.
         has_pairs: whether a row of `labels` has two texts.
+        num_token_types: kinds of tokens that the model knows, which tell two texts apart. The rows that are kept do not follow from it.
         mask_probability: share of tokens that are predicted, of masked and of corrupted spans.
         num_labels: classes of `labels` and `images`.
         labels: their names; empty where they have none.
@@ -79,6 +80,7 @@ class Objective:
     target_length: int | None = None
     separates: bool = False
     has_pairs: bool = False
+    num_token_types: int = field(default=2, repr=False)
     mask_probability: float = 0.15
     num_labels: int = 0
     labels: tuple[str, ...] = ()
@@ -95,7 +97,7 @@ class Objective:
         if self.kind == "seq2seq":
             return ("tokens", "documents", "decoder_tokens", "targets", "factor")
         if self.kind == "classify":
-            return ("tokens", "documents", *(["token_types"] if self.has_pairs else []), "targets")
+            return ("tokens", "documents", *(["token_types"] if self.has_pairs and self.num_token_types > 1 else []), "targets")
         documents = ["documents"] if self.separates or self.form == "chat" else []
         return ("tokens", "targets", *documents, *(["factor"] if documents or self.kind == "masked" else []))
 

@@ -61,7 +61,7 @@ class Rows:
         for at, (ids, kinds, label) in enumerate(rows):
             tokens[at, : len(ids)], types[at, : len(ids)], documents[at, : len(ids)] = ids, kinds, 1
             targets[at] = label
-        pairs = {"token_types": types} if self._objective.has_pairs else {}
+        pairs = {"token_types": types} if "token_types" in self.names else {}
         return {"tokens": tokens, "documents": documents, **pairs, "targets": targets}
 
     def _answers(self, sequences: Sequence[Sequence[Row]]) -> dict[str, npt.NDArray[Any]]:

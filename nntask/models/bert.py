@@ -149,7 +149,7 @@ class BertConfig(HiddenConfig):
         else:
             known["num_labels"] = 0
         names = {str(number): name for number, name in (named or {}).items()}
-        is_usual = len(names) == known["num_labels"] and names == _numbered(len(names))
+        is_usual = len(names) == (known["num_labels"] or 2) and names == _numbered(len(names))  # transformers writes two where nobody has said any
         known["id2label"] = names if names and not is_usual else None
         return known
 

@@ -22,6 +22,8 @@ def here(folder: Path) -> Path:
     lines_in(folder / "text.jsonl", [{"text": text} for text in TEXTS])
     lines_in(folder / "labels.jsonl", [{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
     lines_in(folder / "far.jsonl", [{"text": text, "label": at} for at, text in enumerate(TEXTS)])
+    lines_in(folder / "pairs.jsonl", [{"text": text, "pair": text[:3], "label": at % 2} for at, text in enumerate(TEXTS)])
+    lines_in(folder / "named.jsonl", [{"text": text, "label": ("glad", "calm", "sad")[at % 3]} for at, text in enumerate(TEXTS)])
     (folder / "text.txt").write_text("\n".join(TEXTS))
     return folder
 
@@ -38,12 +40,16 @@ def config_of(name: str, **changes: Any) -> str:
         ("t5", ["--dataset=text", "--dataset-path=text.txt"]),
         ("bert classifier", ["--dataset=jsonl", "--dataset-path=labels.jsonl"]),
         ("bert", ["--dataset=jsonl", "--dataset-path=labels.jsonl", "--objective=classify"]),
+        ("bert", ["--dataset=jsonl", "--dataset-path=named.jsonl", "--objective=classify"]),
+        ("roberta classifier", ["--dataset=jsonl", "--dataset-path=pairs.jsonl"]),
         ("gpt_neo", ["--dataset=text", "--dataset-path=text.txt"]),
     ],
 )
 def test_a_config_trains(here: Path, capsys: pytest.CaptureFixture[str], name: str, flags: list[str]) -> None:
-    """What it learns by itself, or what --objective makes of it; the run goes on with the same head."""
-    assert main([*TRAIN, config_of(name), *flags, "--run-dir=run"]) == 0
+    """What it learns by itself, or what --objective makes of it; the run goes on with the same head. Names of classes that transformers makes up are
+    none, and a model with one kind of tokens takes pairs."""
+    more: dict[str, Any] = {"bert": {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}, "roberta classifier": {"type_vocab_size": 1}}
+    assert main([*TRAIN, config_of(name, **more.get(name, {})), *flags, "--run-dir=run"]) == 0
     assert main(["train", "--resume=run", "--steps=2"]) == 0
     assert "step 2/2" in capsys.readouterr().out
 
@@ -64,6 +70,7 @@ CLASSIFIED = ["--dataset=jsonl", "--dataset-path=far.jsonl"]
         ("gemma3", {"layer_types": 3}, [], 2, "layer_types in config.json must be a list of"),
         ("mistral", {"sliding_window": 0}, [], 2, "sliding_window in config.json must be at least 1"),
         ("phi", {"num_attention_heads": "6"}, [], 2, "num_attention_heads in config.json must be a whole number"),
+        ("bert classifier", {"num_labels": 1, "id2label": None}, CLASSIFIED, 2, "takes a model with two classes or more, got num_labels 1"),
         ("bert classifier", {"num_labels": 7}, CLASSIFIED, 2, "must name num_labels = 7 classes"),
         ("qwen2", {"model_type": "qwen"}, [], 2, "qwen"),
     ],
