@@ -45,6 +45,9 @@ def test_masks_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out.rstrip("\n") == found["text"]
     code, err = refuse(capsys, ["perplexity", "m", "--dataset=stdlib", "--ncpu=1"])
     assert (code, "perplexity is of models that predict the next token, and m is a bert" in err) == (2, True), err
+    for flags, said in ((["--max-new-tokens=3"], "--max-new-tokens 3"), (["--no-cache"], "--no-cache"), (["--top-k=2"], "--top-k 2")):
+        code, err = refuse(capsys, ["generate", "m", f"--prompt={prompt}", *flags, "--ncpu=1"])
+        assert (code, f"{said} is for texts that grow, and m fills masks; drop it" in err) == (2, True), err
     code, err = refuse(capsys, ["generate", "m", "--prompt=no masks", "--ncpu=1"])
     assert (code, "the prompt has none; write [MASK]" in err) == (2, True), err
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from nntask.config import MachineSettings
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from nntask.inference import Generator, Penalties, TextIds
     from nntask.models import LanguageModel
 
+_OF_FILLED: Final = frozenset({"prompt", "prompt_file", "dtype", "tokenizer_path", "json"})
+"""Settings of texts whose masks are filled; the others are of texts that grow."""
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -85,6 +87,8 @@ def run(argv: Sequence[str]) -> int:
 
     asked = settings.text
     source = ModelSource.open(words[0])
+    if source.config.objective == "masked":
+        _check_filled(asked, words[0])
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
     tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
@@ -103,6 +107,21 @@ def run(argv: Sequence[str]) -> int:
             batch_of = slice(first, first + asked.batch)
             _write(generator, ids, prompts[batch_of], begins[batch_of], first, asked)
     return 0
+
+
+def _check_filled(asked: TextSettings, model: str) -> None:
+    """Check that nothing is said about how texts grow.
+
+    Raises:
+        UsageError: a flag would have no effect.
+    """
+    from nntask import UsageError
+
+    usual = TextSettings()
+    for name in (each.name for each in fields(asked) if each.name not in _OF_FILLED):
+        if getattr(asked, name) != getattr(usual, name):
+            flag = "--no-cache" if name == "cache" else f"--{name.replace('_', '-')} {getattr(asked, name)}"
+            raise UsageError(f"{flag} is for texts that grow, and {model} fills masks; drop it")
 
 
 def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], asked: TextSettings) -> None:
