@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -28,10 +28,12 @@ class FlopCounts:
 
     Args:
         forward: of a forward pass, NNTile's formula (counts its recomputation in attention, ignores causality): per layer 2mndi for the
-            feed-forward layer, 4nd(a + k) for the projections of attention, (6 flash | 4) n^2 a for attention itself; 2ndV for the head.
+            feed-forward layer, 4nd(a + k) for the projections of attention, (6 flash | 4) n^2 a for attention itself; 2ndV for the head, which has
+            one token and its classes in the place of n and V in a classifier.
         backward: of a backward pass: twice the products with weights, (14 flash | 8) n^2 a.
         model: 6N + 12Lan per token (Chowdhery et al., PaLM, 2022, appendix B), times n: forward and backward, nothing recomputed. Beside adapters
-            the N are frozen and have no gradient, which leaves 4N + 6A + 12Lan, and one of the two products with each weight in `backward`.
+            the N are frozen and have no gradient, which leaves 4N + 6A + 12Lan, and one of the two products with each weight in `backward`. Weights
+            count with the tokens that they meet: of an encoder, and those that make its keys and values for a decoder, with the input's.
         formula: how `model` was counted, for people.
     """
 
@@ -53,43 +55,68 @@ def flop_counts(
     a: int | None = None,
     k: int | None = None,
     m: int = 2,
-    across: int = 0,
+    scored: int | None = None,
+    num_source: int = 0,
     num_adapter_weights: int = 0,
 ) -> FlopCounts:
-    """Counts for one sequence of n tokens; a and k are d unless given. Adapters, if there are any, are all that is trained. `across` layers attend to
-    an encoder besides, whose sequence has n tokens, too."""
+    """Counts for one sequence of n tokens; a and k are d unless given. Adapters, if there are any, are all that is trained.
+
+    Args:
+        scored: tokens that the head scores; None for n.
+        num_source: tokens of an encoder that each layer attends to besides; their keys and values are not among these counts.
+    """
     a, k = d if a is None else a, d if k is None else k
-    attending = layers + across
-    products = layers * 2 * m * n * d * i + attending * 4 * n * d * (a + k) + 2 * n * d * vocab
+    pairs = layers * (n**2 + n * num_source)  # of a token and one that it attends to
+    products = layers * (2 * m * n * d * i + 4 * n * d * (a + k)) + 2 * (n if scored is None else scored) * d * vocab
+    products += layers * 4 * n * d * a if num_source else 0
     beside = 2 * n * num_adapter_weights
-    forward = products + beside + attending * (6 if flash else 4) * n**2 * a
-    backward = (products if num_adapter_weights else 2 * products) + 2 * beside + attending * (14 if flash else 8) * n**2 * a
+    forward = products + beside + (6 if flash else 4) * pairs * a
+    backward = (products if num_adapter_weights else 2 * products) + 2 * beside + (14 if flash else 8) * pairs * a
     weights = (4 if num_adapter_weights else 6) * num_parameters + 6 * num_adapter_weights
     formula = f"{'4N + 6A' if num_adapter_weights else '6N'} + 12Ldn"
-    return FlopCounts(float(forward), float(backward), float(n * (weights + 12 * attending * a * n)), formula)
+    return FlopCounts(float(forward), float(backward), float(n * weights + 12 * pairs * a), formula)
 
 
-def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapter_weights: int = 0) -> FlopCounts:
-    """Counts for one sequence of a model; see `flop_counts`. Of a model without attention, its config says the products."""
+def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapter_weights: int = 0, target_len: int | None = None) -> FlopCounts:
+    """Counts for one sequence of a model; see `flop_counts`. Of a model without attention, its config says the products.
+
+    Args:
+        target_len: tokens of a decoder whose encoder reads `seq_len`; None for as many.
+    """
     products = getattr(config, "products_per_sequence", None)
     if products is not None:
         beside = 2.0 * seq_len * num_adapter_weights
         backward = (2.0 if num_adapter_weights else 4.0) * products + 2 * beside
         return FlopCounts(2.0 * products + beside, backward, 2.0 * products + beside + backward, "products, forward and backward")
-    return flop_counts(
-        n=seq_len,
+    described = config.description
+    vocab, scored = (config.num_labels, 1) if config.num_labels else (config.vocab_size, None)
+    count = partial(
+        flop_counts,
         d=config.n_embd,
         i=config.inner_size,
-        layers=config.n_layer,
-        vocab=config.vocab_size,
-        num_parameters=config.num_parameters,
-        flash=flash,
         a=config.n_head * config.head_size,
         k=config.n_kv_head * config.head_size,
         m=config.num_inner_matrices,
-        across=sum(block.cross is not None for block in config.description.stack.blocks),
-        num_adapter_weights=num_adapter_weights,
+        flash=flash,
     )
+    layers, total, adapters = len(described.stack.blocks), config.num_parameters, num_adapter_weights
+    if described.encoder is None:
+        return count(n=seq_len, layers=layers, vocab=vocab, scored=scored, num_parameters=total, num_adapter_weights=adapters)
+    of_source = layers * 2 * config.n_embd * config.n_kv_head * config.head_size  # weights that make keys and values of what the encoder says
+    weights = described.encoder.num_parameters(config.n_embd) + of_source
+    beside = adapters * weights // total  # in proportion; where each of them stands, a config does not say
+    read = count(n=seq_len, layers=len(described.encoder.blocks), vocab=0, num_parameters=weights, num_adapter_weights=beside)
+    said = count(
+        n=target_len or seq_len,
+        layers=layers,
+        vocab=vocab,
+        num_source=seq_len,
+        num_parameters=total - weights,
+        num_adapter_weights=adapters - beside,
+    )
+    products = 2.0 * seq_len * of_source
+    backward = read.backward + said.backward + (products if adapters else 2 * products)
+    return FlopCounts(read.forward + said.forward + products, backward, read.model + said.model, said.formula)
 
 
 @cache

@@ -149,7 +149,8 @@ def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
     """Floating-point operations of one sequence."""
     model = run.model
     num_adapter_weights = 0 if model.adapters is None else engine.num_trained
-    return flop_counts_of(model.config, model.seq_len, flash=model.flash, num_adapter_weights=num_adapter_weights)
+    target_len = run.data.objective.target_length
+    return flop_counts_of(model.config, model.seq_len, flash=model.flash, num_adapter_weights=num_adapter_weights, target_len=target_len)
 
 
 def begin(session: Session, lock: RunLock, about: Callable[[], Sequence[str]], order: PlannedOrder | None) -> None:

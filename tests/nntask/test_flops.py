@@ -41,3 +41,32 @@ def test_products_of_a_llama_are_its_matrices(name):
     assert found.forward == 2 * n * matrices + config.n_layer * 6 * n * n * width
     assert found.backward == 4 * n * matrices + config.n_layer * 14 * n * n * width
     assert found.model == n * (6 * config.num_parameters + 12 * config.n_layer * width * n)
+
+
+def test_a_classifier_scores_one_token():
+    """The products of its blocks for all tokens, of its head for the first one."""
+    config, n, d = PRESETS["bert-base"], 128, 768
+    blocks, head = 12 * (12 * d * d), 3 * d
+    found = flop_counts_of(replace(config, num_labels=3), n, flash=False)
+    assert found.forward == 2 * n * blocks + 2 * head + 12 * 4 * n * n * d
+    assert found.backward == 4 * n * blocks + 4 * head + 12 * 8 * n * n * d
+    assert flop_counts_of(config, n, flash=False).forward == 2 * n * (blocks + 30522 * d) + 12 * 4 * n * n * d
+
+
+@pytest.mark.parametrize("target", [100, 30])
+def test_weights_of_an_encoder_meet_the_input_and_those_of_a_decoder_the_output(target):
+    """Also the keys and values that a decoder sees of the input; attention goes over pairs of tokens."""
+    config, n = PRESETS["t5-v1.1-small"], 100
+    d, a, layers = config.d_model, config.num_heads * config.d_kv, config.num_layers
+    feed_forward, read = 3 * d * config.d_ff, layers * 2 * d * a
+    encoder, decoder = layers * (4 * d * a + feed_forward), layers * (6 * d * a + feed_forward) + config.vocab_size * d
+    pairs = layers * (n * n + target * target + target * n)
+    found = flop_counts_of(config, n, flash=True, target_len=target)
+    assert found.forward == 2 * n * (encoder + read) + 2 * target * decoder + 6 * pairs * a
+    assert found.backward == 4 * n * (encoder + read) + 4 * target * decoder + 14 * pairs * a
+    of_input = config.description.encoder.num_parameters(d) + read
+    assert found.model == 6 * (n * of_input + target * (config.num_parameters - of_input)) + 12 * pairs * a
+    adapted = flop_counts_of(config, n, flash=True, target_len=target, num_adapter_weights=1000)
+    assert found.backward - adapted.backward == 2 * n * (encoder + read) + 2 * target * decoder - 4 * sum(
+        length * size for length, size in ((n, 1000 * of_input // config.num_parameters), (target, 1000 - 1000 * of_input // config.num_parameters))
+    )
