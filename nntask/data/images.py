@@ -108,6 +108,11 @@ class ImageArray(ImageSource):
         """(size, size, channels) in [-1, 1]."""
         values = np.asarray(self._images[self._chosen[number]])
         if np.issubdtype(values.dtype, np.integer):
+            if values.min() < 0 or values.max() > 255:
+                raise DataError(
+                    f"integers in the images of {self.path} must be from 0 to 255, got {values.min()} to {values.max()} in image "
+                    f"{self._chosen[number]}; scale them, or give floats from -1 to 1"
+                )
             values = values.astype(np.float32) / np.float32(127.5) - np.float32(1)
         return values.astype(np.float32).reshape(shape.size, shape.size, shape.channels)
 
@@ -239,6 +244,8 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
             f"{flag} {path} is no file of images: {error}; give an .npz with images and labels, an .npy with {beside.name} beside it, or a directory "
             "with a folder a class"
         ) from None
+    if images.dtype.kind not in "biuf":
+        raise DataError(f"{flag} {path} must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}; convert them")
     wanted = (shape.size, shape.size, shape.channels)
     if images.shape[1:] not in ((wanted[:2], wanted) if shape.channels == 1 else (wanted,)) or labels.shape != images.shape[:1]:
         raise DataError(

@@ -115,8 +115,9 @@ class ModelSource:
 
     @property
     def context(self) -> int:
-        """Most tokens the model looks at: the length it was trained on, or of a model directory the longest its config allows."""
-        return known(self.settings.model.seq_len)
+        """Most tokens the model looks at: the length it was trained on, of an input or an output, or of a model directory the longest its config
+        allows."""
+        return max(known(self.settings.model.seq_len), self.settings.data.target_len or 0)
 
     def tokenizer(self, path: str = "") -> Tokenizer:
         """The tokenizer that belongs to the model, or the one at `path` if none came with it.

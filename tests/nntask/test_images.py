@@ -86,6 +86,7 @@ def test_digits_of_scikit_learn(tmp_path: Path) -> None:
         ({"images": np.zeros((3, 9, 8))}, "is no file of images: .*labels"),
         ({"images": np.zeros((3, 9, 8)), "labels": np.zeros(3, int)}, r"must have images \(n, 8, 8, 1\) and labels \(n,\), got \(3, 9, 8\)"),
         ({"images": np.zeros((3, 8, 8)), "labels": np.zeros(2, int)}, r"got \(3, 8, 8\) and \(2,\)"),
+        ({"images": np.full((3, 8, 8), "x"), "labels": np.zeros(3, int)}, "must have images of integers from 0 to 255 or floats"),
         ({"images": np.zeros((3, 8, 8)), "labels": np.array([0, 1, 2])}, "must have whole labels from 0 to 1"),
     ],
 )
@@ -94,6 +95,15 @@ def test_arrays_of_another_shape_are_refused(tmp_path: Path, arrays: dict[str, A
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(DataError, match=words):
         dataset_of(tmp_path / "x.npz", ImageLearner())
+
+
+def test_integers_are_pixels(tmp_path: Path) -> None:
+    """Those of more than eight bits are refused when they are read."""
+    images = np.zeros((21, 8, 8), np.uint16)
+    images[3, 0, 0] = 4095
+    np.savez(tmp_path / "x.npz", images=images, labels=np.arange(21) % 2)
+    with pytest.raises(DataError, match=r"must be from 0 to 255, got 0 to 4095 in image 3; scale them"):
+        dataset_of(tmp_path / "x.npz", ImageLearner()).examples(0).arrays(np.arange(20), 0)
 
 
 def test_a_directory_of_other_classes_is_refused(tmp_path: Path) -> None:

@@ -54,6 +54,16 @@ def test_a_config_trains(here: Path, capsys: pytest.CaptureFixture[str], name: s
     assert "step 2/2" in capsys.readouterr().out
 
 
+def test_outputs_may_be_longer_than_inputs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A T5 writes texts as long as those it was trained to write."""
+    lines_in(here / "outputs.jsonl", [{"input": text[:4], "target": text} for text in TEXTS])
+    assert main([*TRAIN, config_of("t5"), "--dataset=jsonl", "--dataset-path=outputs.jsonl", "--target-len=12", "--run-dir=run"]) == 0
+    capsys.readouterr()
+    assert main(["generate", "run", "--prompt=abc", "--max-new-tokens=11", "--temperature=5", "--json", "--ncpu=1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["end"]) == (11, "length")
+
+
 CLASSIFIED = ["--dataset=jsonl", "--dataset-path=far.jsonl"]
 
 
