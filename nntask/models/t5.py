@@ -18,6 +18,9 @@ from .names import Names
 PROJECTIONS: Final = {"relu": ("relu", False), "gated-gelu": ("gelu_new", True), "gated-silu": ("silu", True), "gelu": ("gelu", False)}
 """Value of feed_forward_proj -> (name of the activation's kernel, whether there is a gate)."""
 
+LARGEST_DISTANCE: Final = 1 << 20
+"""Buckets are looked up for every distance up to the one from which on all share the last."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config(KeyedConfig):
@@ -55,7 +58,7 @@ class T5Config(KeyedConfig):
     num_decoder_layers: int | None = depth(6, None)
     n_positions: int = count(512, 512)
     relative_attention_num_buckets: int = count(32, 32)
-    relative_attention_max_distance: int = count(128, 128)
+    relative_attention_max_distance: int = count(128, 128, LARGEST_DISTANCE)
     dropout_rate: float = probability(0.1)
     layer_norm_epsilon: float = positive(1e-6, 1e-6)
     initializer_factor: float = positive(1.0, 1.0)

@@ -95,6 +95,7 @@ def test_counts_are_counts(name: str) -> None:
         (("t5",), {"relative_attention_max_distance": 16}, "relative_attention_max_distance above half of it, got 32 and 16"),
         (("roberta", "roberta classifier"), {"max_position_embeddings": 2}, "must be above 2, the position of the first token, got 2"),
         (("t5", "bert", "bert classifier", "opt"), {"pad_token_id": 61}, "pad_token_id in x.json must be below vocab_size = 61, got 61"),
+        (("t5",), {"relative_attention_max_distance": 10**9}, "relative_attention_max_distance in x.json must be at most 1048576, got 1000000000"),
         (("t5",), {"decoder_start_token_id": 99}, "decoder_start_token_id in x.json must be below vocab_size = 61, got 99"),
         (("gpt_neo",), {"attention_layers": 5}, "attention_layers in x.json must be a list of global and local"),
         (("gpt_neox",), {"num_key_value_heads": 2}, "num_key_value_heads in x.json must be absent, null or 6, all that a GPT-NeoX has"),

@@ -49,6 +49,8 @@ def test_a_preset_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["tasks"], found["seq_len"]) == (plan["tasks_per_step"], plan["seq_len"])
     assert main(["models", "gpt2"]) == 0
     assert "kept between steps  1.39 GiB" in capsys.readouterr().out
+    assert main(["models", "mixer-tiny"]) == 0
+    assert "4 blocks of width 64; 10 classes, images of 16 patches" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "words"), [("gtp2", "did you mean gpt2?"), ("xxxxxxxx", "nntask models lists all of them")])

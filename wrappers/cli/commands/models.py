@@ -82,7 +82,8 @@ def step_of(name: str) -> dict[str, Any]:
         )
     config, asked = PRESETS[name], TrainSettings()
     asked = replace(asked, model=replace(asked.model, model=name), tiling=replace(asked.tiling, batch=1))
-    if getattr(config, "image_size", None) is not None:
+    takes_images = getattr(config, "image_size", None) is not None
+    if takes_images:
         asked = replace(asked, data=replace(asked.data, dataset="images"))
     run = resolve(asked, config, machine=devices_of(asked.resources, asked.model.dtype, checks=False))
     with no_collections():
@@ -98,6 +99,7 @@ def step_of(name: str) -> dict[str, Any]:
         "heads": config.n_head,
         "longest_sequence": config.n_positions,
         "vocabulary": config.vocab_size,
+        "takes_images": takes_images,
         "state_bytes": STATE_BYTES * config.num_parameters,
         "persistent_bytes": needs.persistent,
         "least_bytes": needs.total,
@@ -126,8 +128,11 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
     yield f"family              {figures['model_type']}: {', '.join(figures['classes'])}; learns {', '.join(figures['objectives'])}"
     yield f"parameters          {figures['parameters']:,}"
-    shape = f"{figures['blocks']} blocks of width {figures['width']:,} with {figures['heads']} heads"
-    yield f"shape               {shape}; {figures['vocabulary']:,} ids, sequences of up to {figures['longest_sequence']:,}"
+    blocks, longest = f"{figures['blocks']} blocks of width {figures['width']:,}", f"{figures['longest_sequence']:,}"
+    if figures["takes_images"]:
+        yield f"shape               {blocks}; {figures['vocabulary']:,} classes, images of {longest} patches"
+    else:
+        yield f"shape               {blocks} with {figures['heads']} heads; {figures['vocabulary']:,} ids, sequences of up to {longest}"
     yield f"kept between steps  {format_size(figures['persistent_bytes'])}: weights and both moments of AdamW, fp32"
     yield f"one sequence        of {figures['seq_len']:,} needs {format_least(figures['least_bytes'])} at least, {figures['tasks']:,} tasks"
     yield f"with --disk         {format_least(figures['least_bytes_with_disk'])} of memory at least"
