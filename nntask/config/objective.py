@@ -171,7 +171,7 @@ def _target_len(settings: TrainSettings, form: Form, config: LanguageConfig) -> 
         raise UsageError(f"--target-len must be at most {config.positions_key} = {limit}, got {data.target_len}; the nearest legal value is {limit}")
     if form == "pairs":
         return data.target_len or length
-    sizes = longest(length, data.target_len, data.mask_probability)
+    sizes = longest(length, data.target_len or config.n_positions, data.mask_probability)
     if sizes is None:
         raise UsageError(
             f"--objective seq2seq on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}; "

@@ -77,6 +77,9 @@ def test_what_is_open_is_filled_in(tmp_path: Path) -> None:
     spans = with_objective(settings(objective="seq2seq"), Learner())
     assert spans.data.target_len == 8
     assert with_objective(spans, Learner()) == spans
+    hidden = with_objective(settings(objective="seq2seq", mask_probability=0.99), Learner()).data.target_len
+    assert hidden is not None
+    assert 60 < hidden <= Learner().n_positions  # of a text with more hidden tokens than the model takes
     forms = {}
     for key, row in {
         "pairs": {"input": "a", "target": "b"},
