@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +23,8 @@ IMAGES: Final = "images"
 _SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 _MODES: Final = {1: "L", 3: "RGB", 4: "RGBA"}
 _VALIDATION_SHARE: Final = 20
+_BROKEN: Final = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+"""What reading a NumPy file of wrong bytes raises: of no archive, of a damaged, encrypted or unknown member, of a header that claims too much."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -235,11 +239,13 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
     beside = path.with_name(f"{path.stem}_labels.npy")
     try:
         if path.suffix == ".npy":
-            images, labels = np.load(path, mmap_mode="r", allow_pickle=False), np.load(beside, allow_pickle=False)
+            images, labels = np.lib.format.open_memmap(path, mode="r"), np.array(np.lib.format.open_memmap(beside, mode="r"))
+        elif not zipfile.is_zipfile(path):  # else NumPy would take it for a pickle
+            raise ValueError("it is not a whole .npz archive")
         else:
             with np.load(path, allow_pickle=False) as found:
                 images, labels = found["images"], found["labels"]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except _BROKEN as error:
         raise DataError(
             f"{flag} {path} is no file of images: {error}; give an .npz with images and labels, an .npy with {beside.name} beside it, or a directory "
             "with a folder a class"
@@ -247,11 +253,18 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
     if images.dtype.kind not in "biuf":
         raise DataError(f"{flag} {path} must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}; convert them")
     wanted = (shape.size, shape.size, shape.channels)
-    if images.shape[1:] not in ((wanted[:2], wanted) if shape.channels == 1 else (wanted,)) or labels.shape != images.shape[:1]:
+    if images.shape[1:] not in ((wanted[:2], wanted) if shape.channels == 1 else (wanted,)):
         raise DataError(
-            f"{flag} {path} must have images (n, {', '.join(map(str, wanted))}) and labels (n,), got {images.shape} and {labels.shape}; "
+            f"{flag} {path} must have images (n, {', '.join(map(str, wanted))}), got {images.shape}; "
             "resize the images, or set image_size and num_channels in the config"
         )
-    if not np.issubdtype(labels.dtype, np.integer) or (labels.size and not 0 <= labels.min() <= labels.max() < objective.num_labels):
-        raise DataError(f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}; mend them, or set num_labels in the config")
+    if labels.shape != images.shape[:1]:
+        raise DataError(f"{flag} {path} must have a label for each image, got {len(images)} images and labels {labels.shape}; correct one of them")
+    is_whole = np.issubdtype(labels.dtype, np.integer)
+    wrong = np.flatnonzero((labels < 0) | (labels >= objective.num_labels)) if is_whole else np.arange(0)
+    if not is_whole or len(wrong):
+        got = f"{labels[wrong[0]]} for image {wrong[0]}" if is_whole else f"{labels.dtype}"
+        raise DataError(
+            f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}, got {got}; mend them, or set num_labels in the config"
+        )
     return images, labels.astype(np.int32)

@@ -84,10 +84,11 @@ def test_digits_of_scikit_learn(tmp_path: Path) -> None:
     ("arrays", "words"),
     [
         ({"images": np.zeros((3, 9, 8))}, "is no file of images: .*labels"),
-        ({"images": np.zeros((3, 9, 8)), "labels": np.zeros(3, int)}, r"must have images \(n, 8, 8, 1\) and labels \(n,\), got \(3, 9, 8\)"),
-        ({"images": np.zeros((3, 8, 8)), "labels": np.zeros(2, int)}, r"got \(3, 8, 8\) and \(2,\)"),
+        ({"images": np.zeros((3, 9, 8)), "labels": np.zeros(3, int)}, r"must have images \(n, 8, 8, 1\), got \(3, 9, 8\)"),
+        ({"images": np.zeros((3, 8, 8)), "labels": np.zeros(2, int)}, r"must have a label for each image, got 3 images and labels \(2,\)"),
         ({"images": np.full((3, 8, 8), "x"), "labels": np.zeros(3, int)}, "must have images of integers from 0 to 255 or floats"),
-        ({"images": np.zeros((3, 8, 8)), "labels": np.array([0, 1, 2])}, "must have whole labels from 0 to 1"),
+        ({"images": np.zeros((3, 8, 8)), "labels": np.array([0, 1, 2])}, "must have whole labels from 0 to 1, got 2 for image 2; mend"),
+        ({"images": np.zeros((3, 8, 8)), "labels": np.zeros(3)}, "must have whole labels from 0 to 1, got float64; mend"),
     ],
 )
 def test_arrays_of_another_shape_are_refused(tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
@@ -95,6 +96,30 @@ def test_arrays_of_another_shape_are_refused(tmp_path: Path, arrays: dict[str, A
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(DataError, match=words):
         dataset_of(tmp_path / "x.npz", ImageLearner())
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    """Cut short, damaged, empty, and of the other kind: each is a sentence, none is taken for a pickle."""
+    good = tmp_path / "good.npz"
+    np.savez_compressed(good, images=np.random.default_rng(0).random((20, 8, 8)), labels=np.zeros(20, int))
+    np.save(tmp_path / "good.npy", np.zeros((20, 8, 8)))
+    whole, array = good.read_bytes(), (tmp_path / "good.npy").read_bytes()
+    files = {
+        "cut.npz": (whole[:-30], "it is not a whole .npz archive"),
+        "text.npz": (b"hello", "it is not a whole .npz archive"),
+        "array.npz": (array, "it is not a whole .npz archive"),
+        "empty.npz": (b"", "it is not a whole .npz archive"),
+        "damaged.npz": (whole[:400] + bytes(100) + whole[500:], "images.npy"),
+        "archive.npy": (whole, "the magic string is not correct"),
+        "empty.npy": (b"", "magic"),
+        "cut.npy": (array[:500], "greater than file size"),
+    }
+    for name, (content, words) in files.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        np.save(tmp_path / f"{path.stem}_labels.npy", np.zeros(20, int))
+        with pytest.raises(DataError, match=f"{name} is no file of images: .*{words}"):
+            dataset_of(path, ImageLearner())
 
 
 def test_integers_are_pixels(tmp_path: Path) -> None:
