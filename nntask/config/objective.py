@@ -14,7 +14,8 @@ from ..data.images import IMAGES
 from ..data.json_lines import JSONL, first_keys, json_lines
 from ..data.objectives import Form, ImageShape, Kind, Objective
 from ..data.spans import longest
-from ..errors import UsageError
+from ..errors import DataError, UsageError
+from ..models.config_checks import LARGEST_CLASSES
 from ..models.interface import LanguageConfig, ModelConfig
 from .settings import DataSettings, TrainSettings
 
@@ -65,7 +66,11 @@ def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
 
 
 def _labels(data: DataSettings) -> tuple[tuple[str, ...], int]:
-    """Names of the labels of lines, and how many there are where they are numbers; what is neither is for the reader of the data to refuse."""
+    """Names of the labels of lines, and how many there are where they are numbers; what is neither is for the reader of the data to refuse.
+
+    Raises:
+        DataError: a number is beyond the most classes.
+    """
     if data.dataset != JSONL:
         return (), 0
     names, largest = set[str](), -1
@@ -74,6 +79,11 @@ def _labels(data: DataSettings) -> tuple[tuple[str, ...], int]:
             label = record.values.get("label")
             if isinstance(label, str):
                 names.add(label)
+            elif type(label) is int and label >= LARGEST_CLASSES:  # each number up to it would be a class
+                raise DataError(
+                    f'{record.where} must have a "label" below {LARGEST_CLASSES}, as many classes as there may be, got {label}; '
+                    "number the classes from 0, or give their names"
+                )
             elif type(label) is int:
                 largest = max(largest, label)
     return (tuple(sorted(names)), 0) if names and largest < 0 else ((), largest + 1)

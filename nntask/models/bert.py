@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
 from .config_checks import shown
-from .config_fields import ACTIVATIONS, choice, count, positive, probability, switch, token
+from .config_fields import ACTIVATIONS, choice, classes, count, positive, probability, switch, token
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .family_config import HiddenConfig
 from .names import Names
@@ -65,7 +65,7 @@ class BertConfig(HiddenConfig):
     classifier_dropout: float | None = probability(None)
     layer_norm_eps: float = positive(1e-12, 1e-12)
     pad_token_id: int | None = token(0)
-    num_labels: int = count(2, 0, or_zero=True)
+    num_labels: int = classes(2, 0, or_zero=True)
     id2label: Mapping[str, str] | None = None
     tie_word_embeddings: bool = switch(True)
 

@@ -18,6 +18,7 @@ from ..io.json_file import read_json
 
 LARGEST_COUNT: Final = (1 << 31) - 1
 LARGEST_DEPTH: Final = 1 << 14
+LARGEST_CLASSES: Final = 1 << 20
 """Largest number of blocks; the objects of a block take host memory before the memory check can refuse the model."""
 
 

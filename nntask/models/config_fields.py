@@ -10,7 +10,17 @@ from dataclasses import MISSING, field
 from typing import Any, Final
 
 from ..errors import UsageError
-from .config_checks import LARGEST_COUNT, LARGEST_DEPTH, check_choice, check_count, check_positive, check_probability, check_switch, shown
+from .config_checks import (
+    LARGEST_CLASSES,
+    LARGEST_COUNT,
+    LARGEST_DEPTH,
+    check_choice,
+    check_count,
+    check_positive,
+    check_probability,
+    check_switch,
+    shown,
+)
 
 Check = Callable[[str, Any, str], None]
 """(key, value, source): raises `UsageError` where the value breaks its rule."""
@@ -46,6 +56,11 @@ def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_n
 def depth(usual: int, default: Any = MISSING) -> Any:
     """A field of a number of blocks."""
     return count(usual, default, LARGEST_DEPTH)
+
+
+def classes(usual: int, default: Any = MISSING, *, or_zero: bool = False) -> Any:
+    """A field of a number of classes."""
+    return count(usual, default, LARGEST_CLASSES, or_zero=or_zero)
 
 
 def positive(usual: float, default: Any = MISSING) -> Any:

@@ -30,7 +30,7 @@ from ..nn.layers import Dropout, LayerNorm, TransposedLinear
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
 from .config_checks import check_divisible
-from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability
+from .config_fields import ACTIVATIONS, choice, classes, count, depth, positive, probability
 from .family_config import KeyedConfig
 from .language import LanguageModel
 from .names import Names
@@ -64,7 +64,7 @@ class MlpMixerConfig(KeyedConfig):
     num_hidden_layers: int = depth(8)
     tokens_mlp_dim: int = count(256)
     channels_mlp_dim: int = count(2048)
-    num_labels: int = count(1000, 1000)
+    num_labels: int = classes(1000, 1000)
     num_channels: int = count(3, 3)
     hidden_act: str = choice(ACTIVATIONS, "gelu")
     hidden_dropout_prob: float = probability(0.0)

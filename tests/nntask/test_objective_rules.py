@@ -10,9 +10,10 @@ import pytest
 from support.objective_data import TINY, ImageLearner, Learner, lines_in
 
 from nntask.config import TrainSettings, check_values, resolve
-from nntask.config.objective import objective_of, with_objective
+from nntask.config.objective import objective_of, with_head, with_objective
 from nntask.config.settings import DataSettings, ModelSettings, OptimizerSettings, RunSettings, differences
-from nntask.errors import UsageError
+from nntask.errors import DataError, UsageError
+from nntask.models.bert import BertConfig
 
 MASKED = Learner("masked", ("masked", "classify"), model_type="bert")
 
@@ -59,6 +60,14 @@ def test_broken_rules_are_one_sentence(asked: TrainSettings, config: Any, words:
         with_objective(asked, config)
     assert words in str(error.value)
     assert error.value.exit_code == 2
+
+
+def test_a_label_is_not_a_number_of_classes_beyond_reason(tmp_path: Path) -> None:
+    """A class for each number up to the largest label would fill memory; the line is named before any is made."""
+    path = lines_in(tmp_path / "x.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 10**12}])
+    bert = BertConfig(vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=16)
+    with pytest.raises(DataError, match=r"x\.jsonl line 2 must have a \"label\" below 1048576, .*got 1000000000000; number the classes from 0"):
+        with_head(settings(objective="classify", dataset="jsonl", dataset_path=str(path)), bert)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, float("nan")])
