@@ -43,7 +43,9 @@ class Rows:
         """Says that there are fewer than `batch` of them, and what to do."""
         found, packs = self.num_sequences, " packed into sequences" if self._objective.separates else ""
         advice = f"use more rows, or --batch {found}" if found else "use more rows"
-        return f"{self.path} has {found} rows{packs}, and --batch is {batch}; {advice}"
+        if not found and self._objective.form == "chat":
+            advice = f"use conversations with an answer within --seq-len {self.length}, and a chat template that writes it"
+        return f"{self.path} has {found} row{'' if found == 1 else 's'}{packs}, and --batch is {batch}; {advice}"
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """The arrays of the objective but `factor`."""

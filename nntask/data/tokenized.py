@@ -73,7 +73,8 @@ def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callab
             return load_tokenizer(cached)
     report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
     free = NUM_SENTINELS if _own_terms(spec) == " sentinels" else 0
-    tokenizer = train_bpe(first_pieces(corpus.train, _TRAINING_NBYTES), spec.vocab_size - free, has_mask=spec.objective.kind == "masked")
+    texts = first_pieces(corpus.train, _TRAINING_NBYTES)
+    tokenizer = train_bpe(texts, spec.vocab_size, has_mask=spec.objective.kind == "masked", num_free=free)
     with written_aside(cached) as new:
         tokenizer.save(new.parent)
         (new.parent / TOKENIZER_FILE).rename(new)

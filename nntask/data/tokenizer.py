@@ -202,30 +202,32 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return BpeTokenizer(inner, file.parent)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` ids, with id 0 as the end of text. Equal texts give equal ids.
+def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocab_size - num_free` ids, with id 0 as the end of text. Equal texts give equal ids.
 
     Args:
         texts: what it learns from.
-        vocab_size: most ids.
+        vocab_size: ids of the model.
         has_mask: whether id 1 is a mask token.
+        num_free: ids at the end of the vocabulary that stay free for sentinels.
 
     Raises:
-        DataError: `vocab_size` is below 257, the number of bytes plus the end-of-text id.
+        DataError: `vocab_size - num_free` is below 257, the number of bytes plus the end-of-text id.
     """
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size <= _NUM_BYTES:
+    if vocab_size - num_free <= _NUM_BYTES:
+        beside = f", {num_free} of them sentinels" if num_free else ""
         raise DataError(
-            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1}, the model has {vocab_size}; "
-            "raise vocab_size in the config or use --tokenizer bytes"
+            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1 + num_free}{beside}, the model has {vocab_size}; "
+            f"raise vocab_size in the config{' or use --tokenizer bytes' if vocab_size >= _NUM_BYTES else ''}"
         )
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - num_free,
         special_tokens=[END_OF_TEXT, MASK] if has_mask else [END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -221,6 +221,9 @@ def test_conversations_share_sequences(tmp_path: Path) -> None:
     assert answers_in(dataset, 1)[1] == "a3<|end|>"
     changes = np.flatnonzero(np.diff(found["documents"][0]))
     assert found["targets"][0, changes[0]] == ord(">")
+    dataset = dataset_of(tmp_path, rows[2:3], Learner(), 100, tokenizer="bytes", chat_template=str(tmp_path / "t.jinja"))
+    with pytest.raises(DataError, match="has 0 rows, and --batch is 1; use conversations with an answer within --seq-len 100"):
+        BatchStream(dataset.examples(0), 1, seed=0)
 
 
 def test_the_tokenizers_own_template_and_special_tokens(tmp_path: Path) -> None:

@@ -98,6 +98,20 @@ def test_lengths_in_bytes_are_of_byte_level_alphabets(tmp_path):
     assert train_bpe(["ab"], 300).byte_lengths()[1:257].tolist() == [1] * 256
 
 
+@pytest.mark.parametrize(
+    ("size", "num_free", "words"),
+    [
+        (256, 0, "at least 257, the model has 256; raise vocab_size in the config or use --tokenizer bytes$"),
+        (300, 100, "at least 357, 100 of them sentinels, the model has 300; raise vocab_size in the config or use --tokenizer bytes$"),
+        (3, 100, "at least 357, 100 of them sentinels, the model has 3; raise vocab_size in the config$"),
+    ],
+)
+def test_a_vocabulary_that_is_too_small_is_the_models(size, num_free, words):
+    """The message has the config's number, and what would do there; plain bytes need 256 ids, too."""
+    with pytest.raises(DataError, match=words):
+        train_bpe(["ab"], size, num_free=num_free)
+
+
 def test_token_ids_and_the_tokenizer_that_is_named_belong_together(tmp_path):
     """train.bin has its tokenizer beside it; another one that is named is refused, the same one is not, and bpe means the one beside."""
     ours = llama3(tmp_path / "ours")
