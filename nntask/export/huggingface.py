@@ -25,7 +25,7 @@ from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..hf.layout import FileLayout, blanks, shapes_of
-from ..hf.model_directory import CONFIG, INDEX, SINGLE
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
 from ..hf.tokenizer_files import as_text, tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.finite import first_not_finite
@@ -36,7 +36,6 @@ from ..io.writable import check_writable
 from ..models.registry import FAMILIES
 from .merged_weights import Weight, weights_of
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
 _OURS: Final = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(adapter_|generation_|tokenizer_)?config\.json|"
     r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"

@@ -19,8 +19,9 @@ from ..config.settings import from_dict
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..hf.layout import names_of
+from ..hf.model_directory import ADAPTER_CONFIG
 from ..nn.layers import Adaptable
-from .huggingface import ADAPTER_CONFIG, Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
+from .huggingface import Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
 from .merged_weights import adapter_arrays, capture_of
 
 WEIGHTS: Final = "adapter_model.safetensors"

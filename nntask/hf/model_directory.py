@@ -30,6 +30,7 @@ from ..models.registry import config_from_json
 from .layout import FileLayout, blanks, names_of, shapes_of, ties_of
 
 CONFIG: Final = "config.json"
+ADAPTER_CONFIG: Final = "adapter_config.json"
 _ADVICE: Final = "give a directory as transformers' save_pretrained writes it"
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -66,6 +67,8 @@ def _check_directory(directory: Path) -> None:
         raise DataError(f"{directory} is {what}; give the directory with {CONFIG} and safetensors{_conversion(directory.parent, directory.suffix)}")
     if not directory.is_dir():
         raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / CONFIG).exists():
+        raise DataError(f"{directory} has adapters of PEFT and no model; give a model with them merged, as nntask export RUN DIR --merge writes it")
 
 
 def _conversion(directory: Path, suffix: str = ".bin") -> str:

@@ -19,7 +19,7 @@ from ..data.special_tokens import GENERATION
 from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
-from ..hf.model_directory import CONFIG, ModelDirectory, read_config
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config
 from ..io.json_file import read_object
 from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
@@ -105,7 +105,7 @@ class ModelSource:
             checkpoint = find_checkpoint(directory)
             settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
             return cls(checkpoint.path, checkpoint.config, _with_length(settings, checkpoint.config), checkpoint)
-        if directory.is_dir() and not (directory / CONFIG).exists():
+        if directory.is_dir() and not any((directory / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
             raise DataError(
                 f"{directory} holds no checkpoint and no model: a run has checkpoints/step-*, a checkpoint {STATE}, a model directory of "
                 f"transformers {CONFIG}; give one of these"

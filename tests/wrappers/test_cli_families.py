@@ -108,7 +108,7 @@ def test_training_goes_on_from_a_directory(here: Path, kind: str) -> None:
 
 
 @EVERY
-def test_adapters_are_pefts(here: Path, kind: str) -> None:
+def test_adapters_are_pefts(here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Adapters beside the directory, exported for PEFT and merged: our scores, which are not those of the directory. A run resumes bit by bit."""
     import peft  # takes seconds
 
@@ -120,6 +120,11 @@ def test_adapters_are_pefts(here: Path, kind: str) -> None:
     a, b = ((here / name / "latest" / "model.safetensors").read_bytes() for name in ("run", "half"))
     assert a == b
     assert main(["export", "run", "adapters"]) == 0
+    for argv in (["generate", "adapters"], ["perplexity", "adapters"], ["train", "--init-from=adapters"]):
+        assert main(argv) == 4
+        assert (
+            "adapters has adapters of PEFT and no model; give a model with them merged, as nntask export RUN DIR --merge" in capsys.readouterr().err
+        )
     assert main(["export", "run", "merged", "--merge", "--shard-size=20KB"]) == 0
     batch = random_batch(config, 4)
     ours = our_scores("run", batch)
