@@ -1,7 +1,7 @@
 from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
-from .objective import with_head
+from .objective import image_shape, with_head
 from .resolution import TINY, model_spec, open_tiles, resolve, resolve_untiled, retiled, sized
 from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
 from .settings import (
@@ -49,6 +49,7 @@ __all__ = [
     "format_size",
     "from_dict",
     "has_size",
+    "image_shape",
     "is_size",
     "model_spec",
     "open_tiles",

@@ -1,6 +1,6 @@
 from .beams import STEEPEST, BeamSearch, Hypothesis, search
 from .filled_masks import FilledMask, fill
-from .generator import Generator
+from .generator import Generator, check_writes
 from .memory_check import check_memory, check_scoring
 from .penalties import Penalties
 from .pretrained import ModelSource, TextIds
@@ -21,6 +21,7 @@ __all__ = [
     "TextIds",
     "check_memory",
     "check_scoring",
+    "check_writes",
     "choose",
     "fill",
     "perplexity",

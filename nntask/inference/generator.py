@@ -33,6 +33,8 @@ from .sampling import Sampling, choose
 if TYPE_CHECKING:
     from scheduler import Runtime, Step
 
+    from ..models.interface import ModelConfig
+
 Scores = npt.NDArray[np.floating[Any]]
 
 
@@ -42,6 +44,17 @@ class _DecodingStep:
 
     step: Step
     output: TileTensor
+
+
+def check_writes(config: ModelConfig) -> None:
+    """Check that a model of `config` writes texts.
+
+    Raises:
+        UsageError: it predicts something else.
+    """
+    if config.objective not in ("causal", "seq2seq"):
+        what = "predicts masked tokens" if config.objective == "masked" else "predicts a class"
+        raise UsageError(f"a {config.model_type} that {what} writes no texts; use a model that predicts the next token")
 
 
 class Generator:
@@ -61,9 +74,7 @@ class Generator:
         Raises:
             UsageError: there are none, or one is empty, longer than the context, or has ids that the model does not know; or the model writes none.
         """
-        if (kind := self.model.config.objective) not in ("causal", "seq2seq"):
-            what = "predicts masked tokens" if kind == "masked" else "predicts a class"
-            raise UsageError(f"a {self.model.config.model_type} that {what} writes no texts; use a model that predicts the next token")
+        check_writes(self.model.config)
         if not prompts:
             raise UsageError("texts begin with a prompt each, and there are none; give at least one")
         for number, prompt in enumerate(prompts, 1):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.commands import refuse
@@ -45,7 +46,12 @@ def test_masks_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out.rstrip("\n") == found["text"]
     code, err = refuse(capsys, ["perplexity", "m", "--dataset=stdlib", "--ncpu=1"])
     assert (code, "perplexity is of models that predict the next token, and m is a bert" in err) == (2, True), err
-    for flags, said in ((["--max-new-tokens=3"], "--max-new-tokens 3"), (["--no-cache"], "--no-cache"), (["--top-k=2"], "--top-k 2")):
+    for flags, said in (
+        (["--max-new-tokens=3"], "--max-new-tokens 3"),
+        (["--no-cache"], "--no-cache"),
+        (["--top-k=2"], "--top-k 2"),
+        (["--num-beams=2"], "--num-beams 2"),
+    ):
         code, err = refuse(capsys, ["generate", "m", f"--prompt={prompt}", *flags, "--ncpu=1"])
         assert (code, f"{said} is for texts that grow, and m fills masks; drop it" in err) == (2, True), err
     code, err = refuse(capsys, ["generate", "m", "--prompt=no masks", "--ncpu=1"])
@@ -71,3 +77,17 @@ def test_a_classifier_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     capsys.readouterr()
     code, err = refuse(capsys, ["generate", "m", "--prompt=ab", "--ncpu=1"])
     assert (code, "predicts a class writes no texts" in err) == (2, True), err
+
+
+def test_a_model_of_images_is_not_asked_for_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes nothing with one either, so neither generate nor export advises to add it."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("digits.npz", images=np.zeros((40, 8, 8, 1), np.uint8), labels=np.arange(40) % 10)
+    argv = ["--model=mixer-tiny", "--dataset=images", "--dataset-path=digits.npz", "--batch=8", "--steps=1", "--ncpu=1", "--run-dir=run"]
+    assert main(["train", *argv]) == 0
+    capsys.readouterr()
+    assert main(["export", "run", "out"]) == 0
+    assert "token" not in capsys.readouterr().out
+    for model in ("run", "out"):
+        code, err = refuse(capsys, ["generate", model, "--prompt=ab", "--ncpu=1"])
+        assert (code, "a mlp_mixer that predicts a class writes no texts" in err) == (2, True), err

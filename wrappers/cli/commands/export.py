@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     settings, words = parse(ExportSettings, argv, "nntask export", words=("RUN", "DIR"))
     from nntask import UsageError
     from nntask.checkpoints import find_checkpoint
-    from nntask.config import format_size, parse_size
+    from nntask.config import format_size, image_shape, parse_size
     from nntask.export import export, export_adapters
 
     shard_nbytes = parse_size(settings.shard_size or LARGEST_SHARD, "--shard-size")
@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     what = "adapter weights" if has_adapters and not settings.merge else "weights"
     print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
-    if tokenizer is None:
+    if tokenizer is None and image_shape(checkpoint.config) is None:
         print("the run was trained on token ids without a tokenizer, so there is none; --tokenizer-path DIR adds it")
     return 0
 

@@ -82,13 +82,16 @@ def run(argv: Sequence[str]) -> int:
     check(settings.text)
     machine = machine_from(settings.machine)
     prompts = prompts_of(settings.text)
-    from nntask.inference import Generator, ModelSource, check_memory
+    from nntask.inference import Generator, ModelSource, check_memory, check_writes
     from nntask.tiling import generation_tiling
 
     asked = settings.text
     source = ModelSource.open(words[0])
     if source.config.objective == "masked":
         _check_filled(asked, words[0])
+    else:
+        check_writes(source.config)
+    _check_search(asked)
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
     tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
@@ -122,6 +125,18 @@ def _check_filled(asked: TextSettings, model: str) -> None:
         if getattr(asked, name) != getattr(usual, name):
             flag = "--no-cache" if name == "cache" else f"--{name.replace('_', '-')} {getattr(asked, name)}"
             raise UsageError(f"{flag} is for texts that grow, and {model} fills masks; drop it")
+
+
+def _check_search(asked: TextSettings) -> None:
+    """Check that a search is not asked to draw.
+
+    Raises:
+        UsageError: it is.
+    """
+    from nntask import UsageError
+
+    if asked.num_beams > 1 and asked.temperature > 0:
+        raise UsageError(f"--num-beams {asked.num_beams} searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0")
 
 
 def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], asked: TextSettings) -> None:
@@ -168,8 +183,6 @@ def check(asked: TextSettings) -> None:
     for flag, value, ok, rule, near in rules:
         if not ok:
             raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
-    if asked.num_beams > 1 and asked.temperature > 0:
-        raise UsageError(f"--num-beams {asked.num_beams} searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0")
     if asked.num_beams == 1 and (asked.length_penalty, asked.early_stopping) != (1.0, "false"):
         flag = "--early-stopping" if asked.length_penalty == 1 else "--length-penalty"
         raise UsageError(f"{flag} is of a search for the most probable text, and --num-beams is 1; raise it, or drop {flag}")
