@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..models.interface import LanguageConfig
 from .cluster import check_cluster
 from .disk import disk_of
-from .objective import check_objective
+from .objective import check_objective, image_shape
 from .settings import TrainSettings
 from .units import LARGEST, fraction_of, is_size, parse_size
 
@@ -258,14 +258,14 @@ def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | Non
 
 
 def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> int:
-    """--seq-len, or where it is not given the `usual` length, at most `DEFAULT_LENGTH`.
+    """--seq-len, or where it is not given the `usual` length, at most `DEFAULT_LENGTH`; of a model of images all patches, which it always takes.
 
     Raises:
         UsageError: it is longer than the model's sequences may be.
     """
     limit = config.n_positions
     if seq_len is None:
-        return min(usual, DEFAULT_LENGTH)
+        return min(usual, DEFAULT_LENGTH) if image_shape(config) is None else limit
     if seq_len > limit:
         raise UsageError(f"--seq-len must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
     return seq_len

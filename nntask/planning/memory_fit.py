@@ -115,6 +115,12 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {length:,} "
             "tokens in these tiles; lower --batch or enlarge the tiles"
         )
+    if (num_tiles := _tiles_of_positions(run)) > MOST_TASKS:
+        config = run.model.config
+        raise UsageError(
+            f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tiles:,}: one for each tile of a table of {config.n_positions:,} "
+            f"positions; lower {config.positions_key} in the config or enlarge the tiles"
+        )
     runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus)
     model = build_model(run.model, runtime)
     if frozen_base is not None:
@@ -200,6 +206,14 @@ def work_of(run: RunConfig) -> int:
     heads, vocab = -(-config.n_head // cut.head_tile), -(-config.vocab_size // cut.vocab_tile)
     tokens = -(-run.step.minibatch // cut.minibatch_tile) * -(-run.model.seq_len // cut.seq_tile)
     return tokens * width * (config.n_layer * (config.num_inner_matrices * inner + 4 * heads) + 2 * vocab)
+
+
+def _tiles_of_positions(run: RunConfig) -> int:
+    """Tiles of the table of learned positions, whose length need not be that of sequences."""
+    config, cut = run.model.config, run.model.tiling
+    description = getattr(config, "description", None)
+    rows = 0 if description is None else description.stack.num_positions or 0
+    return -(-rows // cut.seq_tile) * -(-config.n_embd // cut.embd_tile)
 
 
 def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:

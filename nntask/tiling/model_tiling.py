@@ -85,9 +85,9 @@ _TABLE: Final = {
     "cpu": (
         (512, Limits(tokens=512, features=2048, vocab=4096)),
         (2048, Limits(tokens=1024, features=4096, vocab=8192)),
-        (1 << 30, Limits(tokens=1024, features=2048, vocab=4096)),
+        (1 << 31, Limits(tokens=1024, features=2048, vocab=4096)),
     ),
-    "cuda": ((1 << 30, Limits(tokens=4096, features=8192, vocab=16384)),),
+    "cuda": ((1 << 31, Limits(tokens=4096, features=8192, vocab=16384)),),
 }
 """Device class -> (largest n_embd, limits for models up to that width). Those of GPUs follow from the cost of a launch, some microseconds, beside
 products at hundreds of Tflop/s; they have not been tuned on a card yet."""

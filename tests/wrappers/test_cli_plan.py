@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.commands import refuse
 
 from nntask.config.units import parse_size
 from scheduler.planning.orders import candidates
@@ -464,3 +465,29 @@ def test_devices_say_how_bf16_is_computed() -> None:
     assert "bf16     computed in fp32: switched off by NNTASK_ONEDNN" in off
     facts = json.loads(subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, check=True).stdout)
     assert facts["bf16"] == {"native": onednn.has_bf16_products(), "by": onednn.bf16_products()}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mistral", "hidden_size": 2147483640, "num_key_value_heads": 4}, "a step must have at most 1,000,000 tasks"),
+        ({"model_type": "bert", "max_position_embeddings": 2147483647}, "table of 2,147,483,647 positions; lower max_position_embeddings in the"),
+        ({"model_type": "mlp_mixer", "image_size": 10**6, "patch_size": 2}, "1 x 2 sequences of 250,000,000,000 tokens"),
+    ],
+)
+def test_sizes_beyond_any_machine_are_refused_at_once(folder: Path, capsys, config, words) -> None:
+    """Before a tile is made: of a width, of a table that is longer than any sequence, and of patches."""
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    mixer = {"tokens_mlp_dim": 8, "channels_mlp_dim": 8} if config["model_type"] == "mlp_mixer" else {}
+    (folder / "large.json").write_text(json.dumps({**sizes, **mixer, "max_position_embeddings": 64, **config}))
+    data = ["--dataset=images"] if mixer else ["--seq-len=32"]
+    code, err = refuse(capsys, ["plan", "--config-path=large.json", "--batch=2", "--minibatch=2", *data])
+    assert (code, words in err) == (2, True), err
+
+
+def test_a_model_of_images_takes_all_patches(folder: Path, capsys) -> None:
+    """Of images with more patches than the longest usual text has tokens, too."""
+    config = {"model_type": "mlp_mixer", "image_size": 66, "patch_size": 1, "num_channels": 1, "hidden_size": 8, "num_hidden_layers": 1}
+    (folder / "wide.json").write_text(json.dumps({**config, "tokens_mlp_dim": 8, "channels_mlp_dim": 8, "num_labels": 2}))
+    assert main(["plan", "--config-path=wide.json", "--batch=2", "--dataset=images", "--ncpu=1"]) == 0
+    assert "feasible            yes" in capsys.readouterr().out
